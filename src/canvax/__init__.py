@@ -1,0 +1,1 @@
+"""canvax: text-to-image in JAX."""
