@@ -1,1 +1,60 @@
-"""canvax: text-to-image in JAX."""
+"""canvax: text-to-image with Stable Diffusion in JAX.
+
+    pipe = canvax.load("emoji")
+    pipe("a red apple", seed=1).images[0].save("apple.png")
+
+Names are imported when first used, so that ``import canvax`` and the use of one submodule stay quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from canvax._version import __version__
+
+if TYPE_CHECKING:
+    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError
+    from canvax.pipelines.load import load
+    from canvax.pipelines.options import Options, Step
+    from canvax.pipelines.result import Result
+    from canvax.pipelines.text_to_image import StableDiffusion
+
+_HOMES = {
+    "Cancelled": "canvax.errors",
+    "CanvaxError": "canvax.errors",
+    "CheckpointError": "canvax.errors",
+    "HubError": "canvax.errors",
+    "InputError": "canvax.errors",
+    "Options": "canvax.pipelines.options",
+    "Result": "canvax.pipelines.result",
+    "StableDiffusion": "canvax.pipelines.text_to_image",
+    "Step": "canvax.pipelines.options",
+    "load": "canvax.pipelines.load",
+}
+
+__all__ = [
+    "Cancelled",
+    "CanvaxError",
+    "CheckpointError",
+    "HubError",
+    "InputError",
+    "Options",
+    "Result",
+    "StableDiffusion",
+    "Step",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'canvax' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,52 @@
+# Two commands for a newcomer:
+#   make demo    draw pictures with the model in the package
+#   make test    run the tests
+# Both make their own .venv. PYTHON chooses the interpreter: make demo PYTHON=python3.13
+
+PYTHON ?= python3
+# The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them.
+# pip's ordinary Linux build of PyTorch is large. To use the CPU build, install it into .venv before `make test`.
+REFERENCE ?= yes
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint parity bench clean
+
+demo: .venv/runtime
+	$(BIN)/canvax generate "a red apple" "a cat" "a strawberry" "a hamburger" --seed 3 --grid --output out/demo
+
+test: .venv/test-$(REFERENCE) lint
+	$(BIN)/python -m pytest
+
+lint: .venv/test-$(REFERENCE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Full-size models against PyTorch: minutes and about 12 GB of memory.
+parity: .venv/test-yes
+	$(BIN)/python benchmarks/parity_full_size.py
+
+# Side by side with PyTorch diffusers on this machine.
+bench: .venv/test-yes
+	$(BIN)/python benchmarks/sd15.py
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canvax needs Python 3.11 or newer; make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+.venv/runtime: pyproject.toml | .venv/bin/python
+	$(PIP) --editable .
+	touch $@
+
+.venv/test-no: pyproject.toml | .venv/bin/python
+	$(PIP) --editable '.[test]'
+	touch $@ .venv/runtime
+
+.venv/test-yes: pyproject.toml | .venv/bin/python
+	$(PIP) --editable '.[test,reference]'
+	touch $@ .venv/runtime .venv/test-no
+
+clean:
+	rm -rf .venv out

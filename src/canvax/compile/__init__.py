@@ -1,0 +1,1 @@
+"""Every jit boundary of the library is here or in ``pipelines/``."""

@@ -1,0 +1,165 @@
+"""The three programs of a model: ``encode_text``, ``denoise``, ``decode``.
+
+A program is decided by the config, the shapes, the dtypes, the mesh, guidance on or off and the clip; nothing else.
+Each is compiled once, ahead of its first call, so that compiling is seen and timed as what it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from canvax.denoise import WINDOW, denoise
+from canvax.models.clip import text_encoder
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.vae import vae_decode
+from canvax.params import Params
+from canvax.parallel.mesh import over_batch, replicated
+from canvax.samplers.table import SLOTS, Clip
+from canvax.target import compiling_for
+from canvax.types import Array
+
+Announce = Callable[[str, float | None], None]
+"""Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiles the programs of one model on one mesh, and keeps them.
+
+    Attributes:
+        text: config of the text encoder.
+        unet: config of the UNet.
+        vae: config of the autoencoder.
+        mesh: the devices.
+        precision: JAX matmul precision of float32 ("highest" is real float32 on TPU and GPU), None for the default.
+    """
+
+    text: ClipTextConfig
+    unet: UNetConfig
+    vae: VaeConfig
+    mesh: Mesh
+    precision: str | None = None
+    _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Array]:
+        """Program ``(params["text_encoder"], ids [B, 77] int32, skip int32) -> [B, 77, D]``."""
+        tokens = self.text.max_position_embeddings
+        arguments = (
+            _abstract(params["text_encoder"]),
+            self._batched((batch, tokens), jnp.int32),
+            self._shared((), jnp.int32),
+        )
+        return self._get("text encoder", partial(_encode_text, cfg=self.text), arguments, announce)
+
+    def denoise(
+        self,
+        params: Params,
+        latents: tuple[int, int, int, int],
+        *,
+        guided: bool,
+        clip: Clip | None = None,
+        announce: Announce | None = None,
+    ) -> Callable[..., tuple[Array, Array]]:
+        """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C]."""
+        batch = latents[0]
+        text = self._batched((batch, self.text.max_position_embeddings, self.text.hidden_size), _dtype(params, "text_encoder"))
+        f32 = jnp.float32
+        rows = {name: self._batched((batch, WINDOW), f32) for name in _SCALARS}
+        rows["row"] = self._batched((batch, WINDOW), jnp.int32)
+        rows["M"] = self._batched((batch, WINDOW, SLOTS, SLOTS + 2), f32)
+        rows["raw"] = self._batched((batch, WINDOW, SLOTS), f32)
+        arguments = (
+            _abstract(params["unet"]),
+            self._batched((batch, SLOTS, *latents[1:]), f32),
+            text,
+            text if guided else None,
+            rows,
+            self._batched((batch, 2), jnp.uint32),
+            self._shared((WINDOW,), jnp.bool_),
+            self._shared((), jnp.int32),
+        )
+        return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip), arguments, announce)
+
+    def decode(
+        self, params: Params, latents: tuple[int, int, int, int], announce: Announce | None = None
+    ) -> Callable[..., Array]:
+        """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``."""
+        arguments = (_abstract(params["vae"]), self._batched(latents, jnp.float32))
+        return self._get("decoder", partial(_decode, cfg=self.vae), arguments, announce)
+
+    def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
+
+    def _shared(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
+
+    def _get(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        announce: Announce | None,
+    ) -> Callable[..., Any]:
+        leaves, structure = jax.tree.flatten(arguments)
+        signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(name, function, arguments, announce)
+            return self._compiled[key]
+
+    def _compile(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        announce: Announce | None,
+    ) -> Callable[..., Any]:
+        if announce:
+            announce(name, None)
+        began = time.perf_counter()
+        platform = self.mesh.devices.flat[0].platform
+        precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
+        with compiling_for(platform), precision:
+            outputs = over_batch(self.mesh)
+            lowered = jax.jit(function, out_shardings=outputs).lower(*arguments)
+            compiled = lowered.compile()
+        if announce:
+            announce(name, time.perf_counter() - began)
+        return compiled
+
+
+_SCALARS = ("timestep", "c_in", "p", "q", "guidance", "rescale")
+
+
+def _encode_text(params: Params, ids: Array, skip: Array, *, cfg: ClipTextConfig) -> Array:
+    return text_encoder(params, ids, cfg, skip=skip)
+
+
+def _decode(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
+    images = vae_decode(params, latents.astype(params["decoder"]["conv_in"]["weight"].dtype), cfg)
+    return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+
+def _abstract(params: Params) -> Any:
+    def one(leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(one, params)
+
+
+def _dtype(params: Params, component: str) -> Any:
+    return jax.tree.leaves(params[component])[0].dtype
+
+

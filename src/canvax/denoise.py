@@ -1,0 +1,134 @@
+"""The one loop that runs every sampler.
+
+A sampler is a table of numbers (``samplers/table.py``); this loop reads one row for each evaluation of the network:
+
+    output   = network(c_in * x, timestep)              guided
+    D        = p * x + q * output                       the denoised image
+    state'   = M @ [state; D; noise]                    slot 0 of the state is x
+
+Everything a user changes between pictures is in the rows, the keys and the text, so nothing here compiles again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.guidance import guide
+from canvax.models.configs import UNetConfig
+from canvax.models.unet import unet
+from canvax.params import Params
+from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip
+from canvax.types import Array
+
+WINDOW = 64
+"""Rows given to the program in one call. Longer tables are run window by window, so their length decides nothing."""
+
+Rows = dict[str, Any]
+"""Columns of a window of the table, each [B, WINDOW, ...], as ``SamplerTable.window`` makes them; images of one batch
+may be at different rows of different tables."""
+
+
+def denoise(
+    params: Params,
+    state: Array,
+    text: Array,
+    negative: Array | None,
+    rows: Rows,
+    keys: Array,
+    noisy: Array,
+    count: Array,
+    *,
+    cfg: UNetConfig,
+    clip: Clip | None = None,
+) -> tuple[Array, Array]:
+    """Run the first ``count`` rows of a window.
+
+    Args:
+        params: the UNet's parameters; their dtype is the dtype computed in.
+        state: [B, K, h, w, C] float32; slot 0 is x.
+        text: features of the prompts [B, T, D].
+        negative: features of the negative prompts [B, T, D], or None: no guidance, half the work.
+        rows: the window.
+        keys: threefry key words of each image [B, 2] uint32; step noise depends on the key and the row alone.
+        noisy: [WINDOW] bool, whether a row uses noise for any image; a host-side fact, so that no device has to ask
+            the others.
+        count: rows to run, an int32 scalar.
+        cfg: the UNet's config.
+        clip: limits on D, a static property of the few models that want them.
+
+    Returns:
+        The state after the last row run, and D at that row [B, h, w, C] float32.
+    """
+    dtype = params["conv_in"]["weight"].dtype
+    features = text if negative is None else jnp.stack([negative, text], axis=1).reshape(-1, *text.shape[1:])
+    features = features.astype(dtype)
+
+    def network(x: Array, row: Rows) -> Array:
+        x = (_per_image(row["c_in"]) * x).astype(dtype)
+        if negative is None:
+            return unet(params, x, row["timestep"], features, cfg).astype(jnp.float32)
+        # Both halves of an image stay neighbours: a batch split over devices then needs no communication.
+        output = unet(params, jnp.repeat(x, 2, axis=0), jnp.repeat(row["timestep"], 2), features, cfg)
+        output = output.astype(jnp.float32).reshape(-1, 2, *output.shape[1:])
+        return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"])
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        state, _ = carry
+        row = {name: jax.lax.dynamic_index_in_dim(column, i, axis=1, keepdims=False) for name, column in rows.items()}
+        x = state[:, 0]
+        raw = _per_image(row["p"]) * x + _per_image(row["q"]) * network(x, row)
+        denoised = raw if clip is None else _clip(raw, clip)
+        noise = jax.lax.cond(noisy[i], lambda: step_noise(keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x))
+        state = _combine(row["M"], state, denoised, noise)
+        if clip is not None:
+            state = state + row["raw"][:, :, None, None, None] * raw[:, None]
+        return state, denoised
+
+    with jax.named_scope("denoise"):
+        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros_like(state[:, 0])))
+
+
+def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
+    """Noise of one row for each image, standard normal [B, *shape] float32.
+
+    It depends on the image's key and the index of the row only, never on the batch or the devices.
+    """
+
+    def one(key: Array, row: Array) -> Array:
+        return jax.random.normal(jax.random.fold_in(key, row), shape, jnp.float32)
+
+    with jax.threefry_partitionable(True):
+        return jax.vmap(one)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
+
+
+def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
+    """State before the first row, on the host: slot 0 is the scaled noise [B, h, w, C], the others are empty."""
+    state = np.zeros((noise.shape[0], SLOTS, *noise.shape[1:]), np.float32)
+    state[:, 0] = noise * init_scale.astype(np.float32)[:, None, None, None]
+    return state
+
+
+def _per_image(column: Array) -> Array:
+    return column[:, None, None, None]
+
+
+def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
+    """``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
+    m = m[..., None, None, None]
+    total = m[:, :, DENOISED] * denoised[:, None] + m[:, :, NOISE] * noise[:, None]
+    for slot in range(SLOTS):
+        total = total + m[:, :, slot] * state[:, None, slot]
+    return total
+
+
+def _clip(denoised: Array, clip: Clip) -> Array:
+    """``Clip.apply`` on the device."""
+    if clip.ratio is None:
+        return jnp.clip(denoised, -clip.range, clip.range)
+    size = jnp.quantile(jnp.abs(denoised).reshape(denoised.shape[0], -1), clip.ratio, axis=1)
+    size = _per_image(jnp.clip(size, 1.0, clip.range))
+    return jnp.clip(denoised, -size, size) / size

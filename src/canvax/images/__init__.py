@@ -1,0 +1,1 @@
+"""Images: arrays to and from PIL, grids, and metadata in PNG files."""

@@ -1,0 +1,156 @@
+"""Blocks that the UNet and the VAE are made of: residual block, spatial transformer, resizing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from canvax.attention import attention
+from canvax.nn import (
+    conv2d,
+    conv2d_spec,
+    gelu,
+    group_norm,
+    layer_norm,
+    linear,
+    linear_spec,
+    norm_spec,
+    upsample_nearest,
+)
+from canvax.params import Params, Spec
+from canvax.types import Array
+
+TRANSFORMER_NORM_EPS = 1e-6
+
+
+def resnet_block_spec(inputs: int, outputs: int, time_width: int | None) -> Spec:
+    """Residual block; ``time_width`` None for the VAE, whose blocks know no time."""
+    spec: Spec = {
+        "norm1": norm_spec(inputs),
+        "conv1": conv2d_spec(inputs, outputs),
+        "norm2": norm_spec(outputs),
+        "conv2": conv2d_spec(outputs, outputs),
+    }
+    if time_width is not None:
+        spec["time_emb_proj"] = linear_spec(time_width, outputs)
+    if inputs != outputs:
+        spec["conv_shortcut"] = linear_spec(inputs, outputs, conv=True)
+    return spec
+
+
+def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: float) -> Array:
+    """Residual block (He et al. 2016, pre-activation) with the time embedding added between its convolutions.
+
+    Args:
+        p: parameters.
+        x: [B, h, w, Cin].
+        time: [B, time_width] time embedding after its activation, or None.
+        groups: groups of the normalisation.
+        eps: its epsilon.
+
+    Returns:
+        [B, h, w, Cout].
+    """
+    with jax.named_scope("resnet"):
+        h = conv2d(p["conv1"], jax.nn.silu(group_norm(p["norm1"], x, groups=groups, eps=eps)))
+        if time is not None:
+            h = h + linear(p["time_emb_proj"], time)[:, None, None, :]
+        h = conv2d(p["conv2"], jax.nn.silu(group_norm(p["norm2"], h, groups=groups, eps=eps)))
+        shortcut = linear(p["conv_shortcut"], x) if "conv_shortcut" in p else x
+        return shortcut + h
+
+
+def transformer_spec(channels: int, context: int, depth: int, *, linear_projection: bool) -> Spec:
+    """Spatial transformer; its projections are linear maps either way, stored as 1x1 convolutions in SD 1.x."""
+    conv = not linear_projection
+    return {
+        "norm": norm_spec(channels),
+        "proj_in": linear_spec(channels, channels, conv=conv),
+        "transformer_blocks": {str(i): _transformer_block_spec(channels, context) for i in range(depth)},
+        "proj_out": linear_spec(channels, channels, conv=conv),
+    }
+
+
+def transformer(p: Params, x: Array, context: Array, *, heads: int, groups: int, upcast: bool) -> Array:
+    """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
+
+    Args:
+        p: parameters.
+        x: [B, h, w, C].
+        context: text features [B, T, D].
+        heads: attention heads.
+        groups: groups of the normalisation.
+        upcast: compute attention scores in float32.
+
+    Returns:
+        [B, h, w, C].
+    """
+    with jax.named_scope("transformer"):
+        b, h, w, c = x.shape
+        y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
+        y = linear(p["proj_in"], y.reshape(b, h * w, c))
+        for i in range(len(p["transformer_blocks"])):
+            y = _transformer_block(p["transformer_blocks"][str(i)], y, context, heads=heads, upcast=upcast)
+        return x + linear(p["proj_out"], y).reshape(b, h, w, c)
+
+
+def _transformer_block_spec(channels: int, context: int) -> Spec:
+    inner = 4 * channels
+    return {
+        "norm1": norm_spec(channels),
+        "attn1": attention_spec(channels, channels),
+        "norm2": norm_spec(channels),
+        "attn2": attention_spec(channels, context),
+        "norm3": norm_spec(channels),
+        "ff": {
+            "net": {
+                "0": {"proj": linear_spec(channels, 2 * inner, ("embed", "mlp"))},
+                "2": linear_spec(inner, channels, ("mlp", "embed")),
+            }
+        },
+    }
+
+
+def _transformer_block(p: Params, x: Array, context: Array, *, heads: int, upcast: bool) -> Array:
+    """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual."""
+    h = layer_norm(p["norm1"], x)
+    x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    x = x + attend(p["attn2"], layer_norm(p["norm2"], x), context, heads=heads, upcast=upcast)
+    h, gate = jnp.split(linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x)), 2, axis=-1)
+    return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
+
+
+def attention_spec(channels: int, context: int, *, bias: bool = False) -> Spec:
+    """Query from ``channels``, key and value from ``context``; the UNet's have no bias, the VAE's do."""
+    return {
+        "to_q": linear_spec(channels, channels, ("embed", "heads"), bias=bias),
+        "to_k": linear_spec(context, channels, ("embed", "heads"), bias=bias),
+        "to_v": linear_spec(context, channels, ("embed", "heads"), bias=bias),
+        "to_out": {"0": linear_spec(channels, channels, ("heads", "embed"))},
+    }
+
+
+def attend(p: Params, x: Array, context: Array, *, heads: int, upcast: bool = False) -> Array:
+    """Multi-head attention of ``x`` [B, Tq, C] over ``context`` [B, Tk, D] -> [B, Tq, C]."""
+    q = linear(p["to_q"], x).reshape(*x.shape[:2], heads, -1)
+    k = linear(p["to_k"], context).reshape(*context.shape[:2], heads, -1)
+    v = linear(p["to_v"], context).reshape(*context.shape[:2], heads, -1)
+    return linear(p["to_out"]["0"], attention(q, k, v, upcast=upcast).reshape(x.shape))
+
+
+def downsample_spec(channels: int) -> Spec:
+    """Strided 3x3 convolution."""
+    return {"conv": conv2d_spec(channels, channels)}
+
+
+def downsample(p: Params, x: Array, *, padding: tuple[int, int]) -> Array:
+    """Halve height and width; ``padding`` (1, 1) in the UNet, (0, 1) in the VAE encoder."""
+    return conv2d(p["conv"], x, stride=2, padding=padding)
+
+
+upsample_spec = downsample_spec
+
+
+def upsample(p: Params, x: Array, height: int, width: int) -> Array:
+    """Nearest resize to ``height`` x ``width``, then a 3x3 convolution."""
+    return conv2d(p["conv"], upsample_nearest(x, height, width))

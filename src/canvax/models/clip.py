@@ -1,0 +1,79 @@
+"""CLIP's text encoder (Radford et al. 2021): a causal pre-norm transformer over 77 tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from canvax.attention import attention
+from canvax.models.configs import ClipTextConfig
+from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
+from canvax.params import Params, Spec
+from canvax.types import Array
+
+
+def text_encoder_spec(cfg: ClipTextConfig) -> Spec:
+    """Parameters of the encoder, named as in the released Stable Diffusion checkpoints."""
+    return {
+        "text_model": {
+            "embeddings": {
+                "token_embedding": embedding_spec(cfg.vocab_size, cfg.hidden_size),
+                "position_embedding": embedding_spec(cfg.max_position_embeddings, cfg.hidden_size),
+            },
+            "encoder": {"layers": {str(i): _layer_spec(cfg) for i in range(cfg.num_hidden_layers)}},
+            "final_layer_norm": norm_spec(cfg.hidden_size),
+        }
+    }
+
+
+def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> Array:
+    """Token ids -> token features after the final layer norm.
+
+    Args:
+        p: parameters as declared by :func:`text_encoder_spec`.
+        ids: [B, T] integer ids, T at most ``max_position_embeddings``.
+        cfg: the config.
+        skip: layers left out at the end (``clip_skip``); data, so another value never compiles again.
+
+    Returns:
+        [B, T, D] in the dtype of the parameters.
+    """
+    p = p["text_model"]
+    positions = p["embeddings"]["position_embedding"]["weight"][: ids.shape[1]]
+    x = embedding(p["embeddings"]["token_embedding"], ids) + positions
+    wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32)
+    chosen = x
+    with jax.named_scope("text_encoder"):
+        for i in range(cfg.num_hidden_layers):
+            x = _layer(p["encoder"]["layers"][str(i)], x, cfg)
+            chosen = jnp.where(wanted == i + 1, x, chosen)
+        return layer_norm(p["final_layer_norm"], chosen, eps=cfg.layer_norm_eps)
+
+
+def _layer_spec(cfg: ClipTextConfig) -> Spec:
+    d = cfg.hidden_size
+    return {
+        "layer_norm1": norm_spec(d),
+        "self_attn": {
+            "q_proj": linear_spec(d, d, ("embed", "heads")),
+            "k_proj": linear_spec(d, d, ("embed", "heads")),
+            "v_proj": linear_spec(d, d, ("embed", "heads")),
+            "out_proj": linear_spec(d, d, ("heads", "embed")),
+        },
+        "layer_norm2": norm_spec(d),
+        "mlp": {
+            "fc1": linear_spec(d, cfg.intermediate_size, ("embed", "mlp")),
+            "fc2": linear_spec(cfg.intermediate_size, d, ("mlp", "embed")),
+        },
+    }
+
+
+def _layer(p: Params, x: Array, cfg: ClipTextConfig) -> Array:
+    a = p["self_attn"]
+    h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)
+    split = (*x.shape[:2], cfg.num_attention_heads, -1)
+    q, k, v = (linear(a[name], h).reshape(split) for name in ("q_proj", "k_proj", "v_proj"))
+    x = x + linear(a["out_proj"], attention(q, k, v, causal=True).reshape(x.shape))
+    h = layer_norm(p["layer_norm2"], x, eps=cfg.layer_norm_eps)
+    h = ACTIVATIONS[cfg.hidden_act](linear(p["mlp"]["fc1"], h))
+    return x + linear(p["mlp"]["fc2"], h)

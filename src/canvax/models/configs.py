@@ -1,0 +1,225 @@
+"""Configs of the networks, read from a checkpoint's own ``config.json``, and presets as values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from canvax.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of the network configs: reads ``config.json`` strictly.
+
+    A field that canvax computes with is a dataclass field. A field that only has one supported meaning is in
+    ``FIXED`` with the values that mean it. A field that changes nothing at inference is in ``IGNORED``. Anything else
+    is refused unless it is off (null or false), so that no checkpoint is silently drawn wrong; ``STRICT = False``
+    ignores it instead.
+    """
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    STRICT: ClassVar[bool] = True
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Config from a parsed ``config.json``.
+
+        Raises:
+            CheckpointError: naming every field whose value is not supported.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values, faults = {}, []
+        for key, value in config.items():
+            if isinstance(value, list):
+                value = tuple(value)
+            if key in known:
+                values[key] = value
+            elif key in cls.FIXED:
+                if value not in cls.FIXED[key]:
+                    faults.append(f"{key} = {value!r} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
+            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and value not in (None, False):
+                faults.append(f"{key} = {value!r} (unknown field)")
+        if faults:
+            raise CheckpointError(f"{cls.__name__}: config.json asks for what is not supported: " + "; ".join(faults))
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise CheckpointError(f"{cls.__name__}: config.json is incomplete or malformed: {error}") from error
+
+
+def _per_level(value: Any, levels: int) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple) else (value,) * levels
+
+
+@dataclass(frozen=True)
+class UNetConfig(Config):
+    """``UNet2DConditionModel``: names and defaults are those of the diffusers config."""
+
+    sample_size: int | None = None
+    in_channels: int = 4
+    out_channels: int = 4
+    down_block_types: tuple[str, ...] = (
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "DownBlock2D",
+    )
+    up_block_types: tuple[str, ...] = (
+        "UpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+        "CrossAttnUpBlock2D",
+    )
+    block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
+    layers_per_block: int | tuple[int, ...] = 2
+    # The number of heads, in spite of its name: released checkpoints depend on the old mistake.
+    attention_head_dim: int | tuple[int, ...] = 8
+    num_attention_heads: int | tuple[int, ...] | None = None
+    cross_attention_dim: int = 1280
+    transformer_layers_per_block: int | tuple[int, ...] = 1
+    use_linear_projection: bool = False
+    upcast_attention: bool = False
+    flip_sin_to_cos: bool = True
+    freq_shift: float = 0
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+
+    FIXED = {
+        "act_fn": ("silu", "swish"),
+        "attention_type": ("default",),
+        "conv_in_kernel": (3,),
+        "conv_out_kernel": (3,),
+        "downsample_padding": (1,),
+        "mid_block_scale_factor": (1, 1.0),
+        "mid_block_type": ("UNetMidBlock2DCrossAttn",),
+        "resnet_out_scale_factor": (1, 1.0),
+        "resnet_time_scale_shift": ("default",),
+        "time_embedding_type": ("positional",),
+    }
+    IGNORED = frozenset({"dropout", "addition_embed_type_num_heads"})
+
+    def __post_init__(self) -> None:
+        levels = len(self.block_out_channels)
+        checks = {
+            "down_block_types": len(self.down_block_types),
+            "up_block_types": len(self.up_block_types),
+            "layers_per_block": len(self.layers),
+            "attention_head_dim": len(self.heads),
+            "transformer_layers_per_block": len(self.depths),
+        }
+        faults = [f"{name} has {got} entries" for name, got in checks.items() if got != levels]
+        known = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+        faults += [f"block type {t!r} unknown" for t in self.down_block_types + self.up_block_types if t not in known]
+        for channels, heads in zip(self.block_out_channels, self.heads, strict=False):
+            if channels % self.norm_num_groups or channels % heads:
+                faults.append(f"{channels} channels cannot be split into {self.norm_num_groups} groups, {heads} heads")
+        if faults:
+            raise CheckpointError(f"UNetConfig with {levels} levels: " + "; ".join(faults))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Resnets of each level on the way down."""
+        return _per_level(self.layers_per_block, len(self.block_out_channels))
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Attention heads of each level."""
+        return _per_level(self.num_attention_heads or self.attention_head_dim, len(self.block_out_channels))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Transformer blocks in each attention of each level."""
+        return _per_level(self.transformer_layers_per_block, len(self.block_out_channels))
+
+
+@dataclass(frozen=True)
+class VaeConfig(Config):
+    """``AutoencoderKL``: names and defaults are those of the diffusers config."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
+    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
+    block_out_channels: tuple[int, ...] = (64,)
+    layers_per_block: int = 1
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+    scaling_factor: float = 0.18215
+    shift_factor: float | None = None
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    FIXED = {"act_fn": ("silu",), "latents_mean": (None,), "latents_std": (None,)}
+    IGNORED = frozenset({"sample_size", "force_upcast"})
+
+    def __post_init__(self) -> None:
+        levels = len(self.block_out_channels)
+        faults = []
+        if self.down_block_types != ("DownEncoderBlock2D",) * levels:
+            faults.append(f"down_block_types {self.down_block_types}")
+        if self.up_block_types != ("UpDecoderBlock2D",) * levels:
+            faults.append(f"up_block_types {self.up_block_types}")
+        faults += [f"{c} channels in {self.norm_num_groups} groups" for c in self.block_out_channels
+                   if c % self.norm_num_groups]  # fmt: skip
+        if faults:
+            raise CheckpointError(f"VaeConfig with {levels} levels does not support " + "; ".join(faults))
+
+    @property
+    def factor(self) -> int:
+        """Pixels per latent along an axis: 8 for Stable Diffusion."""
+        return 2 ** (len(self.block_out_channels) - 1)
+
+
+@dataclass(frozen=True)
+class ClipTextConfig(Config):
+    """``CLIPTextModel``: names and defaults are those of the transformers config."""
+
+    vocab_size: int = 49408
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 77
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+
+    FIXED = {"model_type": ("clip_text_model",)}
+    # What else a transformers config holds concerns training, generation and the pooled output, which Stable
+    # Diffusion 1.x and 2.x never read.
+    STRICT = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_act not in ("gelu", "quick_gelu"):
+            raise CheckpointError(f"ClipTextConfig: hidden_act {self.hidden_act!r}; supported: 'gelu', 'quick_gelu'")
+        if self.hidden_size % self.num_attention_heads:
+            raise CheckpointError(
+                f"ClipTextConfig: hidden_size {self.hidden_size} is not divisible by "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+
+
+SD_VAE = VaeConfig(
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    block_out_channels=(128, 256, 512, 512),
+    layers_per_block=2,
+)
+SD15_UNET = UNetConfig(sample_size=64, cross_attention_dim=768)
+SD15_TEXT = ClipTextConfig(
+    hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, hidden_act="quick_gelu"
+)
+SD21_UNET = UNetConfig(
+    sample_size=96,
+    cross_attention_dim=1024,
+    attention_head_dim=(5, 10, 20, 20),
+    use_linear_projection=True,
+    upcast_attention=True,
+)
+SD21_TEXT = ClipTextConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16, hidden_act="gelu"
+)

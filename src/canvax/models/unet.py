@@ -1,0 +1,180 @@
+"""The conditional UNet of Stable Diffusion (Rombach et al. 2022): ``UNet2DConditionModel`` as pure functions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from canvax.models.blocks import (
+    downsample,
+    downsample_spec,
+    resnet_block,
+    resnet_block_spec,
+    transformer,
+    transformer_spec,
+    upsample,
+    upsample_spec,
+)
+from canvax.models.configs import UNetConfig
+from canvax.nn import conv2d, conv2d_spec, group_norm, linear, linear_spec, norm_spec
+from canvax.params import Params, Spec
+from canvax.types import Array
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One resolution on the way down or up: channels of every resnet, and its attention."""
+
+    inputs: tuple[int, ...]
+    channels: int
+    heads: int
+    depth: int
+    attends: bool
+    resizes: bool
+
+
+def _down_levels(cfg: UNetConfig) -> list[_Level]:
+    levels, previous = [], cfg.block_out_channels[0]
+    for i, channels in enumerate(cfg.block_out_channels):
+        inputs = (previous,) + (channels,) * (cfg.layers[i] - 1)
+        attends = cfg.down_block_types[i] == "CrossAttnDownBlock2D"
+        resizes = i < len(cfg.block_out_channels) - 1
+        levels.append(_Level(inputs, channels, cfg.heads[i], cfg.depths[i], attends, resizes))
+        previous = channels
+    return levels
+
+
+def _skip_channels(cfg: UNetConfig) -> list[int]:
+    """Channels of the feature maps kept on the way down, in order."""
+    skips = [cfg.block_out_channels[0]]
+    for level in _down_levels(cfg):
+        skips += [level.channels] * (len(level.inputs) + level.resizes)
+    return skips
+
+
+def _up_levels(cfg: UNetConfig) -> list[_Level]:
+    skips, previous = _skip_channels(cfg), cfg.block_out_channels[-1]
+    levels = []
+    for i, channels in enumerate(reversed(cfg.block_out_channels)):
+        mirror = len(cfg.block_out_channels) - 1 - i
+        inputs = []
+        for _ in range(cfg.layers[mirror] + 1):
+            inputs.append(previous + skips.pop())
+            previous = channels
+        attends = cfg.up_block_types[i] == "CrossAttnUpBlock2D"
+        levels.append(_Level(tuple(inputs), channels, cfg.heads[mirror], cfg.depths[mirror], attends, mirror > 0))
+    return levels
+
+
+def unet_spec(cfg: UNetConfig) -> Spec:
+    """Parameters of the UNet."""
+    first, last = cfg.block_out_channels[0], cfg.block_out_channels[-1]
+    time = 4 * first
+    return {
+        "conv_in": conv2d_spec(cfg.in_channels, first),
+        "time_embedding": {"linear_1": linear_spec(first, time), "linear_2": linear_spec(time, time)},
+        "down_blocks": {
+            str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))
+        },
+        "mid_block": {
+            "resnets": {str(i): resnet_block_spec(last, last, time) for i in range(2)},
+            "attentions": {"0": _attention_spec(last, cfg.depths[-1], cfg)},
+        },
+        "up_blocks": {str(i): _level_spec(level, cfg, "upsamplers") for i, level in enumerate(_up_levels(cfg))},
+        "conv_norm_out": norm_spec(first),
+        "conv_out": conv2d_spec(first, cfg.out_channels),
+    }
+
+
+def _attention_spec(channels: int, depth: int, cfg: UNetConfig) -> Spec:
+    return transformer_spec(channels, cfg.cross_attention_dim, depth, linear_projection=cfg.use_linear_projection)
+
+
+def _level_spec(level: _Level, cfg: UNetConfig, resizer: str) -> Spec:
+    time = 4 * cfg.block_out_channels[0]
+    spec: Spec = {
+        "resnets": {str(j): resnet_block_spec(c, level.channels, time) for j, c in enumerate(level.inputs)}
+    }
+    if level.attends:
+        spec["attentions"] = {
+            str(j): _attention_spec(level.channels, level.depth, cfg) for j in range(len(level.inputs))
+        }
+    if level.resizes:
+        spec[resizer] = {"0": (downsample_spec if resizer == "downsamplers" else upsample_spec)(level.channels)}
+    return spec
+
+
+def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, freq_shift: float) -> Array:
+    """Sinusoids of the timestep (Ho et al. 2020, after Vaswani et al. 2017, section 3.5): [B] -> [B, width] float32."""
+    half = width // 2
+    exponent = -math.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / (half - freq_shift)
+    angles = timesteps.astype(jnp.float32)[:, None] * jnp.exp(exponent)
+    waves = (jnp.cos(angles), jnp.sin(angles)) if flip_sin_to_cos else (jnp.sin(angles), jnp.cos(angles))
+    return jnp.pad(jnp.concatenate(waves, axis=-1), ((0, 0), (0, width % 2)))
+
+
+def unet(p: Params, x: Array, timesteps: Array, text: Array, cfg: UNetConfig) -> Array:
+    """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
+
+    Args:
+        p: parameters as declared by :func:`unet_spec`.
+        x: noisy latents [B, h, w, C], any h and w.
+        timesteps: [B], may be fractional.
+        text: features of the text encoder [B, T, D].
+        cfg: the config.
+
+    Returns:
+        [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
+    """
+    groups, eps = cfg.norm_num_groups, cfg.norm_eps
+    time = _time_features(p["time_embedding"], timesteps, x.dtype, cfg)
+
+    def level_step(block: Params, level: _Level, j: int, h: Array) -> Array:
+        h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=eps)
+        if level.attends:
+            h = attend_text(block["attentions"][str(j)], h, level.heads)
+        return h
+
+    def attend_text(block: Params, h: Array, heads: int) -> Array:
+        return transformer(block, h, text, heads=heads, groups=groups, upcast=cfg.upcast_attention)
+
+    h = conv2d(p["conv_in"], x)
+    skips = [h]
+    for i, level in enumerate(_down_levels(cfg)):
+        block = p["down_blocks"][str(i)]
+        with jax.named_scope(f"down_{i}"):
+            for j in range(len(level.inputs)):
+                h = level_step(block, level, j, h)
+                skips.append(h)
+            if level.resizes:
+                h = downsample(block["downsamplers"]["0"], h, padding=(1, 1))
+                skips.append(h)
+
+    with jax.named_scope("mid"):
+        block = p["mid_block"]
+        h = resnet_block(block["resnets"]["0"], h, time, groups=groups, eps=eps)
+        h = attend_text(block["attentions"]["0"], h, cfg.heads[-1])
+        h = resnet_block(block["resnets"]["1"], h, time, groups=groups, eps=eps)
+
+    for i, level in enumerate(_up_levels(cfg)):
+        block = p["up_blocks"][str(i)]
+        with jax.named_scope(f"up_{i}"):
+            for j in range(len(level.inputs)):
+                h = level_step(block, level, j, jnp.concatenate([h, skips.pop()], axis=-1))
+            if level.resizes:
+                # To the size of the skip it will meet, which is not the double where h or w was odd.
+                h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
+
+    return conv2d(p["conv_out"], jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps)))
+
+
+def _time_features(p: Params, timesteps: Array, dtype: jnp.dtype, cfg: UNetConfig) -> Array:
+    """Time embedding [B, 4 C0] after the activation that every residual block applies to it."""
+    waves = timestep_embedding(
+        timesteps, cfg.block_out_channels[0], flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift
+    )
+    h = jax.nn.silu(linear(p["linear_1"], waves.astype(dtype)))
+    return jax.nn.silu(linear(p["linear_2"], h))

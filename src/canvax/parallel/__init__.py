@@ -1,0 +1,1 @@
+"""Devices are a mesh, said once."""

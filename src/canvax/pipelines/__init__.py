@@ -1,0 +1,1 @@
+"""Tasks: each is a function anyone can read from top to bottom."""

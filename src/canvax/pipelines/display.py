@@ -1,0 +1,69 @@
+"""What the terminal shows while a picture is made: compiling, then steps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+
+class Display:
+    """Progress on stderr, or nothing. Also keeps the time spent compiling."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self.compile_seconds = 0.0
+
+    def announce(self, program: str, seconds: float | None) -> None:
+        """Say that a program is being compiled; without this the first picture looks like a hang."""
+        if seconds is None:
+            self._write(f"compiling the {program} (once for each size and batch) ... ")
+        else:
+            self.compile_seconds += seconds
+            self._write(f"{seconds:.1f} s\n")
+
+    def bar(self, total: int) -> Bar:
+        """A progress bar over ``total`` steps."""
+        return Bar(total, shown=self.shown)
+
+    def _write(self, text: str) -> None:
+        if self.shown:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+class Bar:
+    """Progress over the steps. Decides how many steps one call of the program may do unseen."""
+
+    INTERVAL = 0.2
+    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        from tqdm.auto import tqdm  # late: importing canvax stays quick
+
+        self._bar: Any = tqdm(total=total, desc="denoising", unit="step", disable=not shown, file=sys.stderr)
+        self._shown = shown
+        self._steps_per_second: float | None = None
+        self._began = time.perf_counter()
+
+    def chunk(self, left: int) -> int:
+        """Steps to do before the next update."""
+        if not self._shown:
+            return left
+        if self._steps_per_second is None:
+            return 1
+        return max(1, min(left, int(self._steps_per_second * self.INTERVAL)))
+
+    def advance(self, steps: int) -> None:
+        """``steps`` more are done."""
+        self._bar.update(steps)
+        now = time.perf_counter()
+        self._steps_per_second = steps / max(now - self._began, 1e-6)
+        self._began = now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()

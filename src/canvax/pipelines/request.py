@@ -1,0 +1,102 @@
+"""Turns the arguments of a call into one checked record, before anything is traced or compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.noise import image_seeds
+from canvax.pipelines.options import Options
+
+MAX_SIDE = 16384
+SIZE_STEP = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call, checked: an entry for each image where lists stand."""
+
+    prompts: list[str]
+    negatives: list[str]
+    seeds: list[int]
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    sampler: str | None
+    latents: np.ndarray | None
+    options: Options
+
+    @property
+    def guided(self) -> bool:
+        """Whether the negative prompt matters at all: at a guidance scale of 1 or less it does not."""
+        return self.guidance > 1
+
+
+def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
+    """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
+    if not isinstance(per_prompt, int) or isinstance(per_prompt, bool) or per_prompt < 1:
+        raise InputError(f"num_images_per_prompt={per_prompt!r} is not a whole number of at least 1")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(p, str) for p in prompts):
+        raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
+    negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
+    if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
+        raise InputError(f"negative_prompt={negative!r} is neither a string nor a list of strings")
+    if len(negatives) != len(prompts):
+        raise InputError(
+            f"negative_prompt has {len(negatives)} entries for {len(prompts)} prompts; give one string for all, "
+            "or as many as there are prompts"
+        )
+    return (
+        [p for p in prompts for _ in range(per_prompt)],
+        [n for n in negatives for _ in range(per_prompt)],
+    )
+
+
+def check_size(name: str, value: Any, default: int) -> int:
+    """Height or width in pixels."""
+    if value is None:
+        return default
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
+        raise InputError(f"{name}={value!r} is not a whole number of pixels in {SIZE_STEP}..{MAX_SIDE}")
+    value = int(value)
+    if value % SIZE_STEP:
+        down, up = value - value % SIZE_STEP, value - value % SIZE_STEP + SIZE_STEP
+        raise InputError(f"{name}={value} is not divisible by {SIZE_STEP}; use {f'{down} or ' if down else ''}{up}")
+    return value
+
+
+def check_guidance(scale: Any, default: float) -> float:
+    """Guidance scale: any finite number."""
+    if scale is None:
+        return default
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number) or not math.isfinite(scale):
+        raise InputError(f"guidance_scale={scale!r} is not a finite number; 7.5 is usual, 1 or less switches it off")
+    return float(scale)
+
+
+def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray | None:
+    """Initial noise given by the caller, in the layout of ``Result.latents``."""
+    if latents is None:
+        return None
+    array = np.asarray(latents, np.float32)
+    if array.shape != shape:
+        raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape} of unit variance")
+    if not np.isfinite(array).all():
+        raise InputError("latents has values that are not finite")
+    return array
+
+
+def check_seeds(seed: Any, count: int) -> list[int]:
+    """A seed for each image: ``seed + i``, or the list given."""
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != count:
+            raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
+        return [image_seeds(one, 1)[0] for one in seed]
+    return image_seeds(seed, count)

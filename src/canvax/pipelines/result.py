@@ -1,0 +1,49 @@
+"""What a pipeline returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvax.images.grid import make_grid
+from canvax.images.metadata import save_png, unique_path
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Pictures and how they came to be.
+
+    Attributes:
+        images: PIL images.
+        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
+        latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too.
+        metadata: for each image, everything needed to draw it again.
+        timings: seconds of each stage: ``compile``, ``encode``, ``denoise``, ``step``, ``decode``, ``total``.
+        compilations: programs compiled by this call; 0 after the first picture of a size and batch.
+    """
+
+    images: list[Image]
+    pixels: np.ndarray = field(repr=False)
+    latents: np.ndarray = field(repr=False)
+    metadata: list[dict[str, Any]] = field(repr=False)
+    timings: dict[str, float]
+    compilations: int
+
+    def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
+        """All images in one, near square unless told otherwise."""
+        return make_grid(self.images, rows, cols)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write each image as PNG with its metadata into ``folder`` under a free name; returns the paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return [
+            save_png(unique_path(folder, meta["seed"], i), image, meta)
+            for i, (image, meta) in enumerate(zip(self.images, self.metadata, strict=True))
+        ]

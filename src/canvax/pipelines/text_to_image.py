@@ -1,0 +1,264 @@
+"""Text to image with Stable Diffusion 1.x and 2.x: tokenize, encode, noise, table, denoise, decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from canvax._version import __version__
+from canvax.compile.monitor import compilations
+from canvax.compile.programs import Programs
+from canvax.denoise import WINDOW, initial_state
+from canvax.errors import Cancelled, InputError
+from canvax.images.convert import to_pil
+from canvax.noise import initial_noise, seed_keys
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.params import Params
+from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
+from canvax.pipelines.display import Display
+from canvax.pipelines.options import Options, Step
+from canvax.pipelines.request import (
+    Request,
+    check_guidance,
+    check_latents,
+    check_prompts,
+    check_seeds,
+    check_size,
+)
+from canvax.pipelines.result import Result
+from canvax.samplers import SamplerTable, build_table
+from canvax.samplers.table import NOISE
+from canvax.types import Array
+
+
+@dataclass(frozen=True, eq=False)
+class StableDiffusion:
+    """A text-to-image pipeline. Made by :meth:`from_pretrained` or :func:`canvax.load`.
+
+    Attributes:
+        checkpoint: where the model came from, its configs, tokenizer and noise schedule.
+        programs: the compiled programs.
+        params: ``{"unet": ..., "vae": ..., "text_encoder": ...}``, nested dicts of arrays; None when the caller keeps
+            them and passes them to each call.
+    """
+
+    checkpoint: Checkpoint
+    programs: Programs
+    params: Params | None = None
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
+        """Load a model as ``(pipeline, params)``; keywords are those of :func:`canvax.load`."""
+        checkpoint, programs, params = open_checkpoint(model, **keywords)
+        return cls(checkpoint, programs), params
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        num_images_per_prompt: int = 1,
+        seed: int | Sequence[int] | None = None,
+        sampler: str | None = None,
+        latents: np.ndarray | Array | None = None,
+        options: Options | None = None,
+        params: Params | None = None,
+    ) -> Result:
+        """Draw pictures. Nothing but height, width, the number of images and guidance on or off ever compiles again.
+
+        Args:
+            prompt: what to draw; a list draws each.
+            negative_prompt: what to keep away from; one for all, or one for each prompt.
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            num_inference_steps: steps of the sampler; by default the model's own, else 50.
+            guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work.
+            num_images_per_prompt: images for each prompt.
+            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
+            sampler: any name from ``canvax samplers``; by default the checkpoint's own.
+            latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's.
+            options: what is seldom changed.
+            params: the parameters, if the pipeline does not hold them.
+
+        Returns:
+            The pictures.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+            Cancelled: the callback returned False.
+        """
+        params = self._params(params)
+        options = options or Options()
+        defaults, unet, vae = self.checkpoint.defaults, self.programs.unet, self.programs.vae
+        prompts, negatives = check_prompts(prompt, negative_prompt, num_images_per_prompt)
+        side = self.checkpoint.native_size
+        height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
+        shape = (len(prompts), height // vae.factor, width // vae.factor, unet.in_channels)
+        request = Request(
+            prompts=prompts,
+            negatives=negatives,
+            seeds=check_seeds(seed, len(prompts)),
+            height=height,
+            width=width,
+            steps=defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+            guidance=check_guidance(guidance_scale, defaults.guidance_scale),
+            sampler=sampler,
+            latents=check_latents(latents, shape),
+            options=options,
+        )
+        return self._draw(params, request, shape)
+
+    def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
+        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder."""
+        return self.checkpoint.save(folder, self._params(params), dtype=dtype)
+
+    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
+        began, compiled_before = time.perf_counter(), compilations()
+        display = Display(shown=request.options.progress)
+        clock = _Clock()
+        table = self._table(request)
+        ids, negative_ids = self._tokenize(request)
+
+        padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
+        encode = self.programs.encode_text(params, padded[0], display.announce)
+        denoise = self.programs.denoise(
+            params, padded, guided=request.guided, clip=table.clip, announce=display.announce
+        )
+        decode = self.programs.decode(params, padded, display.announce)
+
+        with clock("encode"):
+            skip = np.int32(request.options.clip_skip)
+            text = encode(params["text_encoder"], self._put(ids, padded), skip)
+            negative = encode(params["text_encoder"], self._put(negative_ids, padded), skip) if request.guided else None
+            jax.block_until_ready(text)
+        with clock("denoise"):
+            noise = request.latents
+            if noise is None:
+                noise = initial_noise(request.seeds, shape[1:], request.options.noise)
+            latents = self._denoise(denoise, params, text, negative, noise, table, request, display, padded)
+        with clock("decode"):
+            pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
+
+        timings = {"compile": display.compile_seconds, **clock.seconds}
+        timings["step"] = timings["denoise"] / len(table)
+        timings["total"] = time.perf_counter() - began
+        return Result(
+            to_pil(pixels), pixels, latents, self._metadata(request), timings, compilations() - compiled_before
+        )
+
+    def _denoise(
+        self,
+        program: Any,
+        params: Params,
+        text: Array,
+        negative: Array | None,
+        noise: np.ndarray,
+        table: SamplerTable,
+        request: Request,
+        display: Display,
+        padded: tuple[int, ...],
+    ) -> np.ndarray:
+        """Run all rows of the table, a few at a time; returns the final latents [B, h, w, C]."""
+        batch, total = len(noise), len(table)
+        callback = request.options.callback
+        keys = self._put(seed_keys(request.seeds), padded)
+        state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
+        done = 0
+        with display.bar(total) as bar:
+            while done < total:
+                count = 1 if callback else min(bar.chunk(total - done), total - done, WINDOW)
+                rows = table.window(done, WINDOW)
+                noisy = rows["M"][:, :, NOISE].any(axis=1)
+                batched = {name: self._put(np.stack([column] * batch), padded) for name, column in rows.items()}
+                state, denoised = program(
+                    params["unet"], state, text, negative, batched, keys, noisy, np.int32(count)
+                )
+                jax.block_until_ready(state)
+                done += count
+                bar.advance(count)
+                if callback:
+                    step = Step(done - 1, total, np.asarray(state)[:batch, 0], np.asarray(denoised)[:batch])
+                    if callback(step) is False:
+                        raise Cancelled(f"cancelled by the callback after step {done} of {total}")
+        return np.asarray(state)[:batch, 0]
+
+    def _table(self, request: Request) -> SamplerTable:
+        options = request.options
+        return build_table(
+            self.checkpoint.scheduler,
+            request.steps,
+            sampler=request.sampler,
+            eta=options.eta,
+            spacing=options.spacing,
+            sigmas=options.sigmas,
+            guidance=request.guidance,
+            rescale=options.guidance_rescale,
+        )
+
+    def _tokenize(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        layers = self.programs.text.num_hidden_layers
+        if not 0 <= request.options.clip_skip < layers:
+            raise InputError(f"clip_skip={request.options.clip_skip!r} is not in 0..{layers - 1}")
+        length = self.programs.text.max_position_embeddings
+        tokenizer = self.checkpoint.tokenizer
+        return tokenizer(request.prompts, length=length), tokenizer(request.negatives, length=length)
+
+    def _put(self, array: np.ndarray, padded: tuple[int, ...]) -> Array:
+        """On the devices, split over the batch; the batch is filled up to ``padded`` with copies of its last entry."""
+        missing = padded[0] - len(array)
+        if missing:
+            array = np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
+        return jax.device_put(array, over_batch(self.programs.mesh))
+
+    def _params(self, params: Params | None) -> Params:
+        params = self.params if params is None else params
+        if params is None:
+            raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
+        return params
+
+    def _metadata(self, request: Request) -> list[dict[str, Any]]:
+        shared = {
+            "height": request.height,
+            "width": request.width,
+            "num_inference_steps": request.steps,
+            "guidance_scale": request.guidance,
+            "sampler": self.checkpoint.sampler_name(request.sampler),
+            "options": request.options.changed(),
+            "model": self.checkpoint.name,
+            "revision": self.checkpoint.revision,
+            "dtype": self.checkpoint.dtype,
+            "noise": "given" if request.latents is not None else request.options.noise,
+            "canvax": __version__,
+        }
+        return [
+            {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared}
+            for prompt, negative, seed in zip(request.prompts, request.negatives, request.seeds, strict=True)
+        ]
+
+
+class _Clock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage = ""
+        self._began = 0.0
+
+    def __call__(self, stage: str) -> Self:
+        self._stage = stage
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self._stage] = time.perf_counter() - self._began

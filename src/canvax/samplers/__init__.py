@@ -1,0 +1,34 @@
+"""Samplers as tables of numbers. Host-side float64; knows no model.
+
+scheduler = from_scheduler_config(config)          # what the checkpoint says
+table = build_table(scheduler, steps, sampler="DPM++ 2M Karras")
+"""
+
+from canvax.samplers.catalog import (
+    SAMPLERS,
+    SamplerSpec,
+    Scheduler,
+    build_table,
+    find,
+    from_scheduler_config,
+    stable_diffusion_config,
+)
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
+
+__all__ = [
+    "SAMPLERS",
+    "SLOTS",
+    "Clip",
+    "NoiseSchedule",
+    "SamplerOptions",
+    "SamplerSpec",
+    "SamplerTable",
+    "Scheduler",
+    "build_table",
+    "find",
+    "from_scheduler_config",
+    "run",
+    "stable_diffusion_config",
+]

@@ -1,0 +1,111 @@
+"""The noise a model was trained with: how much of the picture is left at each training timestep.
+
+Everything here is float64 from the mathematical definition. The usual training code builds the same betas in float32;
+`alphas_cumprod` then differs from ours by its own rounding, up to about 1e-6 relative for the 1,000 steps of Stable
+Diffusion, far below what a network trained in half precision can notice. We keep the exact values: nothing downstream
+cancels float32 rounding twice, and a test can run a reference in float64 and ask for agreement to the last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from canvax.errors import InputError, nearest
+
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "laplace", "sigmoid")
+
+SMALLEST_ALPHA_CUMPROD = 2.0**-24
+"""Stands for 0 in the variance-exploding view of a zero-terminal-SNR schedule, whose noise level would be infinite
+there: sigma 4096, the convention of the field."""
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseSchedule:
+    """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and what its network predicts.
+
+    alphas_cumprod: a_t at each training timestep, float64, decreasing. 0 at the end for a zero-terminal-SNR schedule.
+    prediction_type: "epsilon", "v_prediction" (v = sqrt(a) eps - sqrt(1 - a) x_0) or "sample" (x_0).
+    Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v.
+    """
+
+    alphas_cumprod: np.ndarray
+    prediction_type: str = "epsilon"
+
+    def __post_init__(self) -> None:
+        values = np.asarray(self.alphas_cumprod, np.float64)
+        object.__setattr__(self, "alphas_cumprod", values)
+        if self.prediction_type not in PREDICTION_TYPES:
+            hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
+            raise InputError(f"prediction_type={self.prediction_type!r} is not known; {hint}")
+        if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
+            raise InputError(
+                f"alphas_cumprod must be a non-empty list of numbers in 0..1, got shape {values.shape}; "
+                "check the betas of the scheduler config"
+            )
+
+    @classmethod
+    def from_betas(
+        cls, betas: np.ndarray | Sequence[float], prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
+    ) -> NoiseSchedule:
+        """The schedule of given `betas`, rescaled to zero terminal SNR when asked."""
+        values = np.cumprod(1.0 - np.asarray(betas, np.float64))
+        return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
+
+    @property
+    def num_train_timesteps(self) -> int:
+        return self.alphas_cumprod.size
+
+    @cached_property
+    def sigmas(self) -> np.ndarray:
+        """The variance-exploding noise level sqrt((1 - a) / a) of each training timestep, always finite."""
+        kept = self.alphas_cumprod.copy()
+        if kept[-1] == 0:
+            kept[-1] = SMALLEST_ALPHA_CUMPROD
+        return np.sqrt((1.0 - kept) / kept)
+
+    @cached_property
+    def log_sigmas(self) -> np.ndarray:
+        return np.log(self.sigmas)
+
+
+def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timesteps: int) -> np.ndarray:
+    """The variance added at each training timestep, float64 [num_train_timesteps].
+
+    linear: Ho et al. 2020, section 4. scaled_linear: linear in sqrt(beta), Rombach et al. 2022 (latent diffusion).
+    squaredcos_cap_v2: Nichol and Dhariwal 2021, eq. 17. laplace: Hang et al. 2024. sigmoid: Xu et al. 2022 (GeoDiff).
+    """
+    n = num_train_timesteps
+    match kind:
+        case "linear":
+            return np.linspace(beta_start, beta_end, n)
+        case "scaled_linear":
+            return np.linspace(beta_start**0.5, beta_end**0.5, n) ** 2
+        case "sigmoid":
+            return beta_start + (beta_end - beta_start) / (1.0 + np.exp(-np.linspace(-6.0, 6.0, n)))
+        case "squaredcos_cap_v2":
+            return _betas_of(np.cos((np.arange(n + 1) / n + 0.008) / 1.008 * np.pi / 2) ** 2)
+        case "laplace":
+            u = 0.5 - np.arange(n + 1) / n
+            log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)
+            snr = np.exp(log_snr)
+            return _betas_of(np.sqrt(snr / (1.0 + snr)))
+    raise InputError(f"beta_schedule={kind!r} is not known; {nearest(str(kind), BETA_SCHEDULES)}")
+
+
+def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:
+    """Betas whose running product follows `remaining` [n + 1], none above `largest`."""
+    return np.minimum(1.0 - remaining[1:] / remaining[:-1], largest)
+
+
+def rescaled_to_zero_terminal_snr(alphas_cumprod: np.ndarray) -> np.ndarray:
+    """Shifted and scaled so that the last timestep is pure noise and the first stays as it was.
+
+    Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
+    """
+    root = np.sqrt(alphas_cumprod)
+    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2

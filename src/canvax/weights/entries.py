@@ -1,0 +1,153 @@
+"""An array inside a weight file: where it is, and how to read it without reading the file.
+
+Both file formats are opened into a list of :class:`Entry`. Opening checks every claim a file makes about itself; after
+that, reading an entry is nothing but copying bytes. Files are read, never memory-mapped: a file that is cut short or
+replaced while it is being loaded gives an error message, where a mapping would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.types import HostArray
+
+DAMAGED = "The file is damaged or incomplete: download or copy it again."
+
+MAX_NAME = 512
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+\-]*")
+
+MAX_RANK = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a weight file.
+
+    Attributes:
+        name: the file's own name for it: dotted in safetensors, steps joined by ``/`` in Flax files.
+        shape: shape as stored.
+        dtype: dtype as stored (little-endian; bfloat16 and float8 through ``ml_dtypes``).
+        path: the file.
+        segments: (offset, length) in bytes of the pieces that make up the array, in order.
+        order: ``torch`` stores (out, in, ...), ``flax`` stores arrays as they are in memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    path: Path
+    segments: tuple[tuple[int, int], ...]
+    order: Literal["torch", "flax"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the stored numbers are real floating point numbers."""
+        return self.dtype.kind in "fV"  # ml_dtypes are of kind V
+
+    def read(self) -> HostArray:
+        """The whole array, in memory of its own."""
+        out = np.empty(self.shape, self.dtype)
+        with self._open() as file:
+            self._fill(file, out, 0)
+        return out
+
+    def read_into(self, out: HostArray) -> None:
+        """Fill ``out``, contiguous and of the same dtype and size, without any other memory."""
+        if out.nbytes != self.nbytes or out.dtype != self.dtype:
+            raise ValueError(f"read_into: {out.dtype}{out.shape} cannot hold {self.dtype}{self.shape}")
+        with self._open() as file:
+            self._fill(file, out, 0)
+
+    def blocks(self, shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, HostArray]]:
+        """Yield ``(first row, array [rows, ...])`` of the array seen as ``shape``, which has the same size.
+
+        The yielded memory is used again for the next block, so that a caller who converts block by block never holds
+        the stored form of the whole array.
+        """
+        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        block = np.empty((min(rows, shape[0]), *shape[1:]), self.dtype)
+        with self._open() as file:
+            for start in range(0, shape[0], rows):
+                part = block[: min(rows, shape[0] - start)]
+                self._fill(file, part, start * row_bytes)
+                yield start, part
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb", buffering=0)  # type: ignore[return-value]
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from None
+
+    def _fill(self, file: BinaryIO, out: HostArray, start: int) -> None:
+        """Read ``out.nbytes`` bytes of the array from byte ``start`` on, across segments."""
+        buffer = out.reshape(-1).view(np.uint8).data
+        for offset, length in self.segments:
+            if start >= length:
+                start -= length
+                continue
+            file.seek(offset + start)
+            piece = buffer[: length - start]
+            buffer, start = buffer[len(piece) :], 0
+            while len(piece):
+                count = file.readinto(piece)  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointError(f"{self.path}: ended while {self.name!r} was being read. {DAMAGED}")
+                piece = piece[count:]
+            if not len(buffer):
+                return
+
+
+def check_name(path: Path, name: object) -> str:
+    """The name, if it is a plausible array name; names with path tricks or control characters are refused."""
+    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
+        raise CheckpointError(f"{path}: holds an array with the unusable name {str(name)[:80]!r}. {DAMAGED}")
+    return name
+
+
+def check_shape(path: Path, name: str, shape: object) -> tuple[int, ...]:
+    """The shape, if it is a list of at most 16 non-negative integers."""
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
+        raise CheckpointError(f"{path}: array {name!r} claims the shape {str(shape)[:80]}. {DAMAGED}")
+    return tuple(shape)
+
+
+def check_size(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, nbytes: int) -> None:
+    """Refuse an array whose shape and dtype do not add up to the bytes it holds."""
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != nbytes:
+        raise CheckpointError(
+            f"{path}: array {name!r} claims shape {shape} of {dtype.name} ({expected} bytes) but holds {nbytes} bytes. "
+            f"{DAMAGED}"
+        )
+
+
+def file_size(path: Path) -> int:
+    """Size of a weight file in bytes."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def foreign_content(head: bytes) -> str | None:
+    """What a file really is, told from its first bytes, when it is a well-known mix-up."""
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
+    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "is a pickle (.ckpt/.bin) under another name, which canvax refuses to open: convert it to safetensors"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "is a web page, not weights: download it again"
+    return None

@@ -1,0 +1,187 @@
+"""Which file is which in a diffusers folder. Choosing works on file names alone, for the disk and the Hub alike.
+
+A repository often holds the same weights several times: float32 and float16 variants, pickles, Flax files. One set of
+files is chosen for each component: safetensors of the variant asked for, plain safetensors, then Flax msgpack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from canvax.errors import CheckpointError, InputError
+from canvax.weights.entries import DAMAGED
+
+INDEX = "model_index.json"
+
+DEFAULTS = "canvax.json"
+"""Optional, beside the index: what the model is best drawn with."""
+
+Kind = Literal["diffusers", "transformers"]
+
+KINDS: dict[str, Kind] = {
+    "unet": "diffusers",
+    "vae": "diffusers",
+    "text_encoder": "transformers",
+    "text_encoder_2": "transformers",
+}
+"""Components whose weights canvax reads, and the library whose file names they use."""
+
+PLAIN_FILES: dict[str, tuple[str, ...]] = {
+    "scheduler": ("scheduler_config.json",),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_2"),
+        (
+            *("tokenizer.json", "vocab.json", "merges.txt"),
+            *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        ),
+    ),
+}
+"""Components without weights, and the files of theirs that canvax reads."""
+
+STEMS: dict[Kind, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+FLAX_FILES: dict[Kind, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
+
+PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
+PICKLE_REFUSED = (
+    "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Convert them to safetensors, for example by "
+    "loading them with PyTorch diffusers where you trust them and calling save_pretrained(..., safe_serialization=True)"
+)
+
+MAX_JSON = 50_000_000
+
+_VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The weight file chosen for a component.
+
+    Attributes:
+        file: name inside the component's folder; the index if the weights are sharded.
+        sharded: whether ``file`` is an index.
+        variant: the variant the file belongs to, None for the plain one.
+    """
+
+    file: str
+    sharded: bool
+    variant: str | None
+
+
+def config_file(component: str) -> str:
+    """The name of a component's config file."""
+    return f"{component.removesuffix('_2')}_config.json" if component in PLAIN_FILES else "config.json"
+
+
+def check_variant(variant: str | None) -> None:
+    """Refuse a variant that cannot be part of a file name."""
+    if variant is not None and not _VARIANT.fullmatch(variant):
+        raise InputError(f"variant = {variant!r} is not a variant name; use something like 'fp16', or leave it out.")
+
+
+def plan_weights(names: Collection[str], kind: Kind, variant: str | None, where: str) -> WeightPlan:
+    """Choose one weight file among the ``names`` in a component's folder; ``where`` names the folder in errors.
+
+    Without a file of the ``variant``, the plain one is taken: repositories often hold variants of some components only.
+
+    Raises:
+        CheckpointError: there is nothing that can be read; says what there is instead.
+    """
+    stem = STEMS[kind]
+    for wanted in dict.fromkeys((variant, None)):
+        infix = f".{wanted}" if wanted else ""
+        if f"{stem}{infix}.safetensors" in names:
+            return WeightPlan(f"{stem}{infix}.safetensors", False, wanted)
+        if f"{stem}.safetensors.index{infix}.json" in names:
+            return WeightPlan(f"{stem}.safetensors.index{infix}.json", True, wanted)
+    if FLAX_FILES[kind] in names:
+        return WeightPlan(FLAX_FILES[kind], False, None)
+    others = variants(names, kind)
+    if others:
+        raise CheckpointError(
+            f"{where}: holds only variants of the weights; pass variant={others[0]!r}{_or(others[1:])}."
+        )
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if pickles:
+        raise CheckpointError(f"{where}: holds only {pickles[0]}. {PICKLE_REFUSED}.")
+    raise CheckpointError(
+        f"{where}: no weights found: neither {stem}.safetensors (or its index) nor {FLAX_FILES[kind]} is there. "
+        "Download the folder again, or check that it is in the diffusers layout."
+    )
+
+
+def variants(names: Collection[str], kind: Kind) -> list[str]:
+    """The variants for which safetensors files are there."""
+    stem = re.escape(STEMS[kind])
+    pattern = re.compile(rf"{stem}\.(?:safetensors\.index\.([\w\-]+)\.json|([\w\-]+)\.safetensors)")
+    matches = [match for match in map(pattern.fullmatch, names) if match]
+    return sorted({_SHARD.sub("", match[1] or match[2]) for match in matches})
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a sharded checkpoint's index names, which must be plain names beside the index."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError(f"{index}: has no weight_map. {DAMAGED}")
+    for name in table.values():
+        if not isinstance(name, str) or PurePosixPath(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names the shard {str(name)[:80]!r}, which is not a safetensors file name.")
+    return sorted(set(table.values()))
+
+
+def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[Path]:
+    """The weight files of one component's folder: one file, or all shards.
+
+    Raises:
+        CheckpointError: the folder, its weights or a shard is missing, or there are only pickles.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: the folder is missing. Download the checkpoint again.")
+    plan = plan_weights([path.name for path in folder.iterdir()], kind, variant, str(folder))
+    if not plan.sharded:
+        return [folder / plan.file]
+    shards = [folder / name for name in shard_names(folder / plan.file)]
+    absent = [shard.name for shard in shards if not shard.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{folder}: {len(absent)} of {len(shards)} shards are missing, for example {absent[0]}. "
+            "Download the checkpoint again."
+        )
+    return shards
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 50 MB.
+
+    Raises:
+        CheckpointError: the file is missing or is not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise CheckpointError(f"{path}: is larger than {MAX_JSON} bytes, too much for a JSON file.")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Download the checkpoint again.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: is not valid JSON. {DAMAGED}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: is not a JSON object. {DAMAGED}")
+    return value
+
+
+def _or(names: list[str]) -> str:
+    return "".join(f" or variant={name!r}" for name in names)
+
+
+def why_no_index(names: Collection[str]) -> str:
+    """Why a folder with these files and no index is not a checkpoint, and what to do."""
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles:
+        return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."
+    single = " (single-file checkpoints are not read)" if any(name.endswith(".safetensors") for name in names) else ""
+    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout{single}."

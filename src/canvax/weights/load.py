@@ -1,0 +1,194 @@
+"""From weight files to a nested dict of device arrays, strictly and one array at a time.
+
+First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
+reported together. Only then are arrays read, in blocks of rows that are cast and laid out on the way, so that the host
+never holds more than the finished form of the array in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.params import Param, Spec, flatten, unflatten
+from canvax.types import Array, DType, HostArray, Params
+from canvax.weights.entries import Entry
+from canvax.weights.flax_msgpack import open_flax_msgpack
+from canvax.weights.hub import Checkout
+from canvax.weights.layout import Kind, find_weights
+from canvax.weights.names import accepted_shapes, flax_name, is_leftover, spec_name
+from canvax.weights.safetensors import open_safetensors
+
+Place = Callable[[Param, HostArray], Array]
+"""Puts a host array in memory layout on its device or devices."""
+
+LISTED = 8
+"""Faults of one sort that are spelled out; the rest are counted."""
+
+_ALIGNMENT = 64
+"""What XLA's CPU client needs to take a host buffer over instead of copying it."""
+
+_ROWS = 64
+"""Rows of a stored array that are transposed at once: a few MB at most, which stay in the cache."""
+
+_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a checkpoint that has weights.
+
+    Attributes:
+        name: its folder, and its key in the loaded params.
+        spec: the parameters it must have.
+        kind: the library whose file names it uses, ``diffusers`` or ``transformers``.
+    """
+
+    name: str
+    spec: Spec
+    kind: Kind
+
+
+@dataclass
+class Faults:
+    """What is wrong with a checkpoint, gathered over all components."""
+
+    unreadable: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+    ambiguous: list[str] = field(default_factory=list)
+
+    _TITLES = (
+        ("unreadable", "cannot be read"),
+        ("missing", "missing: the config asks for them, no file has them"),
+        ("unused", "unused: a file has them, the config does not ask for them"),
+        ("misshapen", "misshapen"),
+        ("mistyped", "mistyped: not floating point numbers"),
+        ("ambiguous", "given more than once"),
+    )
+
+    def report(self, source: str) -> str | None:
+        """One message for everything, or None if nothing is wrong."""
+        lines: list[str] = []
+        for name, title in self._TITLES:
+            found: list[str] = getattr(self, name)
+            if found:
+                lines.append(f"  {len(found)} {title}")
+                lines += [f"    {line}" for line in found[:LISTED]]
+                if len(found) > LISTED:
+                    lines.append(f"    ... and {len(found) - LISTED} more")
+        if not lines:
+            return None
+        cure = "Check that weights and config.json belong together, or download the checkpoint again."
+        return "\n".join([f"{source}: the weights cannot be used:", *lines, cure])
+
+
+def load_components(checkout: Checkout, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
+    """Load ``components`` as ``{component name: nested dict of arrays}`` in ``dtype``.
+
+    Args:
+        checkout: a resolved checkpoint.
+        components: the parts to load, with their specs.
+        dtype: floating point dtype of the loaded arrays.
+        place: called with each parameter and its finished host array, which is not touched again.
+
+    Raises:
+        CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components.
+    """
+    faults = Faults()
+    matches = {part.name: _match(checkout, part, faults) for part in components}
+    report = faults.report(str(checkout))
+    if report:
+        raise CheckpointError(report)
+    return {
+        name: unflatten(
+            {dotted: place(param, materialise(param, entry, dtype)) for dotted, (param, entry) in match.items()}
+        )
+        for name, match in matches.items()
+    }
+
+
+def open_weights(path: Path) -> list[Entry]:
+    """The arrays of a weight file of either format; no array is read."""
+    return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
+
+
+def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
+    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``.
+
+    Raises:
+        CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
+    """
+    dtype = np.dtype(dtype)
+    out = _aligned_empty(param.shape, dtype)
+    try:
+        with np.errstate(over="raise"):
+            if entry.order == "torch" and param.layout != "plain":
+                # Axis 0 of the file is the last axis in memory. Casting first keeps the strided write simple.
+                for start, block in entry.blocks(entry.shape, _ROWS):
+                    block = param.from_checkpoint(block.astype(dtype, copy=False))
+                    out[..., start : start + block.shape[-1]] = block
+            elif entry.dtype == dtype:
+                entry.read_into(out)
+            else:
+                flat = out.reshape(-1)
+                for start, block in entry.blocks(flat.shape, _ELEMENTS):
+                    flat[start : start + block.size] = block
+    except FloatingPointError:
+        raise CheckpointError(
+            f"{entry.path}: array {entry.name!r} holds numbers too large for {dtype.name}; load with dtype=bfloat16 or "
+            "float32."
+        ) from None
+    return out
+
+
+def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
+    """Pair each parameter of a component with its array in a file, in the spec's order."""
+    wanted: dict[str, Param] = dict(flatten(part.spec))
+    entries: list[Entry] = []
+    try:
+        for path in find_weights(checkout.folder / part.name, part.kind, checkout.variant):
+            entries += open_weights(path)
+    except CheckpointError as error:
+        faults.unreadable.append(str(error))
+        return {}
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        name = spec_name(entry, wanted)
+        where = f"{entry.name} in {part.name}/{entry.path.name}"
+        if name is None:
+            if not is_leftover(entry):
+                faults.unused.append(f"{where} {entry.shape}")
+        elif name in found:
+            faults.ambiguous.append(f"{part.name}.{name}: as {found[name].name} and as {where}")
+        else:
+            found[name] = entry
+            _check(f"{part.name}.{name}", where, wanted[name], entry, faults)
+    is_flax = bool(entries) and entries[0].order == "flax"
+    for name, param in wanted.items():
+        if name not in found:
+            alias = f" ({flax_name(name, param)} in a Flax file)" if is_flax else ""
+            faults.missing.append(f"{part.name}.{name}{alias} {param.checkpoint_shapes[0]}")
+    return {name: (param, found[name]) for name, param in wanted.items() if name in found}
+
+
+def _check(name: str, where: str, param: Param, entry: Entry, faults: Faults) -> None:
+    shapes = accepted_shapes(param, entry)
+    if entry.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        faults.misshapen.append(f"{name}: {where} is {entry.shape}, the config asks for {wanted}")
+    if not entry.is_float:
+        faults.mistyped.append(f"{name}: {where} is {entry.dtype.name}")
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)

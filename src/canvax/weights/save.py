@@ -1,0 +1,276 @@
+"""Writing the diffusers layout, so that PyTorch diffusers, transformers and canvax itself can load the result.
+
+Nothing appears under its final name before it is complete, and nothing is replaced unless asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.params import Param, flatten
+from canvax.types import DType, HostArray, Params
+from canvax.weights.layout import DEFAULTS, INDEX, PLAIN_FILES, STEMS, check_variant, config_file
+from canvax.weights.load import Component
+from canvax.weights.safetensors import Outgoing, write_safetensors
+
+MAX_SHARD = 10_000_000_000
+"""Bytes of arrays in one file; larger components are split, with an index."""
+
+_METADATA = {"format": "pt"}  # what transformers insists on
+
+
+def save_component(
+    folder: str | Path,
+    component: Component,
+    params: Params,
+    config: Mapping[str, Any],
+    *,
+    dtype: DType | None = None,
+    variant: str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD,
+) -> list[Path]:
+    """Write one component's weights and ``config.json`` into ``folder``.
+
+    Args:
+        folder: the component's own folder (``.../unet``), made if it is not there.
+        component: name, spec and kind, as for loading.
+        params: nested dict with exactly the spec's parameters.
+        config: what to write as ``config.json``.
+        dtype: dtype of the written arrays; each array's own if not given.
+        variant: put into the file names, for example ``fp16``.
+        overwrite: replace files that are there already.
+        max_shard_bytes: split into shards above this size.
+
+    Returns:
+        The written files.
+
+    Raises:
+        InputError: a file exists already, or params do not fit the spec; nothing has been written then.
+    """
+    check_variant(variant)
+    folder = Path(folder)
+    outgoing = _outgoing(component, params, dtype)
+    shards = _shards(outgoing, max_shard_bytes)
+    infix = f".{variant}" if variant else ""
+    stem = f"{STEMS[component.kind]}{infix}"
+    names = [f"{stem}.safetensors"]
+    index = None
+    if len(shards) > 1:
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = folder / f"{STEMS[component.kind]}.safetensors.index{infix}.json"
+    targets = [*(folder / name for name in names), *([index] if index else []), folder / "config.json"]
+    if not overwrite:
+        _refuse_existing(targets)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard, _METADATA)
+    if index:
+        where = {array.name: name for name, shard in zip(names, shards, strict=True) for array in shard}
+        total = sum(array.nbytes for array in outgoing)
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    write_json(folder / "config.json", config)
+    return targets
+
+
+def save_checkpoint(
+    folder: str | Path,
+    components: Sequence[Component],
+    params: Params,
+    *,
+    index: Mapping[str, Any],
+    configs: Mapping[str, Mapping[str, Any]],
+    copy_from: Path | None = None,
+    dtype: DType | None = None,
+    variant: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a whole checkpoint: weights, configs, tokenizers and ``model_index.json``.
+
+    The checkpoint is put together in a temporary folder beside ``folder`` and moved into place when complete.
+
+    Args:
+        folder: where to write.
+        components: the components with weights; all of ``params``.
+        params: ``{component name: nested dict}``.
+        index: ``model_index.json``. Components that are not written (``safety_checker``) become null in it, and
+            class names of the old Flax pipelines become those of PyTorch.
+        configs: config of every component in ``components``, and of the scheduler.
+        copy_from: checkpoint folder whose tokenizer files and ``canvax.json`` are copied.
+        dtype: dtype of the written arrays; each array's own if not given.
+        variant: put into the weight file names.
+        overwrite: write into a folder that is not empty, replacing files of the same names.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: the folder is not empty, or params do not fit the specs.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"folder = {str(folder)!r} is a file; choose another name.")
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"folder = {str(folder)!r} is not empty; choose another one, or pass overwrite=True.")
+    _check_parts([part.name for part in components], params, configs)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    build = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        written = [part.name for part in components]
+        for part in components:
+            config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
+            save_component(build / part.name, part, params[part.name], config, dtype=dtype, variant=variant)
+        if "scheduler" in configs:
+            (build / "scheduler").mkdir()
+            write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
+            written.append("scheduler")
+        written += _copy_tokenizers(copy_from, build)
+        if copy_from and (copy_from / DEFAULTS).is_file():
+            shutil.copyfile(copy_from / DEFAULTS, build / DEFAULTS)
+        write_json(build / INDEX, _index(index, written))
+        _move_into_place(build, folder)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+    return folder
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object under a temporary name, then rename it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _outgoing(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
+    """What to write, after checking it against the spec; no array is moved yet."""
+    wanted: dict[str, Param] = dict(flatten(component.spec))
+    given: dict[str, Any] = dict(flatten(params))
+    faults = [f"{name} is missing" for name in wanted.keys() - given.keys()]
+    faults += [f"{name} is not a parameter" for name in given.keys() - wanted.keys()]
+    faults += [
+        f"{name} is {np.shape(leaf)}, not {wanted[name].shape}"
+        for name, leaf in given.items()
+        if name in wanted and np.shape(leaf) != wanted[name].shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise InputError(f"params of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}")
+    return [
+        Outgoing(
+            name,
+            param.checkpoint_shapes[0],
+            np.dtype(given[name].dtype if dtype is None else dtype),
+            partial(_to_checkpoint, param, given[name], dtype),
+        )
+        for name, param in wanted.items()
+    ]
+
+
+def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
+    # A jax.Array keeps the host copy that numpy makes of it. Through the CPU backend the copy is ours to drop, so that
+    # saving from a GPU holds one array on the host and not the model. (There may be no CPU backend: JAX_PLATFORMS.)
+    if isinstance(leaf, jax.Array):
+        with suppress(RuntimeError):
+            leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
+    array = np.asarray(leaf)
+    return param.to_checkpoint(array if dtype is None else array.astype(dtype, copy=False))
+
+
+def _shards(arrays: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
+    """Split in order, so that no part exceeds ``limit`` bytes unless a single array does."""
+    shards: list[list[Outgoing]] = [[]]
+    size = 0
+    for array in arrays:
+        if shards[-1] and size + array.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(array)
+        size += array.nbytes
+    return shards
+
+
+def _refuse_existing(targets: Sequence[Path]) -> None:
+    existing = [target for target in targets if target.exists()]
+    if existing:
+        raise InputError(f"{existing[0]} exists already; choose another folder, or pass overwrite=True.")
+
+
+def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any]) -> None:
+    without = [name for name in names if name not in configs]
+    if set(names) != params.keys() or without:
+        raise InputError(
+            f"params has {sorted(params)} and configs has {sorted(configs)}; both must have {sorted(names)}."
+        )
+
+
+def _copy_tokenizers(source: Path | None, target: Path) -> list[str]:
+    """Copy the tokenizer files that canvax knows; returns the components copied."""
+    copied = []
+    for component in PLAIN_FILES:
+        files = [source / component / name for name in PLAIN_FILES[component]] if source else []
+        files = [file for file in files if file.is_file()]
+        if component == "scheduler" or not files:
+            continue
+        (target / component).mkdir()
+        for file in files:
+            shutil.copyfile(file, target / component / file.name)
+        copied.append(component)
+    return copied
+
+
+def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
+    """``model_index.json`` with PyTorch's class names and only the components that were written."""
+    result = _without_flax(index)
+    for name, value in result.items():
+        if not isinstance(value, list) or name.startswith("_"):
+            continue
+        if name not in written:
+            result[name] = [None, None]
+        elif len(value) == 2 and isinstance(value[1], str):
+            result[name] = [value[0], value[1].removeprefix("Flax")]
+    absent = [name for name in written if name not in result]
+    if absent:
+        raise InputError(f"index (model_index.json) does not name {', '.join(absent)}; add [library, class] for each.")
+    if "safety_checker" in result and "requires_safety_checker" in result:
+        result["requires_safety_checker"] = False
+    return result
+
+
+def _without_flax(config: Mapping[str, Any]) -> dict[str, Any]:
+    name = config.get("_class_name")
+    return {**config, "_class_name": name.removeprefix("Flax")} if isinstance(name, str) else dict(config)
+
+
+def _with_dtype(config: dict[str, Any], params: Params, dtype: DType | None) -> dict[str, Any]:
+    """A transformers config names the dtype of the weights beside it, and the weights are read as that."""
+    names = {np.dtype(leaf.dtype if dtype is None else dtype).name for leaf in jax.tree.leaves(params)}
+    if len(names) > 1:
+        return config
+    return {key: next(iter(names)) if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+
+
+def _move_into_place(build: Path, folder: Path) -> None:
+    """Move a finished checkpoint to its name; into an existing folder file by file, the index last."""
+    if not folder.exists():
+        os.replace(build, folder)
+        return
+    files = sorted((path for path in build.rglob("*") if path.is_file()), key=lambda path: path.name == INDEX)
+    for file in files:
+        target = folder / file.relative_to(build)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)

@@ -1,0 +1,109 @@
+"""The whole pipeline against PyTorch diffusers: same checkpoint, same initial latents, every sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
+import canvax  # noqa: E402
+from canvax.denoise import step_noise  # noqa: E402
+from canvax.noise import initial_noise, seed_keys  # noqa: E402
+from canvax.weights.hub import BUNDLED  # noqa: E402
+
+from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
+
+QUIET = canvax.Options(progress=False)
+SEEDS = [11, 12]
+PROMPTS = ["a red apple", "two cats & a dog"]
+NEGATIVE = "blurry"
+
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    "ddpm": ("DDPMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_a": ("EulerAncestralDiscreteScheduler", {}),
+    "dpmpp_2m": ("DPMSolverMultistepScheduler", {}),
+    "Euler Karras": ("EulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+}
+
+
+def build(folder: Path, prediction: str) -> Path:
+    """A small random checkpoint in the real layout, written by diffusers itself."""
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, attention_head_dim=4, cross_attention_dim=48,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        use_linear_projection=prediction == "v_prediction",
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32, 32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=16,
+    )  # fmt: skip
+    text = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=2229, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            bos_token_id=2227, eos_token_id=2228, pad_token_id=2228,
+        )
+    )  # fmt: skip
+    scheduler = diffusers.DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
+        steps_offset=1, prediction_type=prediction,
+    )  # fmt: skip
+    diffusers.StableDiffusionPipeline(
+        vae=randomise(vae), text_encoder=randomise(text), unet=randomise(unet), scheduler=scheduler,
+        tokenizer=transformers.CLIPTokenizer.from_pretrained(BUNDLED["emoji"] / "tokenizer"),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module", params=["epsilon", "v_prediction"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    folder = build(tmp_path_factory.mktemp("model") / request.param, request.param)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    return theirs, canvax.load(folder, dtype="float32")
+
+
+def reference_picture(theirs: Any, scheduler: str, changes: dict[str, Any], steps: int, monkeypatch: Any) -> Any:
+    """Latents and image of the reference, its step noise replaced by ours: generators differ, the law does not."""
+    cls = getattr(diffusers, scheduler)
+    theirs.scheduler = cls.from_config(theirs.scheduler.config, **changes)
+    shape = (16, 16, 4)
+    rows = iter(range(1000))
+
+    def noise(like: Any, **_: Any) -> Any:
+        row = next(rows)
+        return nchw(np.asarray(step_noise(seed_keys(SEEDS), np.full(2, row, np.int32), shape)))
+
+    module = __import__(cls.__module__, fromlist=["randn_tensor"])
+    if hasattr(module, "randn_tensor"):
+        monkeypatch.setattr(module, "randn_tensor", noise)
+    seen = {}
+    with torch.no_grad():
+        out = theirs(
+            PROMPTS, negative_prompt=[NEGATIVE] * 2, num_inference_steps=steps, guidance_scale=5.0, output_type="np",
+            latents=nchw(initial_noise(SEEDS, shape)), height=128, width=128,
+            callback_on_step_end=lambda pipe, i, t, k: seen.update(latents=k["latents"]) or {},
+        )  # fmt: skip
+    return nhwc(seen["latents"]), out.images
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pair
+    scheduler, changes = SAMPLERS[name]
+    latents, images = reference_picture(theirs, scheduler, changes, 20, monkeypatch)
+    got = ours(
+        PROMPTS, NEGATIVE, num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=name, options=QUIET
+    )
+    assert relative_error(got.latents, latents) <= 1e-3
+    assert psnr(got.pixels, images) >= 60

@@ -1,0 +1,348 @@
+"""Finding checkpoints: names, folders, and a hub on this machine that imitates the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import INDEX, toy_params, write_checkpoint, write_frame, write_json
+from hub_imitation import HubImitation, Repository, folder_files
+
+from canvax.errors import CheckpointError, InputError
+from canvax.weights.hub import BUNDLED, resolve
+
+# huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
+SCRIPT = """
+import json, sys, warnings
+from canvax.errors import CanvaxError
+from canvax.weights.hub import resolve
+def refuse(index):
+    raise CanvaxError("not wanted: " + index["_class_name"])
+answers = []
+for call in json.load(sys.stdin):
+    if call.pop("refuse", False):
+        call["accept"] = refuse
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = resolve(**call)
+            answer = {"folder": str(found.folder), "sha": found.revision, "name": str(found),
+                      "unread": found.unread, "weights": {n: [p.name for p in found.weights(n)]
+                      for n in ("unet", "vae", "text_encoder")}}
+        except CanvaxError as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+    answers.append({**answer, "warnings": [str(w.message) for w in caught if w.category is UserWarning]})
+print(json.dumps(answers))
+"""
+
+
+class Client:
+    """Calls ``resolve`` in a fresh process that knows no hub but the imitation."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self.url, self.home = url, home
+        self.stderr = ""
+
+    def __call__(self, *calls: dict[str, Any], **variables: str) -> list[dict[str, Any]]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+        env = {
+            **kept,
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(self.home),
+            "HF_HUB_ETAG_TIMEOUT": "2",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "TQDM_POSITION": "-1",  # progress bars even though stderr is not a terminal
+            "NO_PROXY": "127.0.0.1",
+            **variables,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], input=json.dumps(calls), env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        self.stderr = done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubImitation]:
+    with HubImitation() as server:
+        yield server
+
+
+@pytest.fixture
+def client(hub: HubImitation, tmp_path: Path) -> Client:
+    return Client(hub.url, tmp_path / "home")
+
+
+NEEDED = [
+    "canvax.json",
+    "model_index.json",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder/model.safetensors",
+    "tokenizer/merges.txt",
+    "tokenizer/vocab.json",
+    "unet/config.json",
+    "unet/diffusion_pytorch_model.safetensors",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.safetensors",
+]
+
+NOT_NEEDED = {
+    "README.md": b"# a model",
+    "v1-5-pruned.ckpt": b"PK\x03\x04",
+    "v1-5-pruned.safetensors": b"?",
+    "unet/diffusion_pytorch_model.bin": b"PK\x03\x04",
+    "unet/diffusion_pytorch_model.fp16.safetensors": b"half",
+    "unet/diffusion_flax_model.msgpack": b"\x80",
+    "unet/pipeline.py": b"raise SystemExit",
+    "safety_checker/model.safetensors": b"unread",
+    "feature_extractor/preprocessor_config.json": b"{}",
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> dict[str, bytes]:
+    return folder_files(write_checkpoint(tmp_path / "toy", toy_params()))
+
+
+def test_one_commit_and_only_needed_files(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    repository = hub.repositories["someone/toy"] = Repository()
+    sha = repository.commit("main", {**toy, **NOT_NEEDED})
+    hub.after_info = lambda: repository.commit("main", {"model_index.json": b"[]"})  # the branch moves at once
+    (answer,) = client({"model": "someone/toy"})
+    assert answer["sha"] == sha
+    assert answer["name"] == f"someone/toy at {sha[:12]}"
+    assert answer["unread"] == ["safety_checker", "feature_extractor"]
+    assert hub.fetched() == NEEDED
+    assert hub.revisions_used() == {sha}
+    assert [path for _, path in hub.requests if path.startswith("/api/")] == ["/api/models/someone/toy/revision/main"]
+    assert folder_files(Path(answer["folder"])).keys() == set(NEEDED)
+    assert "diffusion_pytorch_model.safetensors: 100%" in client.stderr
+
+
+def test_a_second_time_asks_for_the_commit_only(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit("main", toy)
+    client({"model": "someone/toy", "progress": False})
+    assert client.stderr == ""
+    hub.requests.clear()
+    (again,) = client({"model": "someone/toy"})
+    assert [path for _, path in hub.requests] == ["/api/models/someone/toy/revision/main"]
+    hub.requests.clear()
+    offline, by_sha = client(
+        {"model": "someone/toy", "local_files_only": True}, {"model": "someone/toy", "revision": sha}
+    )
+    (env,) = client({"model": "someone/toy"}, HF_HUB_OFFLINE="1")
+    (missing,) = client({"model": "someone/other"}, HF_HUB_OFFLINE="1")
+    assert [path for _, path in hub.requests] == [f"/api/models/someone/toy/revision/{sha}"]
+    assert offline["sha"] == env["sha"] == again["sha"] == by_sha["sha"] == sha
+    assert missing["error"] == "HubError"
+    assert "is not in the cache" in missing["text"]
+    assert "HF_HUB_OFFLINE" in missing["text"]
+
+
+def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    files = {name: data for name, data in toy.items() if name != "text_encoder/model.safetensors"}
+    files["unet/diffusion_pytorch_model.fp16.safetensors"] = toy["unet/diffusion_pytorch_model.safetensors"]
+    files["text_encoder/model.fp16.safetensors"] = toy["text_encoder/model.safetensors"]
+    hub.repositories["someone/toy"] = Repository()
+    hub.repositories["someone/toy"].commit("main", files)
+    half, plain, other = client(
+        {"model": "someone/toy", "variant": "fp16"},
+        {"model": "someone/toy"},
+        {"model": "someone/toy", "variant": "bf16"},
+    )
+    assert half["weights"] == {
+        "unet": ["diffusion_pytorch_model.fp16.safetensors"],
+        "vae": ["diffusion_pytorch_model.safetensors"],
+        "text_encoder": ["model.fp16.safetensors"],
+    }
+    assert "unet/diffusion_pytorch_model.safetensors" not in hub.fetched()
+    assert "holds only variants of the weights; pass variant='fp16'" in plain["text"]
+    assert "no weights of variant = 'bf16'; it has 'fp16'" in other["text"]
+
+
+def test_shards_and_flax_branch(hub: HubImitation, client: Client, toy: dict[str, bytes], tmp_path: Path) -> None:
+    repository = hub.repositories["someone/toy"] = Repository()
+    files = dict(toy)
+    weights = files.pop("unet/diffusion_pytorch_model.safetensors")
+    shards = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    table = {"a": shards[0], "b": shards[1], "c": shards[1]}
+    files["unet/diffusion_pytorch_model.safetensors.index.json"] = json.dumps({"weight_map": table}).encode()
+    files |= {f"unet/{shard}": weights for shard in shards}
+    repository.commit("main", files)
+    flax = folder_files(write_checkpoint(tmp_path / "flax", toy_params(), form="flax"))
+    sha = repository.commit("refs/pr/95", {**flax, "unet/diffusion_pytorch_model.bin": b"PK\x03\x04"})
+    sharded, branch = client({"model": "someone/toy"}, {"model": "someone/toy", "revision": "refs/pr/95"})
+    (offline,) = client({"model": "someone/toy", "revision": "refs/pr/95", "local_files_only": True})
+    assert sharded["weights"]["unet"] == shards
+    assert branch["sha"] == offline["sha"] == sha
+    assert branch["weights"]["text_encoder"] == ["flax_model.msgpack"]
+    assert not any(name.endswith(".bin") for name in hub.fetched())
+
+
+def test_pickles_only_are_refused(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    files = {name.replace(".safetensors", ".bin"): data for name, data in toy.items()}
+    hub.repositories["someone/pickles"] = Repository()
+    hub.repositories["someone/pickles"].commit("main", files)
+    hub.repositories["someone/single"] = Repository()
+    hub.repositories["someone/single"].commit("main", {"model.ckpt": b"PK", "README.md": b""})
+    pickles, single = client({"model": "someone/pickles"}, {"model": "someone/single"})
+    for answer in (pickles, single):
+        assert answer["error"] == "CheckpointError"
+        assert "does not open pickles" in answer["text"]
+        assert "safe_serialization" in answer["text"]
+    assert hub.fetched() == ["model_index.json"]
+
+
+def test_who_may_read(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    for name, repository in {
+        "someone/private": Repository(token="hf_secret"),
+        "someone/gated": Repository(token="hf_secret", gated=True),
+    }.items():
+        repository.commit("main", toy)
+        hub.repositories[name] = repository
+    calls = [
+        {"model": "someone/private"},
+        {"model": "someone/gated"},
+        {"model": "someone/nothing"},
+        {"model": "someone/gated", "revision": "nowhere"},
+        {"model": "someone/private", "token": "hf_secret"},
+    ]
+    private, gated, nothing, nowhere, allowed = client(*calls)
+    assert "no such repository, or it is private" in private["text"]
+    assert "HF_TOKEN" in private["text"]
+    assert "is gated. Accept its terms" in gated["text"]
+    assert "no such repository" in nothing["text"]
+    assert "'nowhere'" in nowhere["text"]
+    assert "no such revision" in nowhere["text"]
+    assert {answer["error"] for answer in (private, gated, nothing, nowhere)} == {"HubError"}
+    assert allowed["sha"]
+    (by_env,) = client({"model": "someone/gated"}, HF_TOKEN="hf_secret")
+    assert by_env["sha"]
+
+
+def test_hub_out_of_reach(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit("main", toy)
+    client({"model": "someone/toy"})
+    nowhere = "http://127.0.0.1:9"
+    cached, missing = client({"model": "someone/toy"}, {"model": "someone/other"}, HF_ENDPOINT=nowhere)
+    assert cached["sha"] == sha
+    assert "cannot be reached" in cached["warnings"][0]
+    assert sha in cached["warnings"][0]
+    assert missing["error"] == "HubError"
+    assert "cannot be reached" in missing["text"]
+
+
+def test_unwanted_models_are_not_fetched(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    hub.repositories["someone/toy"] = Repository()
+    hub.repositories["someone/toy"].commit("main", toy)
+    code = {**INDEX, "unet": ["my_unet", "Unet"]}
+    hub.repositories["someone/code"] = Repository()
+    hub.repositories["someone/code"].commit("main", {**toy, "model_index.json": json.dumps(code).encode()})
+    unwanted, coded = client({"model": "someone/toy", "refuse": True}, {"model": "someone/code"})
+    assert unwanted["text"] == "not wanted: StableDiffusionPipeline"
+    assert "never runs code" in coded["text"]
+    assert hub.fetched() == ["model_index.json"] * 2
+
+
+def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundled = resolve("emoji")
+    assert bundled.folder == BUNDLED["emoji"]
+    assert bundled.components["scheduler"] == "DDIMScheduler"
+    assert bundled.config("unet")["cross_attention_dim"] == 128
+    write_checkpoint(tmp_path / "emoji", toy_params())
+    monkeypatch.chdir(tmp_path)
+    assert resolve("emoji").folder == BUNDLED["emoji"]
+    own = resolve("./emoji")
+    assert own.folder.resolve() == tmp_path / "emoji"
+    assert own.unread == ("safety_checker", "feature_extractor")
+    assert resolve(Path("emoji")).folder.resolve() == tmp_path / "emoji"
+    with pytest.warns(UserWarning, match="'bf16' is ignored"):
+        resolve("./emoji", revision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nowhere", "no such folder"),
+        ("/nowhere/at/all", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("emojy", r"did you mean 'emoji'\?"),
+        ("model.ckpt", "does not open pickles"),
+        ("unet/diffusion_pytorch_model.bin", "does not open pickles"),
+        ("someone/../other", "no such folder"),
+    ],
+)
+def test_names_that_mean_nothing(model: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        resolve(model)
+
+
+def test_files_instead_of_folders(tmp_path: Path) -> None:
+    single = tmp_path / "model.safetensors"
+    single.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is a single file"):
+        resolve(single)
+    with pytest.raises(CheckpointError, match=r"not a checkpoint in the diffusers layout.*single-file"):
+        resolve(tmp_path)
+    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="does not open pickles"):
+        resolve(tmp_path)
+    with pytest.raises(CheckpointError, match="does not open pickles"):
+        resolve(tmp_path / "model.ckpt")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"model": ""}, {"model": "emoji", "variant": "../x"}, {"model": "a/b", "revision": "../x"}]
+)
+def test_arguments_that_mean_nothing(arguments: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=list(arguments)[-1]):
+        resolve(**arguments)
+
+
+def test_missing_components_are_reported_together(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_params())
+    shutil.rmtree(tmp_path / "unet")
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    (tmp_path / "text_encoder" / "config.json").unlink()
+    shutil.rmtree(tmp_path / "tokenizer")
+    with pytest.raises(CheckpointError) as caught:
+        resolve(tmp_path)
+    text = str(caught.value)
+    assert "unet: the folder is missing" in text
+    assert "vae: no weights found" in text
+    assert "text_encoder/config.json: cannot be read" in text.replace(os.sep, "/")
+    assert "tokenizer: the folder is missing" in text
+
+
+def test_damaged_index(tmp_path: Path) -> None:
+    write_frame(tmp_path)
+    for content, message in (("{", "not valid JSON"), ("[]", "not a JSON object"), ("[" * 100000, "not valid JSON")):
+        (tmp_path / "model_index.json").write_text(content)
+        with pytest.raises(CheckpointError, match=message):
+            resolve(tmp_path)
+    write_json(tmp_path / "model_index.json", {**INDEX, "unet": "UNet"})
+    with pytest.raises(CheckpointError, match="describes 'unet' as UNet"):
+        resolve(tmp_path)
+
+
+def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_params())
+    (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    index = tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
+    write_json(index, {"weight_map": {"a": "../../etc/secret.safetensors"}})
+    with pytest.raises(CheckpointError, match="not a safetensors file name"):
+        resolve(tmp_path)
+    write_json(index, {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}})
+    with pytest.raises(CheckpointError, match="1 of 1 shards are missing"):
+        resolve(tmp_path)

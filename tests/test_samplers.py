@@ -1,0 +1,393 @@
+"""Samplers without the reference (for that see tests/parity): every table, the names, the reading of configs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canvax.errors import InputError
+from canvax.samplers import (
+    SAMPLERS,
+    SLOTS,
+    Clip,
+    NoiseSchedule,
+    SamplerOptions,
+    SamplerTable,
+    Scheduler,
+    build_table,
+    find,
+    from_scheduler_config,
+    run,
+    solvers,
+    stable_diffusion_config,
+)
+
+SD15 = {
+    "_class_name": "PNDMScheduler",
+    "_diffusers_version": "0.6.0",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "clip_sample": False,
+    "trained_betas": None,
+}
+NAMES = [spec.name for spec in SAMPLERS]
+SPACINGS = ("leading", "trailing", "linspace")
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
+def scheduler(**fields: Any) -> Scheduler:
+    return from_scheduler_config({**SD15, **fields})
+
+
+names, spacings, predictions = st.sampled_from(NAMES), st.sampled_from(SPACINGS), st.sampled_from(PREDICTIONS)
+step_counts = st.integers(1, 200)
+
+
+@settings(max_examples=150, deadline=None)
+@given(names, step_counts, spacings, predictions, st.sampled_from([None, "karras", "exponential", "lu"]))
+def test_every_table_is_finite(name: str, steps: int, spacing: str, prediction: str, sigmas: str | None) -> None:
+    sigmas = sigmas if find(name)[0].curves else None
+    table = build_table(scheduler(prediction_type=prediction), steps, sampler=name, spacing=spacing, sigmas=sigmas)
+    assert table.finite
+    assert len(table) == steps + (name == "pndm" and steps > 1)
+    assert (np.diff(table.timestep) <= 0).all()
+    assert table.stochastic == (find(name)[0].stochastic and steps > 1)
+    assert all(np.isfinite(value).all() for value in table.window(0, 8).values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(names, st.integers(2, 200), spacings)
+def test_zero_terminal_snr_stays_finite(name: str, steps: int, spacing: str) -> None:
+    model = scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    table = build_table(model, steps, sampler=name, spacing=spacing)
+    assert table.finite
+    assert np.abs(table.M).max() < 1e4
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["ddim", "pndm", "euler", "dpmpp_2m"]), step_counts, predictions, st.booleans())
+def test_a_network_that_knows_the_picture_ends_there(name: str, steps: int, prediction: str, karras: bool) -> None:
+    if name == "pndm" and prediction == "v_prediction":
+        prediction = "sample"  # PNDM combines the v of several levels, which differ even where the picture does not
+    model = scheduler(prediction_type=prediction, set_alpha_to_one=True)
+    sigmas = "karras" if karras and find(name)[0].curves else None
+    table = build_table(model, steps, sampler=name, sigmas=sigmas, spacing=None if sigmas else "leading")
+    rng = np.random.default_rng(steps)
+    x0, x = rng.standard_normal((2, 1, 4))
+    final = run(table, lambda seen, t, r: (x0 - table.p[r] * seen) / table.q[r], x)[-1]
+    np.testing.assert_allclose(final, x0, atol=1e-9)
+
+
+def test_initial_noise_has_the_level_of_the_first_row() -> None:
+    for name in NAMES:
+        for spacing in SPACINGS:
+            table = build_table(scheduler(), 30, sampler=name, spacing=spacing)
+            sigma = table.sigma[0]
+            assert table.init_scale == pytest.approx(1.0, abs=0.01), name
+            assert table.init_scale in (pytest.approx(1.0), pytest.approx(sigma / np.hypot(1, sigma))), name
+
+
+def test_churned_euler_is_algorithm_2_of_karras() -> None:
+    options = SamplerOptions(spacing="trailing", sigmas="karras", s_churn=8.0)
+    schedule = scheduler().schedule
+    plain, churned = (solvers.euler(schedule, 20, replace(options, s_churn=c)) for c in (0.0, 8.0))
+    rng = np.random.default_rng(0)
+    x, noises = rng.standard_normal((1, 4)), rng.standard_normal((20, 1, 4))
+    level = np.append(plain.sigma, 0.0)
+    raised = level[:-1] * 1.4
+    np.testing.assert_allclose(churned.sigma, raised)
+    y = raised[0] * x
+    for r in range(20):
+        y = y + (level[r + 1] - raised[r]) * (y - y / (1 + raised[r] ** 2)) / raised[r]
+        if r < 19:
+            y = y + np.sqrt(raised[r + 1] ** 2 - level[r + 1] ** 2) * noises[r]
+    # The best denoiser of unit-variance data, D = y / (1 + level^2), as an eps-predicting network.
+    final = run(churned, lambda seen, t, r: seen * raised[r] / np.hypot(1, raised[r]), x, noises)[-1]
+    np.testing.assert_allclose(final, y, rtol=1e-9)
+
+
+def test_eta_one_is_as_random_as_ddpm_and_zero_is_not() -> None:
+    assert not build_table(scheduler(), 10, sampler="ddim").stochastic
+    assert not build_table(scheduler(), 10, sampler="euler_a", eta=0.0).stochastic
+    fields = {"steps_offset": 0, "set_alpha_to_one": True}
+    ddim = build_table(scheduler(**fields), 10, sampler="ddim", eta=1.0)
+    ddpm = build_table(scheduler(**fields), 10, sampler="ddpm")
+    np.testing.assert_allclose(ddim.M[:, 0], ddpm.M[:, 0], atol=1e-9)
+    np.testing.assert_allclose(
+        build_table(scheduler(), 10, sampler="euler_a", eta=0.0).M, build_table(scheduler(), 10, sampler="euler").M
+    )
+
+
+# ---- the table itself
+
+
+def test_windows_continue_a_run_and_padding_changes_nothing() -> None:
+    table = build_table(scheduler(), 10, sampler="dpmpp_2m", guidance=7.5, rescale=0.7)
+    window = table.window(4, 16)
+    assert {key: value.dtype.name for key, value in window.items() if key != "row"} == dict.fromkeys(
+        ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale"), "float32"
+    )
+    assert window["row"].dtype == np.int32
+    assert window["row"].tolist() == list(range(4, 20))
+    np.testing.assert_array_equal(window["M"][:6], table.M[4:].astype(np.float32))
+    np.testing.assert_array_equal(window["guidance"], [7.5] * 6 + [1.0] * 10)
+    np.testing.assert_array_equal(window["M"][6:], np.broadcast_to(np.eye(SLOTS, SLOTS + 2), (10, SLOTS, SLOTS + 2)))
+    for key in ("timestep", "c_in", "p", "q", "raw", "rescale"):
+        assert not window[key][6:].any(), key
+    assert not table.window(10, 3)["timestep"].any()
+
+
+def test_take_and_guidance() -> None:
+    table = build_table(scheduler(), 10, sampler="ddim")
+    part = table.take(3, 7).with_guidance(np.linspace(1, 4, 4), 0.5)
+    assert len(part) == 4
+    np.testing.assert_array_equal(part.timestep, table.timestep[3:7])
+    np.testing.assert_array_equal(part.guidance, [1, 2, 3, 4])
+    assert part.rescale.tolist() == [0.5] * 4
+    assert len(table.take(3)) == 7
+
+
+def test_a_table_checks_its_shapes() -> None:
+    table = build_table(scheduler(), 3, sampler="ddim")
+    with pytest.raises(InputError, match="M of a sampler table"):
+        replace(table, M=table.M[:, :2])
+    with pytest.raises(InputError, match="go together"):
+        replace(table, clip=Clip(1.0))
+    assert not replace(table, p=table.p * np.nan).finite
+
+
+def test_clip() -> None:
+    denoised = np.array([[-3.0, 0.5, 1.0, 2.0]])
+    np.testing.assert_array_equal(Clip(1.0).apply(denoised), [[-1.0, 0.5, 1.0, 1.0]])
+    np.testing.assert_allclose(Clip(9.0, ratio=1.0).apply(denoised), denoised / 3)
+    np.testing.assert_allclose(Clip(9.0, ratio=0.0).apply(denoised), np.clip(denoised, -1, 1))
+    assert hash(Clip(1.0)) == hash(Clip(1.0))
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "sigmas"),
+    [
+        ("DDIM", "ddim", None),
+        ("ddim", "ddim", None),
+        ("DDPM", "ddpm", None),
+        ("PLMS", "pndm", None),
+        ("k_plms", "pndm", None),
+        ("Euler", "euler", None),
+        ("k_euler", "euler", None),
+        ("sample_euler", "euler", None),
+        ("Euler Karras", "euler", "karras"),
+        ("Euler a", "euler_a", None),
+        ("EULER A", "euler_a", None),
+        ("k_euler_a", "euler_a", None),
+        ("euler_ancestral", "euler_a", None),
+        ("euler-ancestral", "euler_a", None),
+        ("DPM++ 2M", "dpmpp_2m", None),
+        ("DPM++ 2M Karras", "dpmpp_2m", "karras"),
+        ("dpmpp_2m_karras", "dpmpp_2m", "karras"),
+        ("dpmpp_2m_k", "dpmpp_2m", "karras"),
+        ("DPM++ 2M Exponential", "dpmpp_2m", "exponential"),
+        ("dpm++ 2m sde karras", "dpmpp_2m_sde", "karras"),
+        ("EulerDiscreteScheduler", "euler", None),
+        ("FlaxEulerDiscreteScheduler", "euler", None),
+        ("EulerAncestralDiscreteScheduler", "euler_a", None),
+        ("DPMSolverMultistepScheduler", "dpmpp_2m", None),
+        ("FlaxPNDMScheduler", "pndm", None),
+    ],
+)
+def test_find(name: str, expected: str, sigmas: str | None) -> None:
+    spec, implied = find(name)
+    assert spec.name == expected
+    assert implied.get("sigmas") == sigmas
+
+
+def test_every_spelling_finds_its_sampler() -> None:
+    for spec in SAMPLERS:
+        for spelling in spec.spellings:
+            assert find(spelling)[0] is spec, spelling
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("eulr", "'Euler'"),
+        ("DPM++ 2N Karras", "DPM.. 2M Karras"),
+        ("unipc", "choose one of|did you mean"),
+        ("DDIM Karras", "no karras sigmas"),
+    ],
+)
+def test_unknown_names(name: str, hint: str) -> None:
+    with pytest.raises(InputError, match=hint) as caught:
+        build_table(scheduler(), 20, sampler=name)
+    assert repr(name) in str(caught.value)
+
+
+# ---- configs
+
+
+def test_a_config_is_honoured_whole() -> None:
+    model = scheduler()
+    assert model.spec.name == "pndm"
+    assert model.options.set_alpha_to_one is False
+    assert model.schedule.num_train_timesteps == 1000
+    assert model.schedule.alphas_cumprod[-1] == pytest.approx(0.00466, rel=1e-3)
+    own = build_table(model, 50)
+    assert len(own) == 51
+    assert own.timestep[-1] == 1
+    # A class name takes the checkpoint's fields and its own defaults; a sampler's name fixes what it is known for.
+    assert len(build_table(scheduler(skip_prk_steps=False), 50)) == 59
+    assert len(build_table(scheduler(skip_prk_steps=False), 50, sampler="PLMS")) == 51
+    assert build_table(model, 4, sampler="euler").timestep.tolist() == [999, 666, 333, 0]
+    assert build_table(model, 4, sampler="euler", spacing="leading").timestep.tolist() == [751, 501, 251, 1]
+    assert build_table(scheduler(timestep_spacing="trailing"), 4, sampler="euler").timestep.tolist() == [
+        *(999, 749, 499, 249)
+    ]
+
+
+def test_sigmas_of_the_config_can_be_switched_off() -> None:
+    model = from_scheduler_config({**SD15, "_class_name": "EulerDiscreteScheduler", "use_karras_sigmas": True})
+    assert model.options.sigmas == "karras"
+    plain = build_table(model, 10, sigmas="normal")
+    np.testing.assert_array_equal(plain.sigma, build_table(scheduler(), 10, sampler="euler").sigma)
+    np.testing.assert_array_equal(build_table(model, 10).sigma, build_table(scheduler(), 10, sampler="Euler k").sigma)
+
+
+def test_sde_config_and_old_pipelines_config() -> None:
+    fields = {**SD15, "_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"}
+    model = from_scheduler_config(fields)
+    assert model.spec.name == "dpmpp_2m_sde"
+    assert build_table(model, 10).stochastic
+    assert not build_table(model, 10, sampler="DPM++ 2M").stochastic
+    assert build_table(model, 10, sampler="DPMSolverMultistepScheduler").stochastic
+    old = stable_diffusion_config({"_class_name": "DDIMScheduler"})
+    assert build_table(from_scheduler_config(old), 5).clip is None
+    assert build_table(from_scheduler_config(old), 5).timestep[-1] == 1
+    assert build_table(from_scheduler_config({"_class_name": "DDIMScheduler"}), 5).clip == Clip(1.0)
+
+
+def test_a_relative_of_the_supported_classes_needs_a_named_sampler() -> None:
+    config = {**SD15, "_class_name": "UniPCMultistepScheduler", "solver_type": "bh2", "predict_x0": True}
+    model = from_scheduler_config(config, sampler="DPM++ 2M Karras")
+    assert (model.spec.name, model.options.sigmas) == ("dpmpp_2m", "karras")
+    np.testing.assert_array_equal(build_table(model, 20).M, build_table(scheduler(), 20, sampler="DPM++ 2M Karras").M)
+    with pytest.raises(InputError, match="FlowMatch"):
+        from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"}, sampler="euler")
+    with pytest.raises(InputError, match="sigma_min='low'"):
+        build_table(scheduler(sigma_min="low"), 20, sampler="euler")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"_class_name": "DDIMSheduler"}, ["DDIMSheduler", "DDIMScheduler"]),
+        ({"_class_name": "UniPCMultistepScheduler"}, ["UniPCMultistepScheduler", "sampler=", "Supported"]),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, ["FlowMatch", "Supported"]),
+        ({"_class_name": None}, ["None"]),
+        ({"magic": 3, "timestep_spacing": "trailling"}, ["magic=3", "remove", "trailling", "'trailing'"]),
+        ({"prediction_type": "velocity"}, ["prediction_type='velocity'", "v_prediction"]),
+        ({"prediction_type": "flow_prediction"}, ["flow_prediction"]),
+        ({"prediction_type": "original_sample"}, ["original_sample"]),
+        ({"beta_schedule": "cubic"}, ["beta_schedule='cubic'"]),
+        ({"beta_start": "small"}, ["beta_start='small'"]),
+        ({"num_train_timesteps": 0}, ["num_train_timesteps=0"]),
+        ({"steps_offset": -1}, ["steps_offset=-1"]),
+        ({"skip_prk_steps": 1}, ["skip_prk_steps=1"]),
+        ({"trained_betas": [0.1, 0.2]}, ["trained_betas has 2 values"]),
+        ({"trained_betas": "none"}, ["trained_betas='none'"]),
+        ({"_class_name": "DDPMScheduler", "variance_type": "learned_range"}, ["learned_range"]),
+        ({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": True}, ["use_beta_sigmas", "karras"]),
+        (
+            {"_class_name": "EulerDiscreteScheduler", "use_exponential_sigmas": True, "use_karras_sigmas": True},
+            ["together"],
+        ),
+        ({"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}, ["use_flow_sigmas"]),
+        ({"predict_epsilon": False, "new_thing": "x"}, ["new_thing='x'"]),
+    ],
+)
+def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        scheduler(**fields)
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"steps": 0}, "1..1000"),
+        ({"steps": 5000}, "1..1000"),
+        ({"steps": 2.5}, "whole number"),
+        ({"steps": True}, "whole number"),
+        ({"steps": 20, "spacing": "middle"}, "spacing='middle'"),
+        ({"steps": 20, "sigmas": "caras", "sampler": "euler"}, "'karras'"),
+        ({"steps": 20, "sigmas": "karras"}, "leave it out or use"),
+        ({"steps": 20, "eta": 0.5}, "leave it out or use"),
+        ({"steps": 20, "eta": 1.5, "sampler": "ddim"}, "0..1"),
+        ({"steps": 20, "eta": float("nan"), "sampler": "ddim"}, "0..1"),
+        ({"steps": 20, "guidance": float("nan")}, "guidance=nan"),
+        ({"steps": 20, "rescale": 2.0}, "rescale=2.0"),
+        ({"steps": 1000, "sampler": "ddim", "spacing": "leading"}, "fewer steps"),
+        ({"steps": 1000, "sampler": "dpmpp_2m"}, "fewer steps"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        build_table(scheduler(), **arguments)
+
+
+def test_solvers_refuse_what_has_no_answer() -> None:
+    with pytest.raises(InputError, match="skip_prk_steps"):
+        build_table(scheduler(skip_prk_steps=False), 3)
+    terminal = {"rescale_betas_zero_snr": True}
+    for name in ("ddim", "ddpm", "pndm"):
+        with pytest.raises(InputError, match="zero-terminal-SNR"):
+            build_table(scheduler(**terminal), 10, sampler=name, spacing="trailing")
+    solver = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver"}
+    for fields, said in (
+        ({}, "sigma_min"),
+        ({"solver_order": 4}, "solver_order=4"),
+        ({"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min", "solver_order": 3}, "solver_order=2"),
+    ):
+        with pytest.raises(InputError, match=said):
+            build_table(scheduler(**{**solver, **fields}), 10)
+    with pytest.raises(InputError, match="sigma_min"):
+        build_table(scheduler(_class_name="EulerDiscreteScheduler", use_karras_sigmas=True, sigma_min=-1.0), 10)
+
+
+def test_schedules() -> None:
+    for kind in ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid", "laplace"):
+        schedule = scheduler(beta_schedule=kind).schedule
+        assert (np.diff(schedule.alphas_cumprod) < 0).all()
+    terminal = scheduler(rescale_betas_zero_snr=True).schedule
+    assert terminal.alphas_cumprod[-1] == 0
+    assert terminal.alphas_cumprod[0] == pytest.approx(scheduler().schedule.alphas_cumprod[0])
+    assert terminal.sigmas[-1] == pytest.approx(4096, rel=1e-6)
+    given_betas = scheduler(trained_betas=[0.1, 0.2], num_train_timesteps=2).schedule
+    np.testing.assert_allclose(given_betas.alphas_cumprod, [0.9, 0.72])
+    for bad in ([], [[0.5]], [1.5], [float("nan")]):
+        with pytest.raises(InputError, match="alphas_cumprod"):
+            NoiseSchedule(np.array(bad))
+
+
+def test_tables_are_quick_to_build() -> None:
+    model = scheduler()
+    for name in NAMES:
+        times = []
+        for steps in range(1, 201, 10):
+            start = time.perf_counter()
+            table = build_table(model, steps, sampler=name)
+            times.append(time.perf_counter() - start)
+            assert isinstance(table, SamplerTable)
+        assert statistics.median(times) < 0.02, name

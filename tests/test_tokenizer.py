@@ -1,0 +1,136 @@
+"""The CLIP tokenizer: same ids as transformers, and clear words when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canvax.errors import CheckpointError, InputError
+from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
+from canvax.weights.hub import BUNDLED
+
+EMOJI = BUNDLED["emoji"] / "tokenizer"
+
+NASTY = [
+    "", " ", "a red apple", "  A  Red\tAPPLE\n ", "🍎🍕 pizza", "👩‍👩‍👧‍👦 family", "🇩🇪 flag", "café", "cafe\u0301", "naïve Ångström",
+    "ﬁne ligatures ½ ² №", "&amp; &lt;b&gt; &#39;", "it's they're we've I'm you'll he'd o'clock", "x'S Y'T", "1234567890 12.5",
+    "a_b-c+d=e", "!!!", "wow! great!! ok", "...", "日本語のテキスト", "한국어", "العربية نص", "עברית", "हिन्दी", "ไทย",
+    "\u200b\u200czero width", "\x00\x01control\x7f", "\u00a0nbsp\u2003em\u3000ideographic", "line\r\nbreak", "\ufeffbom",
+    "<|endoftext|>", "a <|startoftext|> b <|endoftext|> c", "<|ENDOFTEXT|>", "<|endoftext|", "\U0001d54f\U0001f468",
+    "İstanbul ǅ ẞ", "a" * 300, "supercalifragilisticexpialidocious", "\\ / \" ' `", "{}[]()<>|", "a\u0300\u0301\u0302\u0303b",
+]  # fmt: skip
+
+
+def random_strings(count: int) -> list[str]:
+    rng = random.Random(7)
+    blocks = [(0x20, 0x7F), (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x400, 0x530), (0x600, 0x700),
+              (0x2000, 0x2070), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF), (0x0, 0x20), (0x10000, 0x10FFFF)]  # fmt: skip
+    out = []
+    for _ in range(count):
+        text = "".join(chr(rng.randrange(*rng.choice(blocks))) for _ in range(rng.randrange(1, 40)))
+        out.append(text.encode("utf-8", "ignore").decode())
+    return out
+
+
+def train_large(folder: Path, pad: str) -> Path:
+    """A vocabulary in CLIP's real order: 256 bytes, 256 bytes that end a word, merges, two special tokens."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 255, c))
+    vocab = {c: i for i, c in enumerate(alphabet)} | {c + "</w>": 256 + i for i, c in enumerate(alphabet)}
+    merges = []
+    for word in "the apple cat photo of an astronaut riding horse great wow café".split():
+        # Left to right merges, the last one closing the word; in byte-level letters.
+        letters = list("".join(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(word)[0][0]))
+        letters[-1] += "</w>"
+        while len(letters) > 1:
+            pair = (letters[0], letters[1])
+            letters = [letters[0] + letters[1], *letters[2:]]
+            if pair not in merges:
+                merges.append(pair)
+                vocab.setdefault(letters[0], len(vocab))
+    vocab |= {BOS: len(vocab), EOS: len(vocab) + 1}
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    (folder / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(m) for m in merges) + "\n", encoding="utf-8"
+    )
+    tokens = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": pad}
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+    config = tokens | {"model_max_length": 77, "tokenizer_class": "CLIPTokenizer", "errors": "replace"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["emoji", "emoji_old_form", "sd1", "sd2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "emoji":
+        return EMOJI
+    if request.param == "emoji_old_form":
+        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+            shutil.copyfile(EMOJI / name, base / name)
+        return base
+    return train_large(base / request.param, "!" if request.param == "sd2" else EOS)
+
+
+def test_same_ids_as_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.CLIPTokenizer.from_pretrained(folder)
+    ours = ClipTokenizer.from_folder(folder)
+    corpus = NASTY + random_strings(1000)
+    want = reference(corpus, padding="max_length", max_length=77, truncation=True)["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruncationWarning)
+        got = ours(corpus)
+    for text, mine, theirs in zip(corpus, got, want, strict=True):
+        assert mine.tolist() == theirs, repr(text)
+
+
+def test_shape_and_padding(tmp_path: Path) -> None:
+    for pad, index in (("!", 0), (EOS, None)):
+        tokenizer = ClipTokenizer.from_folder(train_large(tmp_path / f"pad{index}", pad))
+        ids = tokenizer(["the cat", ""])
+        assert ids.shape == (2, 77)
+        assert ids.dtype == np.int32
+        assert ids[0, :4].tolist() == [tokenizer.bos, ids[0, 1], ids[0, 2], tokenizer.eos]
+        assert set(ids[0, 4:]) == {tokenizer.pad}
+        assert tokenizer.pad == (tokenizer.eos if index is None else index)
+
+
+def test_truncation_names_what_was_cut() -> None:
+    tokenizer = ClipTokenizer.from_folder(EMOJI)
+    prompt = "apple " * 75 + "Banana and cherry"
+    with pytest.warns(TruncationWarning, match="Banana and cherry"):
+        ids = tokenizer([prompt])
+    assert ids[0, -1] == tokenizer.eos
+    assert tokenizer.overflow(prompt) == "Banana and cherry"
+    assert tokenizer.overflow("apple") == ""
+
+
+@pytest.mark.parametrize("prompt", [None, 3, b"apple", "lone \ud800 surrogate"])
+def test_bad_prompt(prompt: object) -> None:
+    with pytest.raises(InputError, match="prompt"):
+        ClipTokenizer.from_folder(EMOJI)([prompt])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("vocab.json", "{"), ("vocab.json", "[]"), ("vocab.json", '{"a": 0}'), ("merges.txt", "one two three\n"), ("tokenizer_config.json", "[]")],
+)  # fmt: skip
+def test_damaged_files(tmp_path: Path, name: str, text: str) -> None:
+    folder = train_large(tmp_path / "t", EOS)
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        ClipTokenizer.from_folder(folder)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"vocab\.json and merges\.txt not found"):
+        ClipTokenizer.from_folder(tmp_path)

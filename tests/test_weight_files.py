@@ -1,0 +1,301 @@
+"""The two weight file formats: read exactly when sound, refused with one clear message when not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from checkpoints import (
+    BFLOAT16,
+    file_arrays,
+    flax_bytes,
+    flax_tree,
+    raw_safetensors,
+    toy_components,
+    toy_params,
+)
+from safetensors.numpy import load_file, save_file
+
+from canvax.errors import CheckpointError
+from canvax.params import Param, flatten
+from canvax.weights import flax_msgpack, safetensors
+from canvax.weights.flax_msgpack import open_flax_msgpack
+from canvax.weights.hub import resolve
+from canvax.weights.load import materialise, open_weights
+from canvax.weights.names import flax_name, spec_name
+from canvax.weights.safetensors import open_safetensors
+
+# Sound files ----------------------------------------------------------------------------------------------------------
+
+
+def test_float8_is_read(tmp_path: Path) -> None:
+    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        array = np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4).astype(dtype)
+        code = safetensors._CODES[np.dtype(dtype)]
+        header = {"a": {"dtype": code, "shape": [3, 4], "data_offsets": [0, 12]}}
+        (tmp_path / "a.safetensors").write_bytes(raw_safetensors(header, array.tobytes()))
+        (entry,) = open_safetensors(tmp_path / "a.safetensors")
+        got = materialise(Param((4, 3), (None, None), layout="linear"), entry, np.float32)
+        np.testing.assert_array_equal(got, array.T.astype(np.float32))
+
+
+def test_numbers_too_large_are_refused(tmp_path: Path) -> None:
+    save_file({"a": np.full((4,), 1e5, np.float32)}, tmp_path / "a.safetensors")
+    (entry,) = open_safetensors(tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="too large for float16; load with dtype=bfloat16"):
+        materialise(Param((4,), (None,)), entry, np.float16)
+
+
+def test_large_arrays_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    conv = rng.standard_normal((130, 5, 3, 3), np.float32)
+    linear = rng.standard_normal((129, 7), np.float32)
+    plain = rng.standard_normal((1 << 20) + 3, np.float32)
+    save_file({"c": conv, "l": linear, "p": plain}, tmp_path / "a.safetensors")
+    entries = {entry.name: entry for entry in open_safetensors(tmp_path / "a.safetensors")}
+    for dtype in (np.float32, BFLOAT16):
+        got = materialise(Param((3, 3, 5, 130), (None,) * 4, layout="conv"), entries["c"], dtype)
+        np.testing.assert_array_equal(got, conv.transpose(2, 3, 1, 0).astype(dtype))
+        got = materialise(Param((7, 129), (None, None), layout="linear"), entries["l"], dtype)
+        np.testing.assert_array_equal(got, linear.T.astype(dtype))
+        got = materialise(Param(plain.shape, (None,)), entries["p"], dtype)
+        np.testing.assert_array_equal(got, plain.astype(dtype))
+        assert got.ctypes.data % 64 == 0
+
+
+def test_bundled_model_is_read_exactly() -> None:
+    folder = resolve("emoji").folder
+    for path in folder.glob("*/*.safetensors"):
+        wanted = load_file(path)
+        entries = open_safetensors(path)
+        assert {entry.name for entry in entries} == wanted.keys()
+        for entry in entries:
+            np.testing.assert_array_equal(entry.read(), wanted[entry.name])
+
+
+# Flax files -----------------------------------------------------------------------------------------------------------
+
+# flax.serialization.to_bytes (flax 0.10.2) of {"a": {"kernel": float32 [2, 3] of 0..5, "b_0": bfloat16 ones [3]},
+# "s": np.float32(2.5), "i": int64 [0, 1, 2], "e": float16 zeros [0, 4]}
+REAL_FLAX = bytes.fromhex(
+    "84a16182a66b65726e656cc7260193920203a7666c6f61743332c418000000000000803f0000004000004040000080400000"
+    "a040a3625f30c71401939103a862666c6f61743136c406803f803f803fa173d8039390a7666c6f61743332c40400002040a1"
+    "69c72301939103a5696e743634c418000000000000000001000000000000000200000000000000a165c70e0193920004a766"
+    "6c6f61743136c400"
+)
+
+
+def test_real_flax_bytes(tmp_path: Path) -> None:
+    tree = {
+        "a": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "b_0": np.ones(3, BFLOAT16)},
+        "s": np.float32(2.5),
+        "i": np.arange(3, dtype=np.int64),
+        "e": np.zeros((0, 4), np.float16),
+    }
+    assert flax_bytes(tree) == REAL_FLAX
+    (tmp_path / "m.msgpack").write_bytes(REAL_FLAX)
+    entries = open_flax_msgpack(tmp_path / "m.msgpack")
+    assert [entry.name for entry in entries] == ["a/kernel", "a/b_0", "s", "i", "e"]
+    for entry in entries:
+        leaf: Any = tree
+        for step in entry.name.split("/"):
+            leaf = leaf[step]
+        assert entry.dtype == np.asarray(leaf).dtype
+        np.testing.assert_array_equal(entry.read(), leaf)
+
+
+def chunked(array: np.ndarray, size: int) -> dict[str, Any]:
+    flat = array.reshape(-1)
+    chunks = [flat[i : i + size] for i in range(0, flat.size, size)]
+    return {
+        "__msgpack_chunked_array__": True,
+        "shape": {str(i): n for i, n in enumerate(array.shape)},
+        "chunks": {str(i): chunk for i, chunk in enumerate(chunks)},
+    }
+
+
+def test_chunked_arrays(tmp_path: Path) -> None:
+    array = np.arange(11 * 13, dtype=np.float32).reshape(11, 13)
+    path = tmp_path / "m.msgpack"
+    path.write_bytes(flax_bytes({"x": {"kernel": chunked(array, 10)}, "y": {"scale": np.ones(2, np.float32)}}))
+    first, second = open_flax_msgpack(path)
+    assert (first.name, second.name) == ("x/kernel", "y/scale")
+    np.testing.assert_array_equal(first.read(), array)
+    blocks = [(start, block.copy()) for start, block in first.blocks(first.shape, 4)]
+    assert [start for start, _ in blocks] == [0, 4, 8]
+    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), array)
+
+
+def test_names_both_ways() -> None:
+    for part in toy_components():
+        spec = dict(flatten(part.spec))
+        assert "linear.1" not in " ".join(spec)
+        for name, param in spec.items():
+            path = flax_name(name, param)
+            entry = safetensors.Entry(path, param.shape, np.dtype("f4"), Path("m.msgpack"), (), "flax")
+            assert spec_name(entry, spec) == name
+
+
+# Broken files ---------------------------------------------------------------------------------------------------------
+
+
+def line(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+BROKEN_SAFETENSORS = {
+    "empty": (b"", "truncated"),
+    "shorter than its header": (raw_safetensors({"a": line()}, b"\0" * 8)[:20], "truncated"),
+    "shorter than its arrays": (raw_safetensors({"a": line()}, b"\0" * 7), "truncated: its header describes 8 bytes"),
+    "header of 2^63 bytes": (raw_safetensors({}, length=1 << 63), "claims a header of"),
+    "header not JSON": (raw_safetensors(b"{'a': 1}"), "not valid JSON"),
+    "header not UTF-8": (raw_safetensors(b'{"\xff": 1}'), "not valid JSON"),
+    "header nested deeply": (raw_safetensors(b'{"a":' * 50_000), "not valid JSON"),
+    "header with a huge number": (raw_safetensors(b'{"a": ' + b"9" * 10_000 + b"}"), "not valid JSON"),
+    "header a list": (raw_safetensors([]), "not a table of arrays"),
+    "line not a table": (raw_safetensors({"a": 1}), "lacks dtype, shape or data_offsets"),
+    "unknown dtype": (raw_safetensors({"a": line(dtype="F4")}, b"\0" * 8), "dtype 'F4'"),
+    "dtype not text": (raw_safetensors({"a": line(dtype=[])}, b"\0" * 8), "dtype"),
+    "shape overflows": (raw_safetensors({"a": line([1 << 32, 1 << 32])}, b"\0" * 8), "claims shape"),
+    "shape negative": (raw_safetensors({"a": line([-2])}, b"\0" * 8), "claims the shape"),
+    "shape of fractions": (raw_safetensors({"a": line([2.0])}, b"\0" * 8), "claims the shape"),
+    "shape of booleans": (raw_safetensors({"a": line([True, 2])}, b"\0" * 8), "claims the shape"),
+    "shape of rank 100": (raw_safetensors({"a": line([1] * 100)}, b"\0" * 8), "claims the shape"),
+    "size and shape differ": (raw_safetensors({"a": line([3])}, b"\0" * 8), r"\(12 bytes\) but holds 8 bytes"),
+    "range backwards": (raw_safetensors({"a": line([2], (8, 0))}, b"\0" * 8), "but holds -8 bytes"),
+    "range negative": (raw_safetensors({"a": line([2], (-8, 0))}, b"\0" * 8), "byte range"),
+    "overlap": (raw_safetensors({"a": line(), "b": line([2], (4, 12))}, b"\0" * 12), "'b' overlaps"),
+    "hole": (raw_safetensors({"a": line(), "b": line([2], (12, 20))}, b"\0" * 20), "leaves 4 bytes"),
+    "more than described": (raw_safetensors({"a": line()}, b"\0" * 9), "1 bytes that its header does not describe"),
+    "name twice": (
+        raw_safetensors(f'{{"a": {json.dumps(line())}, "a": {json.dumps(line())}}}'.encode(), b"\0" * 8),
+        "'a' twice",
+    ),
+    "name a path": (raw_safetensors({"../../a": line()}, b"\0" * 8), "unusable name '../../a'"),
+    "name with control characters": (raw_safetensors({"a\n\x1b[2J": line()}, b"\0" * 8), "unusable name"),
+    "name of a million letters": (raw_safetensors({"a" * 1_000_000: line()}, b"\0" * 8), "unusable name"),
+    "a pickle in disguise": (b"PK\x03\x04" + b"\0" * 100, "pickle"),
+    "a bare pickle in disguise": (b"\x80\x02}q\x00." + b"\0" * 100, "pickle"),
+    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+    "a web page": (b"<!DOCTYPE html><html><body>Not found</body></html>", "web page"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_SAFETENSORS)
+def test_broken_safetensors(tmp_path: Path, case: str) -> None:
+    content, message = BROKEN_SAFETENSORS[case]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_safetensors(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def array_object(shape: Any, dtype: Any = "float32", data: Any = b"\0" * 8, kind: int = 1) -> msgpack.ExtType:
+    return msgpack.ExtType(kind, msgpack.packb((shape, dtype, data)))
+
+
+BROKEN_MSGPACK = {
+    "empty": (b"", "truncated"),
+    "not a map": (msgpack.packb([1, 2]), "no map at its beginning"),
+    "truncated": (flax_bytes({"a": np.zeros(8, np.float32)})[:-9], "truncated"),
+    "truncated in a name": (b"\x81\xa5ab", "cannot be decoded"),
+    "bytes after the end": (flax_bytes({"a": np.zeros(2, np.float32)}) + b"\0", "1 bytes after its last array"),
+    "nested deeply": (b"\x81\xa1a" * 100_000, "more than 32 levels deep"),
+    "map of 2^32 entries": (b"\xdf\xff\xff\xff\xff" + b"\xa1a" * 10, "claims a map of 4294967295 entries"),
+    "object of 2^32 bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01abc", "claims 4294967295 bytes"),
+    "name of 2^32 letters": (b"\x81\xdb\xff\xff\xff\xffabc", "cannot be decoded"),
+    "name of a list": (b"\x81\x91\xa1a\x01", "unusable name"),
+    "shape lies": (msgpack.packb({"a": array_object((1 << 40,))}), "but holds 8 bytes"),
+    "shape overflows": (msgpack.packb({"a": array_object((1 << 32, 1 << 32))}), "but holds 8 bytes"),
+    "shape not a list": (msgpack.packb({"a": array_object("22")}), "claims the shape"),
+    "shape of 2^32 numbers": (
+        msgpack.packb({"a": msgpack.ExtType(1, b"\x93\xdd\xff\xff\xff\xff\x01\x01")}),
+        "cannot be decoded",
+    ),
+    "unknown dtype": (msgpack.packb({"a": array_object((1,), "object")}), "unknown dtype 'object'"),
+    "bytes of another length": (
+        msgpack.packb({"a": msgpack.ExtType(1, b"\x93\x91\x02\xa7float32\xc6\xff\xff\xff\xff" + b"\0" * 8)}),
+        "claims 4294967295 bytes",
+    ),
+    "not a triple": (msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb((1, 2)))}), "triple"),
+    "unknown object": (msgpack.packb({"a": msgpack.ExtType(5, b"abcd")}), "unknown type 5"),
+    "not an array": (msgpack.packb({"a": 1}), "'a' is not an array"),
+    "text for bytes": (msgpack.packb({"a": array_object((2,), data="12345678")}), "not stored as bytes"),
+    "name a path": (msgpack.packb({"../a": array_object((2,))}), "unusable name"),
+    "name twice": (b"\x82" + 2 * flax_bytes({"a": np.zeros(2, np.float32)})[1:], "'a' twice"),
+    "chunks lie": (
+        flax_bytes({"a": {**chunked(np.zeros(8, np.float32), 4), "shape": {"0": 1 << 50}}}),
+        "but holds 32 bytes",
+    ),
+    "chunks out of order": (
+        flax_bytes({"a": {**chunked(np.zeros(8, np.float32), 4), "shape": {"1": 8}}}),
+        "parts out of order",
+    ),
+    "chunks of nothing": (flax_bytes({"a": {"__msgpack_chunked_array__": True}}), "do not belong together"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_MSGPACK)
+def test_broken_msgpack(tmp_path: Path, case: str) -> None:
+    content, message = BROKEN_MSGPACK[case]
+    path = tmp_path / "model.msgpack"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_flax_msgpack(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_msgpack_with_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flax_msgpack, "MAX_ENTRIES", 10)
+    path = tmp_path / "model.msgpack"
+    path.write_bytes(flax_bytes({f"a{i}": {"b": np.zeros(1, np.float32)} for i in range(10)}))
+    with pytest.raises(CheckpointError, match="claims more than 10 entries"):
+        open_flax_msgpack(path)
+
+
+def test_every_truncation_and_flip_is_an_error_or_the_truth(tmp_path: Path) -> None:
+    part = toy_components()[1]
+    params = toy_params()["vae"]
+    save_file(file_arrays(part, params), tmp_path / "model.safetensors")
+    contents = {
+        "m.safetensors": (tmp_path / "model.safetensors").read_bytes(),
+        "m.msgpack": flax_bytes(flax_tree(part, params)),
+    }
+    rng = np.random.default_rng(0)
+    for name, content in contents.items():
+        path = tmp_path / name
+        for cut in rng.integers(0, len(content), 60):
+            path.write_bytes(content[:cut])
+            with pytest.raises(CheckpointError):
+                open_weights(path)
+        for position in rng.integers(0, len(content), 300):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << int(rng.integers(8))
+            path.write_bytes(damaged)
+            try:
+                entries = open_weights(path)
+            except CheckpointError:
+                continue
+            for entry in entries:
+                entry.read()
+
+
+def test_file_cut_short_while_loading(tmp_path: Path) -> None:
+    save_file({"a": np.zeros((100, 100), np.float32)}, tmp_path / "a.safetensors")
+    (entry,) = open_safetensors(tmp_path / "a.safetensors")
+    os.truncate(tmp_path / "a.safetensors", 10_000)
+    for layout in ("linear", "plain"):
+        with pytest.raises(CheckpointError, match="ended while 'a' was being read"):
+            materialise(Param((100, 100), (None, None), layout=layout), entry, np.float32)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        entry.read()

@@ -1,0 +1,333 @@
+"""Loading and saving checkpoints: every form they come in, strictness, memory, and PyTorch as a reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import (
+    BFLOAT16,
+    INDEX,
+    file_arrays,
+    flax_bytes,
+    flax_tree,
+    toy_components,
+    toy_params,
+    write_checkpoint,
+)
+from safetensors.numpy import load_file, save_file
+
+from canvax.errors import CheckpointError, InputError
+from canvax.params import Param, flatten
+from canvax.types import Array, HostArray
+from canvax.weights.hub import resolve
+from canvax.weights.load import Component, load_components
+from canvax.weights.safetensors import read_metadata
+from canvax.weights.save import save_checkpoint, save_component
+
+UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
+
+
+def put(param: Param, array: HostArray) -> Array:
+    assert array.shape == param.shape
+    return jax.device_put(array)
+
+
+def load(folder: Path, dtype: Any = np.float32) -> dict[str, Any]:
+    return load_components(resolve(folder), toy_components(), dtype=dtype, place=put)
+
+
+def assert_same(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    got_leaves, wanted_leaves = dict(flatten(got)), dict(flatten(wanted))
+    assert got_leaves.keys() == wanted_leaves.keys()
+    for name, leaf in wanted_leaves.items():
+        np.testing.assert_array_equal(np.asarray(got_leaves[name]), leaf, err_msg=name)
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["torch", "old", "flax"])
+def test_every_form_loads_the_same(tmp_path: Path, form: str) -> None:
+    params = toy_params()
+    assert_same(load(write_checkpoint(tmp_path, params, form=form)), params)
+
+
+@pytest.mark.parametrize("form", ["torch", "flax"])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, BFLOAT16, np.float64])
+@pytest.mark.parametrize("wanted", [np.float32, np.float16, BFLOAT16])
+def test_casting(tmp_path: Path, form: str, stored: Any, wanted: Any) -> None:
+    params = jax.tree.map(lambda leaf: leaf.astype(stored), toy_params())
+    loaded = load(write_checkpoint(tmp_path, params, form=form), wanted)
+    assert_same(loaded, jax.tree.map(lambda leaf: leaf.astype(wanted), params))
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(wanted)}
+
+
+def test_loaded_arrays_outlive_the_file(tmp_path: Path) -> None:
+    params = toy_params()
+    write_checkpoint(tmp_path, params)
+    loaded = load(tmp_path)
+    size = (tmp_path / UNET).stat().st_size
+    (tmp_path / UNET).write_bytes(b"\xff" * size)
+    assert_same(loaded, params)
+
+
+# Checkpoints that do not fit ------------------------------------------------------------------------------------------
+
+
+def test_all_faults_are_reported_together(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_params())
+    arrays = load_file(tmp_path / UNET)
+    arrays["conv_in.weight"] = arrays["conv_in.weight"][:, :3].copy()
+    arrays["time_embedding.linear_1.bias"] = arrays["time_embedding.linear_1.bias"].astype(np.int32)
+    del arrays["down_blocks.0.attentions.0.norm.bias"]
+    arrays["class_embedding.weight"] = np.zeros((2, 2), np.float32)
+    save_file(arrays, tmp_path / UNET)
+    vae = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    twice = load_file(vae)
+    twice["decoder.mid_block.attentions.0.query.bias"] = twice["decoder.mid_block.attentions.0.to_q.bias"].copy()
+    save_file(twice, vae)
+    text = tmp_path / "text_encoder" / "model.safetensors"
+    text.write_bytes(text.read_bytes()[:-1])
+    placed: list[Param] = []
+    with pytest.raises(CheckpointError) as caught:
+        load_components(
+            resolve(tmp_path), toy_components(), dtype=np.float32, place=lambda param, _: placed.append(param)
+        )
+    message = str(caught.value)
+    assert not placed
+    assert "1 missing" in message
+    assert "unet.down_blocks.0.attentions.0.norm.bias (6,)" in message
+    assert "1 unused" in message
+    assert "class_embedding.weight in unet/diffusion_pytorch_model.safetensors (2, 2)" in message
+    assert "1 misshapen" in message
+    assert (
+        "unet.conv_in.weight: conv_in.weight in unet/diffusion_pytorch_model.safetensors is (6, 3, 3, 3), "
+        "the config asks for (6, 4, 3, 3)" in message
+    )
+    assert "1 mistyped" in message
+    assert "time_embedding.linear_1.bias in unet/diffusion_pytorch_model.safetensors is int32" in message
+    assert "decoder.mid_block.attentions.0.to_q.bias: as" in message
+    assert "decoder.mid_block.attentions.0.query.bias" in message
+    assert "text_encoder" in message
+    assert "truncated" in message
+    assert "download the checkpoint again" in message
+
+
+def test_missing_in_flax_files_names_the_flax_path(tmp_path: Path) -> None:
+    params = toy_params()
+    write_checkpoint(tmp_path, params, form="flax")
+    part = toy_components()[0]
+    tree = flax_tree(part, params["unet"])
+    del tree["down_blocks_0"]["attentions_0"]["transformer_blocks_0"]["attn1"]["to_out_0"]["kernel"]
+    (tmp_path / "unet" / "diffusion_flax_model.msgpack").write_bytes(flax_bytes(tree))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert "attn1.to_out.0.weight (down_blocks_0/attentions_0/transformer_blocks_0/attn1/to_out_0/kernel" in str(
+        caught.value
+    )
+
+
+def test_long_lists_of_faults_are_cut(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_params())
+    arrays = {f"extra.{i}": np.zeros(1, np.float32) for i in range(1000)}
+    save_file({**load_file(tmp_path / UNET), **arrays}, tmp_path / UNET)
+    with pytest.raises(CheckpointError, match="1000 unused") as caught:
+        load(tmp_path)
+    assert "... and 992 more" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 20
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+MEMORY_SCRIPT = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from canvax.nn import conv2d_spec, linear_spec
+from canvax.weights.hub import resolve
+from canvax.weights.load import Component, load_components
+
+def status(field):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(field))
+
+kinds = {"unet": "diffusers", "vae": "diffusers", "text_encoder": "transformers"}
+parts = [Component(n, {str(i): SPEC for i in range(12)}, k) for n, k in kinds.items()]
+checkout = resolve(Path(sys.argv[1]))
+token = jax.block_until_ready(jnp.zeros(()))
+place = (lambda param, array: token) if sys.argv[2] == "elsewhere" else (lambda param, array: jax.device_put(array))
+before = status("VmRSS")
+params = load_components(checkout, parts, dtype=np.dtype(sys.argv[3]), place=place)
+jax.block_until_ready(params)
+print(status("VmHWM") - before)
+"""
+SPEC = "linear_spec(1024, 2048, bias=False)"
+ONE = 1024 * 2048 * 4  # bytes of one array as stored: float32
+COMPONENT = 12 * ONE
+
+
+def write_large(folder: Path, form: str) -> None:
+    """Three components of 12 arrays of 8 MiB: 300 MB."""
+    write_checkpoint(folder, toy_params())
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((2048, 1024), np.float32)
+    for part in toy_components():
+        (weights,) = (folder / part.name).glob("*.safetensors")
+        if form == "torch":
+            save_file({f"{i}.weight": array for i in range(12)}, weights)
+        else:
+            weights.unlink()
+            name = "flax_model" if part.kind == "transformers" else "diffusion_flax_model"
+            tree = {str(i): {"kernel": array.reshape(1024, 2048)} for i in range(12)}
+            (weights.parent / f"{name}.msgpack").write_bytes(flax_bytes(tree))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_peak_host_memory(tmp_path: Path) -> None:
+    def peak(where: str, dtype: str) -> int:
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        script = MEMORY_SCRIPT.replace("SPEC", SPEC)
+        command = [sys.executable, "-c", script, str(tmp_path), where, dtype]
+        return int(subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100).stdout)
+
+    slack = 16 * 2**20
+    write_large(tmp_path, "torch")
+    # With the arrays on another device, the host holds one array; on the CPU, the model and nothing else.
+    assert peak("elsewhere", "float32") < 2 * ONE + slack < 1.2 * COMPONENT
+    assert peak("here", "float32") < 3 * COMPONENT + 2 * ONE + slack < 3 * COMPONENT + 1.2 * COMPONENT
+    write_large(tmp_path, "flax")
+    assert peak("elsewhere", "float16") < 2 * ONE + slack
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "unet": {"_class_name": "FlaxUNet2DConditionModel", "sample_size": 8},
+    "vae": {"_class_name": "AutoencoderKL"},
+    "text_encoder": {"model_type": "clip_text_model", "torch_dtype": "float16"},
+    "scheduler": {"_class_name": "DDIMScheduler", "steps_offset": 1},
+}
+
+
+def save(folder: Path, params: Any, source: Path, **options: Any) -> Path:
+    return save_checkpoint(folder, toy_components(), params, index=INDEX, configs=CONFIGS, copy_from=source, **options)
+
+
+def test_what_is_saved_loads_again(tmp_path: Path) -> None:
+    params = toy_params()
+    source = write_checkpoint(tmp_path / "source", params)
+    saved = save(tmp_path / "saved", load(source), source)
+    assert_same(load(saved), params)
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    assert files == wanted
+    for part in toy_components():
+        (path,) = (saved / part.name).glob("*.safetensors")
+        arrays = file_arrays(part, params[part.name])
+        got = load_file(path)
+        assert got.keys() == arrays.keys()
+        assert all(np.array_equal(got[name], arrays[name]) for name in arrays)
+        assert read_metadata(path) == {"format": "pt"}
+    index = json.loads((saved / "model_index.json").read_text())
+    assert index["safety_checker"] == [None, None]
+    assert index["requires_safety_checker"] is False
+    assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
+    assert json.loads((saved / "unet" / "config.json").read_text())["_class_name"] == "UNet2DConditionModel"
+    assert json.loads((saved / "text_encoder" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert json.loads((saved / "scheduler" / "scheduler_config.json").read_text()) == CONFIGS["scheduler"]
+
+
+def test_saving_in_another_dtype_and_in_shards(tmp_path: Path) -> None:
+    params = toy_params()
+    part = toy_components()[0]
+    written = save_component(
+        tmp_path / "unet", part, params["unet"], {"a": 1}, dtype=BFLOAT16, variant="bf16", max_shard_bytes=600
+    )
+    names = sorted(path.name for path in (tmp_path / "unet").iterdir())
+    assert sorted(path.name for path in written) == names
+    assert "diffusion_pytorch_model.safetensors.index.bf16.json" in names
+    shards = [name for name in names if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    assert shards[0] == f"diffusion_pytorch_model.bf16-00001-of-{len(shards):05d}.safetensors"
+    index = json.loads((tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.bf16.json").read_text())
+    assert set(index["weight_map"].values()) == set(shards)
+    whole = write_checkpoint(tmp_path / "whole", params)
+    (whole / UNET).unlink()
+    for path in written:
+        (whole / "unet" / path.name).write_bytes(path.read_bytes())
+    checkout = resolve(whole, variant="bf16")
+    loaded = load_components(checkout, toy_components(), dtype=np.float32, place=put)
+    assert_same(loaded["unet"], jax.tree.map(lambda leaf: leaf.astype(BFLOAT16).astype(np.float32), params["unet"]))
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    params = toy_params()
+    source = write_checkpoint(tmp_path / "source", params)
+    before = (source / UNET).read_bytes()
+    other = jax.tree.map(lambda leaf: leaf + 1, params)
+    with pytest.raises(InputError, match="is not empty; choose another one, or pass overwrite=True"):
+        save(source, other, source)
+    with pytest.raises(InputError, match="exists already; choose another folder, or pass overwrite=True"):
+        save_component(source / "unet", toy_components()[0], other["unet"], {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        save(tmp_path / "file", other, source)
+    assert (source / UNET).read_bytes() == before
+    (source / "notes.txt").write_text("mine")
+    save(source, other, source, overwrite=True)
+    assert_same(load(source), other)
+    assert (source / "notes.txt").read_text() == "mine"
+
+
+def test_failed_saving_leaves_nothing(tmp_path: Path) -> None:
+    params = toy_params()
+    del params["vae"]["decoder"]["mid_block"]["attentions"]["0"]["to_q"]["bias"]
+    with pytest.raises(InputError, match=r"to_q\.bias is missing"):
+        save(tmp_path / "saved", params, tmp_path)
+    params = toy_params()
+    params["unet"]["conv_in"]["weight"] = np.zeros((3, 3, 4, 5), np.float32)
+    with pytest.raises(InputError, match=r"conv_in\.weight is \(3, 3, 4, 5\), not \(3, 3, 4, 6\)"):
+        save(tmp_path / "saved", params, tmp_path)
+    del params["unet"]
+    with pytest.raises(InputError, match="params has"):
+        save(tmp_path / "saved", params, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pytorch_loads_what_is_saved(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    transformers = pytest.importorskip("transformers")
+    from canvax.models.clip import text_encoder_spec
+    from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+    from canvax.models.unet import unet_spec
+    from canvax.models.vae import vae_spec
+
+    checkout = resolve("emoji")
+    configs = {name: checkout.config(name) for name in ("unet", "vae", "text_encoder", "scheduler")}
+    parts = [
+        Component("unet", unet_spec(UNetConfig.from_dict(configs["unet"])), "diffusers"),
+        Component("vae", vae_spec(VaeConfig.from_dict(configs["vae"])), "diffusers"),
+        Component("text_encoder", text_encoder_spec(ClipTextConfig.from_dict(configs["text_encoder"])), "transformers"),
+    ]
+    params = load_components(checkout, parts, dtype=np.float32, place=put)
+    saved = save_checkpoint(
+        tmp_path / "saved", parts, params, index=checkout.index, configs=configs, copy_from=checkout.folder
+    )
+    ours = diffusers.StableDiffusionPipeline.from_pretrained(saved)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(checkout.folder)
+    for name in ("unet", "vae", "text_encoder"):
+        got, wanted = getattr(ours, name).state_dict(), getattr(theirs, name).state_dict()
+        assert got.keys() == wanted.keys()
+        assert all((got[key].float() == wanted[key].float()).all() for key in wanted), name
+    alone = transformers.CLIPTextModel.from_pretrained(saved / "text_encoder")
+    assert str(alone.dtype) == "torch.float32"
