@@ -22,7 +22,7 @@ test: .venv/test-$(REFERENCE) lint
 lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Full-size models against PyTorch: minutes and about 12 GB of memory.
 parity: .venv/test-yes

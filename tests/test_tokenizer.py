@@ -18,19 +18,66 @@ from canvax.weights.hub import BUNDLED
 EMOJI = BUNDLED["emoji"] / "tokenizer"
 
 NASTY = [
-    "", " ", "a red apple", "  A  Red\tAPPLE\n ", "🍎🍕 pizza", "👩‍👩‍👧‍👦 family", "🇩🇪 flag", "café", "cafe\u0301", "naïve Ångström",
-    "ﬁne ligatures ½ ² №", "&amp; &lt;b&gt; &#39;", "it's they're we've I'm you'll he'd o'clock", "x'S Y'T", "1234567890 12.5",
-    "a_b-c+d=e", "!!!", "wow! great!! ok", "...", "日本語のテキスト", "한국어", "العربية نص", "עברית", "हिन्दी", "ไทย",
-    "\u200b\u200czero width", "\x00\x01control\x7f", "\u00a0nbsp\u2003em\u3000ideographic", "line\r\nbreak", "\ufeffbom",
-    "<|endoftext|>", "a <|startoftext|> b <|endoftext|> c", "<|ENDOFTEXT|>", "<|endoftext|", "\U0001d54f\U0001f468",
-    "İstanbul ǅ ẞ", "a" * 300, "supercalifragilisticexpialidocious", "\\ / \" ' `", "{}[]()<>|", "a\u0300\u0301\u0302\u0303b",
-]  # fmt: skip
+    "",
+    " ",
+    "a red apple",
+    "  A  Red\tAPPLE\n ",
+    "🍎🍕 pizza",
+    "👩‍👩‍👧‍👦 family",
+    "🇩🇪 flag",
+    "café",
+    "cafe\u0301",
+    "naïve Ångström",
+    "ﬁne ligatures ½ ² №",
+    "&amp; &lt;b&gt; &#39;",
+    "it's they're we've I'm you'll he'd o'clock",
+    "x'S Y'T",
+    "1234567890 12.5",
+    "a_b-c+d=e",
+    "!!!",
+    "wow! great!! ok",
+    "...",
+    "日本語のテキスト",
+    "한국어",
+    "العربية نص",
+    "עברית",
+    "हिन्दी",
+    "ไทย",
+    "\u200b\u200czero width",
+    "\x00\x01control\x7f",
+    "\u00a0nbsp\u2003em\u3000ideographic",
+    "line\r\nbreak",
+    "\ufeffbom",
+    "<|endoftext|>",
+    "a <|startoftext|> b <|endoftext|> c",
+    "<|ENDOFTEXT|>",
+    "<|endoftext|",
+    "\U0001d54f\U0001f468",
+    "İstanbul ǅ ẞ",
+    "a" * 300,
+    "supercalifragilisticexpialidocious",
+    "\\ / \" ' `",
+    "{}[]()<>|",
+    "a\u0300\u0301\u0302\u0303b",
+]
 
 
 def random_strings(count: int) -> list[str]:
     rng = random.Random(7)
-    blocks = [(0x20, 0x7F), (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x400, 0x530), (0x600, 0x700),
-              (0x2000, 0x2070), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF), (0x0, 0x20), (0x10000, 0x10FFFF)]  # fmt: skip
+    blocks = [
+        (0x20, 0x7F),
+        (0x20, 0x7F),
+        (0xA0, 0x250),
+        (0x300, 0x370),
+        (0x400, 0x530),
+        (0x600, 0x700),
+        (0x2000, 0x2070),
+        (0x3040, 0x3100),
+        (0x4E00, 0x9FFF),
+        (0x1F300, 0x1FAFF),
+        (0x0, 0x20),
+        (0x10000, 0x10FFFF),
+    ]
     out = []
     for _ in range(count):
         text = "".join(chr(rng.randrange(*rng.choice(blocks))) for _ in range(rng.randrange(1, 40)))
@@ -45,7 +92,7 @@ def train_large(folder: Path, pad: str) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 255, c))
     vocab = {c: i for i, c in enumerate(alphabet)} | {c + "</w>": 256 + i for i, c in enumerate(alphabet)}
     merges = []
-    for word in "the apple cat photo of an astronaut riding horse great wow café".split():
+    for word in ["the", "apple", "cat", "photo", "of", "an", "astronaut", "riding", "horse", "great", "wow", "café"]:
         # Left to right merges, the last one closing the word; in byte-level letters.
         letters = list("".join(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(word)[0][0]))
         letters[-1] += "</w>"
@@ -122,8 +169,14 @@ def test_bad_prompt(prompt: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("vocab.json", "{"), ("vocab.json", "[]"), ("vocab.json", '{"a": 0}'), ("merges.txt", "one two three\n"), ("tokenizer_config.json", "[]")],
-)  # fmt: skip
+    [
+        ("vocab.json", "{"),
+        ("vocab.json", "[]"),
+        ("vocab.json", '{"a": 0}'),
+        ("merges.txt", "one two three\n"),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
 def test_damaged_files(tmp_path: Path, name: str, text: str) -> None:
     folder = train_large(tmp_path / "t", EOS)
     (folder / name).write_text(text)

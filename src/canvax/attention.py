@@ -11,6 +11,7 @@ from canvax.types import Array
 CHUNK_SCORES = 2 * 1024 * 1024
 """Scores of one head that are held at once on the CPU: 8 MiB in float32, which stay in the caches."""
 
+
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 

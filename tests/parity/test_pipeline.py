@@ -66,7 +66,9 @@ def build(folder: Path, prediction: str) -> Path:
 
 
 @pytest.fixture(scope="module", params=["epsilon", "v_prediction"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, canvax.StableDiffusion]:
     folder = build(tmp_path_factory.mktemp("model") / request.param, request.param)
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)

@@ -22,8 +22,8 @@ from canvax.denoise import WINDOW, denoise
 from canvax.models.clip import text_encoder
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.vae import vae_decode
-from canvax.params import Params
 from canvax.parallel.mesh import over_batch, replicated
+from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.target import compiling_for
 from canvax.types import Array
@@ -73,7 +73,9 @@ class Programs:
     ) -> Callable[..., tuple[Array, Array]]:
         """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C]."""
         batch = latents[0]
-        text = self._batched((batch, self.text.max_position_embeddings, self.text.hidden_size), _dtype(params, "text_encoder"))
+        text = self._batched(
+            (batch, self.text.max_position_embeddings, self.text.hidden_size), _dtype(params, "text_encoder")
+        )
         f32 = jnp.float32
         rows = {name: self._batched((batch, WINDOW), f32) for name in _SCALARS}
         rows["row"] = self._batched((batch, WINDOW), jnp.int32)
@@ -107,7 +109,7 @@ class Programs:
     def _get(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: partial[Any],
         arguments: tuple[Any, ...],
         announce: Announce | None,
     ) -> Callable[..., Any]:
@@ -161,5 +163,3 @@ def _abstract(params: Params) -> Any:
 
 def _dtype(params: Params, component: str) -> Any:
     return jax.tree.leaves(params[component])[0].dtype
-
-

@@ -1,1 +1,1 @@
-"""Images: arrays to and from PIL, grids, and metadata in PNG files."""
+"""Pictures: arrays to PIL and back, grids, and the text that a PNG carries."""

@@ -1,163 +1,162 @@
-"""The text that AUTOMATIC1111's web UI and its relatives keep in a picture, written and read.
+"""The text that A1111, Forge and stable-diffusion.cpp keep in a PNG under the name ``parameters``.
 
-    a red apple, studio light
+    a red apple
     Negative prompt: blurry
-    Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7, Seed: 1, Size: 512x512, Model: emoji
+    Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7, Seed: 1, Size: 512x512, Version: canvax 0.1.0
 
-A value with a comma, a colon or a line break stands in JSON quotes. The form is not exact (a prompt may itself have a
-line that looks like the last one), so PNG files of canvax carry their metadata as JSON too, and that is read first.
+Values that hold a comma, a colon or a new line are written as JSON strings.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Labels of that web UI for canvax's samplers; any other name is written as it is.
-SAMPLER_LABELS = {
-    "ddim": "DDIM",
-    "ddpm": "DDPM",
-    "pndm": "PLMS",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "heun": "Heun",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "unipc": "UniPC",
-    "lms": "LMS",
-    "lcm": "LCM",
-}
-
-# Its schedule types, as options of canvax.
-SCHEDULES: dict[str, dict[str, str]] = {
-    "Karras": {"sigmas": "karras"},
-    "Exponential": {"sigmas": "exponential"},
-    "SGM Uniform": {"spacing": "trailing"},
-    "Simple": {"spacing": "trailing"},
-}
-
 _NEGATIVE = "Negative prompt:"
-# Bounded keys and a match at each position in turn keep reading linear in the length of the text.
-_PARAMETER = re.compile(r'\s*(\w[\w \-/]{1,48}):\s*("(?:\\.|[^"\\])*"(?=\s*(?:,|$))|[^,]*)\s*(?:,|$)')
+_CURVES = ("Karras", "Exponential")
+_TRAILING = ("sgm uniform", "simple")
+"""Schedule types that mean trailing timesteps."""
+_PLAIN_SCHEDULES = ("", "automatic", "normal", "uniform", "discrete", "default")
+_KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
+_FEWEST = 3
+"""Settings that a last line must have to be taken for settings, not for the end of a prompt."""
 
 
 def to_infotext(metadata: Mapping[str, Any]) -> str:
-    """The text of one picture; keys that are missing or None are left out."""
-    options = metadata.get("options") or {}
-    sampler, schedule = _split_sampler(str(metadata.get("sampler") or ""), options)
-    fields = {
-        "Steps": metadata.get("num_inference_steps"),
-        "Sampler": SAMPLER_LABELS.get(sampler, sampler) or None,
-        "Schedule type": schedule,
-        "CFG scale": metadata.get("guidance_scale"),
-        "Seed": metadata.get("seed"),
-        "Size": f"{metadata['width']}x{metadata['height']}" if {"width", "height"} <= set(metadata) else None,
-        "Model": metadata.get("model"),
-        "Clip skip": options["clip_skip"] + 1 if options.get("clip_skip") else None,
-        "Eta": options.get("eta"),
-        "RNG": "CPU" if metadata.get("noise") == "torch" else None,
-        "Version": f"canvax {metadata['canvax']}" if metadata.get("canvax") else None,
-    }
-    last = ", ".join(f"{key}: {_quote(value)}" for key, value in fields.items() if value is not None)
-    lines = [str(metadata.get("prompt") or "")]
+    """The text for one picture.
+
+    Args:
+        metadata: as in :attr:`canvax.Result.metadata`. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
+            programs call the sampler.
+    """
+    lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):
         lines.append(f"{_NEGATIVE} {metadata['negative_prompt']}")
-    return "\n".join([*lines, last])
+    settings = {name: value for name, value in _settings(metadata) if value not in (None, "")}
+    lines.append(", ".join(f"{name}: {_quote(value)}" for name, value in settings.items()))
+    return "\n".join(lines)
 
 
-def from_infotext(text: str) -> dict[str, Any]:
-    """Metadata with canvax's keys; what has no such key is kept as text under ``extra``.
-
-    A last line without ``Steps`` and with fewer than three fields counts as part of the prompt.
-    """
-    lines = text.replace("\r\n", "\n").strip("\n").split("\n")
-    fields = _parameters(lines[-1])
-    if "Steps" in fields or len(fields) >= 3:
-        lines = lines[:-1]
-    else:
-        fields = {}
-    start = next((i for i, line in enumerate(lines) if line.startswith(_NEGATIVE)), len(lines))
-    negative = "\n".join(lines[start:]).removeprefix(_NEGATIVE).strip()
-    return {"prompt": "\n".join(lines[:start]).strip(), "negative_prompt": negative, **_canonical(fields)}
-
-
-def _split_sampler(name: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """A sampler's name without its schedule, and that schedule: ``dpmpp_2m_karras`` is DPM++ 2M with Karras."""
-    for label, implied in SCHEDULES.items():
-        curve = implied.get("sigmas")
-        if curve and name.lower().endswith(curve):
-            return name[: -len(curve)].rstrip("_ "), label
-        if implied.items() <= options.items():
-            return name, label
-    return name, None
+def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    options = metadata.get("options") or {}
+    sampler = metadata.get("sampler_label") or metadata.get("sampler") or ""
+    curve = next((name for name in _CURVES if sampler.endswith(f" {name}")), "")
+    sampler = sampler.removesuffix(f" {curve}") if curve else sampler
+    named = str(options.get("sigmas") or "").capitalize()
+    yield "Steps", metadata.get("num_inference_steps")
+    yield "Sampler", sampler
+    yield "Schedule type", named if named in _CURVES else "SGM Uniform" if named == "" and (
+        options.get("spacing") == "trailing"
+    ) else curve
+    yield "CFG scale", metadata.get("guidance_scale")
+    yield "Seed", metadata.get("seed")
+    if "width" in metadata and "height" in metadata:
+        yield "Size", f"{metadata['width']}x{metadata['height']}"
+    model = str(metadata.get("model") or "")
+    # The folders above a local model are nobody's business but the owner's.
+    yield "Model", os.path.basename(model.rstrip("/\\")) if os.path.isabs(model) else model
+    yield "Eta", options.get("eta")
+    if options.get("clip_skip"):
+        yield "Clip skip", options["clip_skip"] + 1  # there, 1 is the last layer
+    if metadata.get("noise") == "torch":
+        yield "RNG", "CPU"
+    if "canvax" in metadata:
+        yield "Version", f"canvax {metadata['canvax']}"
 
 
 def _quote(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value)
-    needs = any(mark in text for mark in ",:\n\r") or text.startswith('"') or text != text.strip()
-    return json.dumps(text, ensure_ascii=False) if needs else text
+    return json.dumps(text, ensure_ascii=False) if any(c in text for c in ',:\n"') else text
 
 
-def _parameters(line: str) -> dict[str, str]:
-    """The fields of the last line; empty when it is not one."""
-    fields: dict[str, str] = {}
-    position = 0
-    while position < len(line):
-        match = _PARAMETER.match(line, position)
-        if match is None:
-            return {}
-        fields.setdefault(match[1], _unquote(match[2].strip()))
-        position = match.end()
-    return fields
+def from_infotext(text: str) -> dict[str, Any]:
+    """The keys of :attr:`canvax.Result.metadata` that a text tells, as far as it tells them.
+
+    What canvax has no key for is under ``other``, as text.
+    """
+    *head, last = text.strip().split("\n")
+    settings = dict(_split(last))
+    if len(settings) < _FEWEST:
+        head, settings = [*head, last], {}
+    prompt, negative, found = _split_prompt(head)
+    metadata: dict[str, Any] = {"prompt": prompt, "negative_prompt": negative}
+    del found
+    return metadata | _read_settings(settings)
 
 
-def _unquote(text: str) -> str:
-    if len(text) < 2 or text[0] != '"' or text[-1] != '"':
-        return text
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, str) else text
+def _split_prompt(lines: list[str]) -> tuple[str, str, bool]:
+    for i, line in enumerate(lines):
+        if line.startswith(_NEGATIVE):
+            negative = [line.removeprefix(_NEGATIVE).strip(), *lines[i + 1 :]]
+            return "\n".join(lines[:i]).strip(), "\n".join(negative).strip(), True
+    return "\n".join(lines).strip(), "", False
 
 
-def _canonical(fields: dict[str, str]) -> dict[str, Any]:
-    """Fields of the last line under canvax's keys, as numbers where they are; the rest under ``extra``."""
-    found: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    rest = dict(fields)
-
-    def take(key: str, name: str, kind: type, into: dict[str, Any]) -> None:
-        try:
-            into[name] = kind(rest[key])
-        except (KeyError, ValueError):
+def _split(line: str) -> Iterator[tuple[str, str]]:
+    """``name: value`` pairs of a line; nothing if the line is anything else."""
+    at, pairs = 0, []
+    while at < len(line):
+        key = _KEY.match(line, at)
+        if key is None:
             return
-        del rest[key]
+        at = key.end()
+        if line[at : at + 1] == '"':
+            try:
+                value, at = json.JSONDecoder(strict=False).raw_decode(line, at)
+            except ValueError:
+                return
+            comma = line.find(",", at)
+        else:
+            comma = line.find(",", at)
+            value = line[at : comma if comma >= 0 else len(line)]
+        pairs.append((key[1].strip(), str(value).strip()))
+        at = comma + 1 if comma >= 0 else len(line)
+    yield from pairs
 
-    take("Steps", "num_inference_steps", int, found)
-    take("CFG scale", "guidance_scale", float, found)
-    take("Seed", "seed", int, found)
-    take("Model", "model", str, found)
-    take("Eta", "eta", float, options)
-    if size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", rest.get("Size", "")):
-        found["width"], found["height"] = int(size[1]), int(size[2])
-        del rest["Size"]
-    if (skip := rest.get("Clip skip", "")).isascii() and skip.isdigit():
-        options |= {"clip_skip": int(rest.pop("Clip skip")) - 1} if 1 < len(skip) + int(skip[:3]) else {}
-    if "Sampler" in rest:
-        found["sampler"], label = _split_sampler(rest.pop("Sampler"), {})
-        found["sampler"] = {v: k for k, v in SAMPLER_LABELS.items()}.get(found["sampler"], found["sampler"])
-        options |= SCHEDULES.get(label or "", {})
-    if (schedule := rest.get("Schedule type")) in SCHEDULES:
-        options |= SCHEDULES[rest.pop("Schedule type")] if schedule else {}
-    if rest.get("RNG") == "CPU":
-        found["noise"] = "torch"
-        del rest["RNG"]
-    if (version := rest.get("Version", "")).startswith("canvax "):
-        found["canvax"] = version.removeprefix("canvax ")
-        del rest["Version"]
-    return found | {"options": options} | ({"extra": rest} if rest else {})
+
+def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, key, kind in (
+        ("Steps", "num_inference_steps", int),
+        ("CFG scale", "guidance_scale", float),
+        ("Seed", "seed", int),
+        ("Sampler", "sampler", str),
+        ("Model", "model", str),
+    ):
+        _take(settings, name, kind, metadata, key)
+    size = re.fullmatch(r"(\d{1,6})x(\d{1,6})", settings.get("Size", ""))
+    if size:
+        metadata["width"], metadata["height"] = int(size[1]), int(size[2])
+        del settings["Size"]
+    schedule = settings.get("Schedule type", "").lower()
+    if schedule.capitalize() in _CURVES:
+        if "sampler" in metadata:
+            metadata["sampler"] += f" {schedule.capitalize()}"
+    elif schedule in _TRAILING:
+        options["spacing"] = "trailing"
+    if schedule.capitalize() in _CURVES or schedule in (*_TRAILING, *_PLAIN_SCHEDULES):
+        settings.pop("Schedule type", None)
+    _take(settings, "Eta", float, options, "eta")
+    _take(settings, "Clip skip", int, options, "clip_skip")
+    if "clip_skip" in options:
+        options["clip_skip"] = max(options["clip_skip"] - 1, 0)  # there, 1 is the last layer
+    if settings.get("RNG", "").lower() == "cpu":
+        options["noise"] = metadata["noise"] = "torch"
+        del settings["RNG"]
+    return metadata | {"options": options, "other": settings}
+
+
+def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:
+    """Move one setting into ``into``; one that cannot be read stays where it is."""
+    if name in settings:
+        try:
+            into[key] = kind(settings[name])
+        except ValueError:
+            return
+        del settings[name]

@@ -88,7 +88,7 @@ class UNetConfig(Config):
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
 
-    FIXED = {
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("silu", "swish"),
         "attention_type": ("default",),
         "conv_in_kernel": (3,),
@@ -100,7 +100,7 @@ class UNetConfig(Config):
         "resnet_time_scale_shift": ("default",),
         "time_embedding_type": ("positional",),
     }
-    IGNORED = frozenset({"dropout", "addition_embed_type_num_heads"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"dropout", "addition_embed_type_num_heads"})
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
@@ -154,8 +154,12 @@ class VaeConfig(Config):
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 
-    FIXED = {"act_fn": ("silu",), "latents_mean": (None,), "latents_std": (None,)}
-    IGNORED = frozenset({"sample_size", "force_upcast"})
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "act_fn": ("silu",),
+        "latents_mean": (None,),
+        "latents_std": (None,),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"sample_size", "force_upcast"})
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
@@ -188,7 +192,7 @@ class ClipTextConfig(Config):
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
 
-    FIXED = {"model_type": ("clip_text_model",)}
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"model_type": ("clip_text_model",)}
     # What else a transformers config holds concerns training, generation and the pooled output, which Stable
     # Diffusion 1.x and 2.x never read.
     STRICT = False

@@ -76,9 +76,7 @@ def unet_spec(cfg: UNetConfig) -> Spec:
     return {
         "conv_in": conv2d_spec(cfg.in_channels, first),
         "time_embedding": {"linear_1": linear_spec(first, time), "linear_2": linear_spec(time, time)},
-        "down_blocks": {
-            str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))
-        },
+        "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
             "resnets": {str(i): resnet_block_spec(last, last, time) for i in range(2)},
             "attentions": {"0": _attention_spec(last, cfg.depths[-1], cfg)},
@@ -95,9 +93,7 @@ def _attention_spec(channels: int, depth: int, cfg: UNetConfig) -> Spec:
 
 def _level_spec(level: _Level, cfg: UNetConfig, resizer: str) -> Spec:
     time = 4 * cfg.block_out_channels[0]
-    spec: Spec = {
-        "resnets": {str(j): resnet_block_spec(c, level.channels, time) for j, c in enumerate(level.inputs)}
-    }
+    spec: Spec = {"resnets": {str(j): resnet_block_spec(c, level.channels, time) for j, c in enumerate(level.inputs)}}
     if level.attends:
         spec["attentions"] = {
             str(j): _attention_spec(level.channels, level.depth, cfg) for j in range(len(level.inputs))

@@ -6,6 +6,7 @@ Two axes: ``data`` splits the batch, ``model`` splits large weights. The default
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +17,8 @@ from canvax.errors import InputError
 AXES = ("data", "model")
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh over ``devices`` (default: all of JAX's default backend), the batch split over every one of them."""
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """Mesh over JAX ``devices`` (default: all of the default backend), the batch split over every one of them."""
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
         raise InputError("devices is empty; give at least one, or None for all of them")

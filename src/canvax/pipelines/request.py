@@ -93,9 +93,9 @@ def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray 
     return array
 
 
-def check_seeds(seed: Any, count: int) -> list[int]:
+def check_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
     """A seed for each image: ``seed + i``, or the list given."""
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
+    if isinstance(seed, Sequence):
         if len(seed) != count:
             raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
         return [image_seeds(one, 1)[0] for one in seed]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvax.images.grid import make_grid
-from canvax.images.metadata import save_png, unique_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,6 +40,8 @@ class Result:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write each image as PNG with its metadata into ``folder`` under a free name; returns the paths."""
+        from canvax.images.metadata import save_png, unique_path
+
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return [

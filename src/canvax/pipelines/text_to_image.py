@@ -179,9 +179,7 @@ class StableDiffusion:
                 rows = table.window(done, WINDOW)
                 noisy = rows["M"][:, :, NOISE].any(axis=1)
                 batched = {name: self._put(np.stack([column] * batch), padded) for name, column in rows.items()}
-                state, denoised = program(
-                    params["unet"], state, text, negative, batched, keys, noisy, np.int32(count)
-                )
+                state, denoised = program(params["unet"], state, text, negative, batched, keys, noisy, np.int32(count))
                 jax.block_until_ready(state)
                 done += count
                 bar.advance(count)

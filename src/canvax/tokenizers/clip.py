@@ -107,7 +107,7 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list
     if (folder / "tokenizer.json").is_file():
         whole = _read_json(folder / "tokenizer.json")
         model = whole["model"]
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        merges = [_pair(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
         return model["vocab"], merges, whole.get("added_tokens", [])
     missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
     if missing:
@@ -115,8 +115,13 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list
             f"{folder}: {' and '.join(missing)} not found; a tokenizer is tokenizer.json, or vocab.json and merges.txt"
         )
     lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    pairs = [_pair(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     return _read_json(folder / "vocab.json"), pairs, []
+
+
+def _pair(parts: Sequence[str]) -> tuple[str, str]:
+    first, second = parts
+    return first, second
 
 
 def _build(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:

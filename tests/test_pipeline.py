@@ -1,0 +1,209 @@
+"""The pipeline with the bundled model: nothing recompiles, the same picture anywhere, clear errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import canvax
+from canvax.compile.monitor import compilations
+from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
+
+QUIET = canvax.Options(progress=False)
+STEPS = 4
+
+
+def draw(pipe: canvax.StableDiffusion, *arguments: Any, **changes: Any) -> canvax.Result:
+    return pipe(*arguments, **{"num_inference_steps": STEPS, "options": QUIET} | changes)
+
+
+def test_result(emoji: canvax.StableDiffusion) -> None:
+    result = draw(emoji, ["a cat", "a pear"], seed=5, num_images_per_prompt=2)
+    assert [image.size for image in result.images] == [(64, 64)] * 4
+    assert result.pixels.shape == (4, 64, 64, 3)
+    assert result.latents.shape == (4, 16, 16, 4)
+    assert result.latents.dtype == np.float32
+    assert result.grid().size == (128, 128)
+    assert [meta["seed"] for meta in result.metadata] == [5, 6, 7, 8]
+    assert [meta["prompt"] for meta in result.metadata] == ["a cat", "a cat", "a pear", "a pear"]
+    assert result.timings.keys() == {"compile", "encode", "denoise", "decode", "step", "total"}
+
+
+def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
+    draw(emoji, "a cat", seed=1)
+    before = compilations()
+    draw(emoji, "a dog", "yellow", seed=2)
+    for steps in (10, 25, 50):
+        draw(emoji, "a dog", num_inference_steps=steps)
+    samplers = ["DDIM", "DDPM", "PNDM", "Euler", "Euler a", "DPM++ 2M", "DPM++ 2M Karras", "Euler Karras"]
+    for sampler in samplers:
+        draw(emoji, "a dog", sampler=sampler)
+    for guidance in (3, 9):
+        draw(emoji, "a dog", guidance_scale=guidance)
+    every = canvax.Options(
+        eta=0.5, spacing="linspace", guidance_rescale=0.7, clip_skip=1, noise="torch", progress=False
+    )
+    draw(emoji, "a dog", options=every, seed=2**63)
+    draw(emoji, "a dog", latents=initial_noise([3], (16, 16, 4)))
+    draw(emoji, "a dog", num_inference_steps=130, sampler="DDIM")  # more rows than a window
+    assert compilations() == before
+    assert draw(emoji, "a dog").compilations == 0
+
+
+def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion) -> None:
+    alone = draw(emoji, "a red apple", seed=42, sampler="Euler a")
+    among = draw(emoji, ["a cat", "a dog", "a red apple", "a tree", "a car"], seed=40, sampler="Euler a")
+    np.testing.assert_allclose(among.latents[2], alone.latents[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_same_picture_on_many_devices(emoji: canvax.StableDiffusion, count: int) -> None:
+    prompts = ["a cat", "a dog", "a red apple", "a tree", "a car"]
+    want = draw(emoji, prompts, seed=40, sampler="Euler a")
+    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:count]))
+    got = draw(pipe, prompts, seed=40, sampler="Euler a")
+    assert len(got.images) == 5
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
+def test_all_devices_by_default() -> None:
+    assert canvax.load("emoji").programs.mesh.shape["data"] == len(jax.devices()) == 8
+
+
+def test_seed_decides(emoji: canvax.StableDiffusion) -> None:
+    first, again, other = (draw(emoji, "a cat", seed=seed) for seed in (7, 7, 8))
+    np.testing.assert_array_equal(first.latents, again.latents)
+    assert np.abs(first.latents - other.latents).max() > 0.1
+    free = draw(emoji, "a cat")
+    np.testing.assert_array_equal(draw(emoji, "a cat", seed=free.metadata[0]["seed"]).latents, free.latents)
+    listed = draw(emoji, ["a cat", "a cat"], seed=[9, 7])
+    np.testing.assert_allclose(listed.latents[1], first.latents[0], atol=1e-4)
+
+
+def test_step_noise_depends_on_the_step(emoji: canvax.StableDiffusion) -> None:
+    """A stochastic sampler cut into windows of one row by a callback draws what it draws in one go."""
+    whole = draw(emoji, "a cat", seed=7, sampler="DDPM")
+    steps = dataclasses.replace(QUIET, callback=lambda step: None)
+    np.testing.assert_allclose(
+        draw(emoji, "a cat", seed=7, sampler="DDPM", options=steps).latents, whole.latents, atol=1e-5
+    )
+
+
+def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
+    mesh = emoji.programs.mesh
+    assert mesh.size == 1
+    flops = []
+    for guided in (False, True):
+        program = emoji.programs.denoise(emoji.params, (1, 16, 16, 4), guided=guided)  # pyright: ignore
+        flops.append(program.cost_analysis()["flops"])  # pyright: ignore[reportFunctionMemberAccess]
+    assert 0.45 < flops[0] / flops[1] < 0.55
+    plain, negated = (draw(emoji, "a cat", n, seed=1, guidance_scale=1.0) for n in ("", "anything at all"))
+    np.testing.assert_array_equal(plain.latents, negated.latents)
+
+
+def test_any_size(emoji: canvax.StableDiffusion) -> None:
+    result = draw(emoji, "a cat", height=72, width=40, seed=1)
+    assert result.images[0].size == (40, 72)
+    assert result.latents.shape == (1, 18, 10, 4)
+
+
+def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
+    want = draw(emoji, "a cat", seed=4)
+    got = draw(emoji, "a cat", latents=initial_noise([4], (16, 16, 4)), seed=99)
+    np.testing.assert_array_equal(got.latents, want.latents)
+    assert got.metadata[0]["noise"] == "given"
+
+
+def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
+    steps: list[canvax.Step] = []
+
+    def stop_after_three(step: canvax.Step) -> bool:
+        steps.append(step)
+        return len(steps) < 3
+
+    options = dataclasses.replace(QUIET, callback=stop_after_three)
+    with pytest.raises(canvax.Cancelled, match="step 3 of 4"):
+        draw(emoji, ["a cat", "a dog"], options=options)
+    assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
+    assert steps[0].latents.shape == steps[0].denoised.shape == (2, 16, 16, 4)
+
+
+def test_functional_style() -> None:
+    pipe, params = canvax.StableDiffusion.from_pretrained("emoji", mesh=make_mesh(jax.devices()[:1]))
+    assert params.keys() == {"unet", "vae", "text_encoder"}
+    with pytest.raises(canvax.InputError, match="params"):
+        draw(pipe, "a cat")
+    halved = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), params)
+    full, half = (draw(pipe, "a cat", seed=1, params=p) for p in (params, halved))
+    assert 1e-4 < np.abs(full.pixels - half.pixels).mean() < 0.1
+
+
+def test_progress_names_compiling(emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+    emoji("a cat", num_inference_steps=2, height=48, width=48)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "compiling the denoiser" in shown.err
+    assert "2/2" in shown.err
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "height": ({"height": 100}, "height=100 is not divisible by 8; use 96 or 104"),
+    "width": ({"width": -8}, "width=-8"),
+    "no steps": ({"num_inference_steps": 0}, "steps=0"),
+    "too many steps": ({"num_inference_steps": 5000}, "steps=5000"),
+    "half a step": ({"num_inference_steps": 2.5}, "steps=2.5"),
+    "sampler": ({"sampler": "DPM++ 2N"}, "DPM\\+\\+ 2M"),
+    "NaN guidance": ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
+    "images": ({"num_images_per_prompt": 0}, "num_images_per_prompt=0"),
+    "prompt": ({"prompt": 3}, "prompt=3"),
+    "no prompts": ({"prompt": []}, "prompt"),
+    "negatives": ({"negative_prompt": ["a", "b"]}, "2 entries for 1 prompts"),
+    "seed": ({"seed": -5}, "seed"),
+    "seeds": ({"seed": [1, 2]}, "2 entries for 1 images"),
+    "latents shape": ({"latents": np.zeros((1, 4, 16, 16))}, "1, 16, 16, 4"),
+    "latents values": ({"latents": np.full((1, 16, 16, 4), np.nan)}, "finite"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
+    changes, message = BAD[name]
+    arguments = {"prompt": "a cat", "options": QUIET} | changes
+    before = compilations()
+    with pytest.raises(canvax.InputError, match=message):
+        emoji(**arguments)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eta": 2.0}, "eta=2.0"),
+        ({"guidance_rescale": -1.0}, "guidance_rescale"),
+        ({"noise": "numpy"}, "noise='numpy'"),
+    ],
+)
+def test_bad_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        canvax.Options(**changes)
+
+
+def test_bad_options_in_use(emoji: canvax.StableDiffusion) -> None:
+    for options, message in (
+        (canvax.Options(clip_skip=2, progress=False), "clip_skip=2"),
+        (canvax.Options(spacing="leeding", progress=False), "leading"),
+        (canvax.Options(sigmas="karas", progress=False), "karras"),
+    ):
+        with pytest.raises(canvax.InputError, match=message):
+            emoji("a cat", options=options)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "flaot32", 3])
+def test_bad_dtype(dtype: Any) -> None:
+    with pytest.raises(canvax.InputError, match="dtype"):
+        canvax.load("emoji", dtype=dtype)
