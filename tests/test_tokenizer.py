@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -59,6 +60,16 @@ NASTY = [
     "\\ / \" ' `",
     "{}[]()<>|",
     "a\u0300\u0301\u0302\u0303b",
+    "a<|EndOfText|>b <|STARTOFTEXT|>",
+    "a <cat-toy> b<cat-toy>c <CAT-TOY> <Other> <other>",
+    "[PAD] x",
+    "a! " * 60,
+    "é" * 100,
+    "\u2028a\u2029b\x85c\x1cd",
+    "ſK Å ﬀ Ǆ ẛ\u0323",
+    "가각힣 \u1100\u1161 क़ख़",
+    "ΑΣ ΑΣΑ Σ",
+    "½ ² Ⅷ ⅷ ① ٣",
 ]
 
 
@@ -115,29 +126,82 @@ def train_large(folder: Path, pad: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["emoji", "emoji_old_form", "sd1", "sd2"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "emoji":
-        return EMOJI
-    if request.param == "emoji_old_form":
-        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-            shutil.copyfile(EMOJI / name, base / name)
-        return base
-    return train_large(base / request.param, "!" if request.param == "sd2" else EOS)
+def token(content: str, **flags: bool) -> dict[str, object]:
+    """A token with its flags as repositories store it; ``normalized`` is true in those of 2022."""
+    return {"content": content, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False, **flags}
 
 
-def test_same_ids_as_transformers(folder: Path) -> None:
+# What real repositories say about special tokens, by file. "old": vocab.json and merges.txt; "new": tokenizer.json.
+TYPED = {"__type": "AddedToken"}
+SPECIAL_2022 = {"bos_token": token(BOS), "eos_token": token(EOS), "unk_token": token(EOS)}
+CONFIG_2022 = {name: value | TYPED for name, value in SPECIAL_2022.items()} | {"pad_token": EOS, "model_max_length": 77}
+LAST = 2228  # id of EOS in the emoji vocabulary
+DECODER = {"0": token("!", normalized=False, special=True), str(LAST - 1): token(BOS, special=True)}
+FOLDERS: dict[str, tuple[str, dict[str, object]]] = {
+    "emoji": ("old new", {"tokenizer_config.json": {"pad_token": EOS}}),
+    "no_config": ("old", {}),
+    "sd1": (
+        "old",
+        {"tokenizer_config.json": CONFIG_2022, "special_tokens_map.json": SPECIAL_2022 | {"pad_token": EOS}},
+    ),
+    # The two files of Stable Diffusion 2 disagree about padding, and the map is right.
+    "sd2": (
+        "old",
+        {"tokenizer_config.json": CONFIG_2022, "special_tokens_map.json": SPECIAL_2022 | {"pad_token": "!"}},
+    ),
+    "sd2_new_form": ("new", {"tokenizer_config.json": {"pad_token": "!"}, "special_tokens_map.json": SPECIAL_2022}),
+    # With an added_tokens_decoder the map is not read.
+    "sdxl_2": (
+        "old",
+        {
+            "tokenizer_config.json": {"added_tokens_decoder": DECODER, "pad_token": "!"},
+            "special_tokens_map.json": {"pad_token": EOS},
+        },
+    ),
+    "decoder_over_stored": ("new", {"tokenizer_config.json": {"added_tokens_decoder": DECODER, "pad_token": EOS}}),
+    "learned": (
+        "old",
+        {
+            "added_tokens.json": {"<cat-toy>": LAST + 1, "<Other>": LAST + 2},
+            "tokenizer_config.json": {"additional_special_tokens": ["<cat-toy>"]},
+        },
+    ),
+    "own_pad": ("old", {"tokenizer_config.json": {"pad_token": "[PAD]", "split_special_tokens": True}}),
+}
+
+
+def emoji_folder(base: Path, form: str, files: dict[str, object]) -> Path:
+    """The emoji model's vocabulary in one form, with other special tokens."""
+    names = {"old": ["vocab.json", "merges.txt"], "new": ["tokenizer.json"]}
+    base.mkdir()
+    for name in (name for part in form.split() for name in names[part]):
+        shutil.copyfile(EMOJI / name, base / name)
+    for name, content in files.items():
+        (base / name).write_text(json.dumps(content), encoding="utf-8")
+    return base
+
+
+def assert_same_ids(folder: Path, corpus: list[str]) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.CLIPTokenizer.from_pretrained(folder)
     ours = ClipTokenizer.from_folder(folder)
-    corpus = NASTY + random_strings(1000)
     want = reference(corpus, padding="max_length", max_length=77, truncation=True)["input_ids"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TruncationWarning)
         got = ours(corpus)
     for text, mine, theirs in zip(corpus, got, want, strict=True):
         assert mine.tolist() == theirs, repr(text)
+    assert (ours.bos, ours.eos, ours.pad) == (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_same_ids_as_transformers(tmp_path: Path, name: str) -> None:
+    assert_same_ids(emoji_folder(tmp_path / "tokenizer", *FOLDERS[name]), NASTY + random_strings(1000))
+
+
+@pytest.mark.parametrize("pad", ["!", EOS])
+def test_same_ids_with_a_large_vocabulary(tmp_path: Path, pad: str) -> None:
+    assert_same_ids(train_large(tmp_path / "tokenizer", pad), NASTY + random_strings(1000))
 
 
 def test_shape_and_padding(tmp_path: Path) -> None:
@@ -180,8 +244,21 @@ def test_bad_prompt(prompt: object) -> None:
 def test_damaged_files(tmp_path: Path, name: str, text: str) -> None:
     folder = train_large(tmp_path / "t", EOS)
     (folder / name).write_text(text)
-    with pytest.raises(CheckpointError, match="tokenizer"):
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))) as caught:
         ClipTokenizer.from_folder(folder)
+    assert "Download it again" in str(caught.value)
+
+
+def test_damaged_new_form(tmp_path: Path) -> None:
+    for text in ("{", "{}", '{"model": {"vocab": {"a": -1}, "merges": []}}'):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json.*Download"):
+            ClipTokenizer.from_folder(tmp_path)
+
+
+def test_one_string_is_not_a_list() -> None:
+    with pytest.raises(InputError, match="list of strings"):
+        ClipTokenizer.from_folder(EMOJI)("a cat")
 
 
 def test_missing_files(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Arrays to PIL pictures and back."""
+"""Arrays to PIL images and back."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,67 +14,89 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def to_uint8(pixels: np.ndarray) -> np.ndarray:
-    """Pixels in 0..1 as bytes: clipped, multiplied by 255 and rounded half to even.
+def to_uint8(images: Any) -> np.ndarray:
+    """Floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
 
-    Values that are not numbers become black, with a warning: they mean that a dtype was too narrow.
+    Any array with an array interface will do (a JAX array, bfloat16 too). The rounding is that of diffusers, so equal
+    floats make equal files. Values that are not a number become black, with a RuntimeWarning: they mean that the
+    model overflowed its dtype.
 
-    Args:
-        pixels: [B, H, W, 3] of any float dtype; bytes are returned as they are.
+    Raises:
+        InputError: not floating point (uint8 images need no conversion).
+    """
+    array = np.asarray(images)
+    if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
+        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+    array = array.astype(np.float32)
+    if np.isnan(array).any():
+        warnings.warn(
+            "an image has values that are not a number, painted black: the model overflowed its dtype; "
+            "use bfloat16 or float32",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        array = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0)
+    return np.rint(np.clip(array, 0.0, 1.0) * np.float32(255)).astype(np.uint8)
 
-    Returns:
-        [B, H, W, 3] uint8.
+
+def to_pil(images: Any) -> list[Image]:
+    """PIL images (mode RGB) of [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1.
 
     Raises:
         InputError: another shape.
     """
-    pixels = np.asarray(pixels)
-    if pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise InputError(f"pixels has shape {pixels.shape}; pictures are [B, H, W, 3]")
-    if pixels.dtype == np.uint8:
-        return pixels
-    pixels = pixels.astype(np.float32, copy=False)
-    broken = np.isnan(pixels).any(axis=(1, 2, 3))
-    if broken.any():
-        which = ", ".join(map(str, np.flatnonzero(broken)))
-        warnings.warn(
-            f"picture {which} of {len(pixels)} has pixels that are not numbers, drawn black; float16 overflows in some "
-            "models: load with dtype='bfloat16' or 'float32'",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        pixels = np.nan_to_num(pixels, nan=0.0)
-    return np.rint(np.clip(pixels, 0, 1) * np.float32(255)).astype(np.uint8)
-
-
-def to_pil(pixels: np.ndarray) -> list[Image]:
-    """PIL pictures of an array [B, H, W, 3], floats in 0..1 or bytes (see :func:`to_uint8`)."""
     from PIL import Image
 
-    return [Image.fromarray(one) for one in to_uint8(pixels)]
+    array = np.asarray(images)
+    if array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4 or array.shape[-1] != 3:
+        raise InputError(f"images must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}")
+    if array.dtype != np.uint8:
+        array = to_uint8(array)
+    return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
 
 
 def from_pil(images: Image | Sequence[Image]) -> np.ndarray:
-    """Pictures of one size as an array [B, H, W, 3] float32 in 0..1; transparency and palettes are resolved to RGB.
+    """Floats in 0..1, float32 [B, H, W, 3], of one PIL image or several of equal size.
+
+    An image is turned upright as its EXIF says; what is transparent becomes white.
 
     Raises:
-        InputError: no picture, or pictures of several sizes.
+        InputError: no image, something that is not an image, or unequal sizes.
     """
-    many = list(images) if isinstance(images, Sequence) else [images]
-    check_sizes(many)
-    return np.stack([np.asarray(one.convert("RGB"), np.float32) for one in many]) / np.float32(255)
+    from PIL import Image
+
+    several = [images] if isinstance(images, Image.Image) else list(images)
+    wrong = [image for image in several if not isinstance(image, Image.Image)]
+    if wrong or not several:
+        got = type(wrong[0]).__name__ if wrong else "none"
+        raise InputError(f"images must be PIL images, got {got}; open a file with PIL.Image.open")
+    several = [_upright_rgb(image) for image in several]
+    check_equal_sizes(several)
+    return np.stack([np.asarray(image, np.float32) / np.float32(255) for image in several])
 
 
-def check_sizes(images: Sequence[Image]) -> tuple[int, int]:
-    """Width and height that all pictures share.
+def check_equal_sizes(images: Sequence[Image]) -> None:
+    """Refuse images of several sizes, naming the first that differs.
 
     Raises:
-        InputError: no picture, or pictures of several sizes.
+        InputError: they differ.
     """
-    if not images:
-        raise InputError("images is empty; give at least one picture")
-    sizes = list(dict.fromkeys(one.size for one in images))
-    if len(sizes) > 1:
-        said = ", ".join(f"{w}x{h}" for w, h in sizes[:5])
-        raise InputError(f"images have several sizes ({said}); resize them to one size first")
-    return sizes[0]
+    first = images[0].size
+    for i, image in enumerate(images):
+        if image.size != first:
+            raise InputError(
+                f"images must have one size: image 0 is {first[0]}x{first[1]}, "
+                f"image {i} is {image.width}x{image.height}; resize them first"
+            )
+
+
+def _upright_rgb(image: Image) -> Image:
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Several pictures in one."""
+"""Several images in one."""
 
 from __future__ import annotations
 
@@ -7,52 +7,44 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from canvax.errors import InputError
-from canvax.images.convert import check_sizes
+from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """All pictures in one, row by row, without gaps; empty places stay white.
+    """All ``images`` in one picture, row by row; cells left over are black.
 
-    Args:
-        images: pictures of one size.
-        rows: how many rows; by default what the columns need, or near square.
-        cols: how many columns; likewise.
+    Without ``rows`` and ``cols`` the grid is as near to square as it can be, rather wide than high; with one of them,
+    the other is as small as it can be.
 
     Raises:
-        InputError: no picture, pictures of several sizes, or fewer places than pictures.
+        InputError: no images, images of unequal size, or more of them than cells.
     """
     from PIL import Image
 
-    images = list(images)
-    width, height = check_sizes(images)
-    rows, cols = grid_shape(len(images), rows, cols)
-    sheet = Image.new("RGB", (cols * width, rows * height), "white")
-    for i, one in enumerate(images):
-        sheet.paste(one, (i % cols * width, i // cols * height))
-    return sheet
+    if not images:
+        raise InputError("images is empty; a grid needs at least one")
+    check_equal_sizes(images)
+    rows, cols = _layout(len(images), rows, cols)
+    width, height = images[0].size
+    grid = Image.new("RGB", (cols * width, rows * height))
+    for i, image in enumerate(images):
+        grid.paste(image, (i % cols * width, i // cols * height))
+    return grid
 
 
-def grid_shape(count: int, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-    """Rows and columns for ``count`` pictures: as asked, else near square and never taller than wide.
-
-    Raises:
-        InputError: fewer places than pictures.
-    """
+def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
     for name, value in (("rows", rows), ("cols", cols)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name}={value!r} is not a whole number of at least 1")
-    if rows is None and cols is None:
-        cols = math.ceil(math.sqrt(count))
+    if cols is None:
+        cols = math.ceil(count / rows) if rows else math.ceil(math.sqrt(count))
     if rows is None:
-        rows = math.ceil(count / (cols or 1))
-    elif cols is None:
-        cols = math.ceil(count / rows)
-    assert cols is not None
+        rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            f"rows={rows}, cols={cols} have {rows * cols} places for {count} pictures; leave one of the two out"
+            f"rows={rows}, cols={cols} is {rows * cols} cells for {count} images; leave one of the two out"
         )
     return rows, cols

@@ -42,15 +42,10 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
 
 def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     options = metadata.get("options") or {}
-    sampler = metadata.get("sampler_label") or metadata.get("sampler") or ""
-    curve = next((name for name in _CURVES if sampler.endswith(f" {name}")), "")
-    sampler = sampler.removesuffix(f" {curve}") if curve else sampler
-    named = str(options.get("sigmas") or "").capitalize()
+    sampler, schedule = _split_sampler(metadata)
     yield "Steps", metadata.get("num_inference_steps")
     yield "Sampler", sampler
-    yield "Schedule type", named if named in _CURVES else "SGM Uniform" if named == "" and (
-        options.get("spacing") == "trailing"
-    ) else curve
+    yield "Schedule type", schedule
     yield "CFG scale", metadata.get("guidance_scale")
     yield "Seed", metadata.get("seed")
     if "width" in metadata and "height" in metadata:
@@ -67,6 +62,19 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "Version", f"canvax {metadata['canvax']}"
 
 
+def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Sampler and schedule type; the options of a picture overrule what the sampler's name implies."""
+    options = metadata.get("options") or {}
+    sampler = str(metadata.get("sampler_label") or metadata.get("sampler") or "")
+    curve = next((name for name in _CURVES if sampler.lower().endswith(name.lower())), "")
+    if curve:
+        sampler = sampler[: -len(curve)].rstrip(" _")
+    if "sigmas" in options:
+        curve = str(options["sigmas"]).capitalize()
+        curve = curve if curve in _CURVES else ""
+    return sampler, curve or ("SGM Uniform" if options.get("spacing") == "trailing" else "")
+
+
 def _quote(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -79,22 +87,13 @@ def from_infotext(text: str) -> dict[str, Any]:
 
     What canvax has no key for is under ``other``, as text.
     """
-    *head, last = text.strip().split("\n")
+    *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:
         head, settings = [*head, last], {}
-    prompt, negative, found = _split_prompt(head)
-    metadata: dict[str, Any] = {"prompt": prompt, "negative_prompt": negative}
-    del found
-    return metadata | _read_settings(settings)
-
-
-def _split_prompt(lines: list[str]) -> tuple[str, str, bool]:
-    for i, line in enumerate(lines):
-        if line.startswith(_NEGATIVE):
-            negative = [line.removeprefix(_NEGATIVE).strip(), *lines[i + 1 :]]
-            return "\n".join(lines[:i]).strip(), "\n".join(negative).strip(), True
-    return "\n".join(lines).strip(), "", False
+    at = next((i for i, line in enumerate(head) if line.startswith(_NEGATIVE)), len(head))
+    negative = "\n".join(head[at:]).removeprefix(_NEGATIVE).strip()
+    return {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative, **_read_settings(settings)}
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:

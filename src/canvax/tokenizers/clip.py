@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,9 +14,13 @@ import numpy as np
 from canvax.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULTS = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 # The words BPE works on: the special tokens, English contractions, runs of letters, single digits, runs of the rest.
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -44,26 +48,35 @@ class ClipTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """Read ``tokenizer.json``, or ``vocab.json`` with ``merges.txt``, and what ``tokenizer_config.json`` adds.
+        """Read a tokenizer in either form; the ids are those of ``transformers`` 5 for the same folder.
+
+        Vocabulary and merges come from ``tokenizer.json`` where there is one, else from ``vocab.json`` and
+        ``merges.txt``. The names of the special tokens come from ``tokenizer_config.json``, and
+        ``special_tokens_map.json`` overrules it unless the former has an ``added_tokens_decoder`` (newer
+        repositories). Stable Diffusion 2.x needs this: its two files name different tokens for padding.
 
         Raises:
-            CheckpointError: files are missing or damaged.
+            CheckpointError: files are missing or damaged; names the file.
         """
         folder = Path(folder)
+        vocab, merges, stored = _read_bpe(folder)
         try:
-            vocab, merges, stored = _read_bpe(folder)
-            backend = _build(vocab, merges)
-            config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-            _add_tokens(backend, [*stored, *_added(folder, config)], config)
-            ids = {name: backend.token_to_id(_content(config.get(name), EOS)) for name in ("eos_token", "pad_token")}
-            bos, eos = backend.token_to_id(_content(config.get("bos_token"), BOS)), ids["eos_token"]
-            if bos is None or eos is None:
-                raise ValueError(f"its vocabulary lacks {BOS if bos is None else EOS}")
-            return cls(backend, bos, eos, eos if ids["pad_token"] is None else ids["pad_token"])
+            config = _read_json(folder / "tokenizer_config.json")
+            added, named = _special_tokens(folder, config, stored)
+            content = {name: token.content for name, token in named.items()}
+            backend = _build(vocab, merges, content["unk_token"])
+            known = vocab.keys() | {token.content for token in added}
+            if lacking := [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]:
+                raise ValueError(f"the vocabulary lacks {' and '.join(lacking)}")
+            if "left" in (config.get("padding_side"), config.get("truncation_side")):
+                raise ValueError("it pads or cuts on the left, which no CLIP model does")
+            _add_tokens(backend, added, named, config)
         except CheckpointError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{folder}: the tokenizer cannot be read: {error}. Download it again.") from error
+        vocab = backend.get_vocab()
+        return cls(backend, *(vocab[content[name]] for name in ("bos_token", "eos_token", "pad_token")))
 
     def __call__(self, prompts: Sequence[str], *, length: int = 77) -> np.ndarray:
         """Ids of each prompt, int32 [B, length]: begin, text, end, padding.
@@ -73,6 +86,8 @@ class ClipTokenizer:
         Raises:
             InputError: a prompt is not a string, or not valid Unicode.
         """
+        if isinstance(prompts, str):
+            raise InputError(f"prompts={prompts!r} is one string; pass a list of strings")
         out = np.full((len(prompts), length), self.pad, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
@@ -105,30 +120,48 @@ class ClipTokenizer:
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[Mapping[str, Any]]]:
     """Vocabulary, merges, and the added tokens that ``tokenizer.json`` lists."""
     if (folder / "tokenizer.json").is_file():
-        whole = _read_json(folder / "tokenizer.json")
-        model = whole["model"]
-        merges = [_pair(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-        return model["vocab"], merges, whole.get("added_tokens", [])
+        path = folder / "tokenizer.json"
+        try:
+            whole = _read_json(path)
+            model = whole["model"]
+            merges = [_pair(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+            return _checked(model["vocab"]), merges, whole.get("added_tokens", [])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: is not a BPE tokenizer ({error!r}). Download it again.") from error
     missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder}: {' and '.join(missing)} not found; a tokenizer is tokenizer.json, or vocab.json and merges.txt"
         )
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [_pair(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    return _read_json(folder / "vocab.json"), pairs, []
+    path = folder / "vocab.json"
+    try:
+        vocab = _checked(_read_json(path))
+        path = folder / "merges.txt"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return vocab, [_pair(line.split(" ")) for line in lines if line and not line.startswith("#version")], []
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not part of a BPE tokenizer ({error}). Download it again.") from error
+
+
+def _checked(vocab: Any) -> dict[str, int]:
+    if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
+        raise ValueError("its vocabulary is not a table of tokens and ids")
+    return vocab
 
 
 def _pair(parts: Sequence[str]) -> tuple[str, str]:
-    first, second = parts
-    return first, second
+    if len(parts) != 2:
+        raise ValueError(f"a merge of {len(parts)} parts instead of 2: {' '.join(map(str, parts))[:60]!r}")
+    return parts[0], parts[1]
 
 
-def _build(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+def _build(vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
     backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=EOS, continuing_subword_prefix="", end_of_word_suffix="</w>")
+        models.BPE(
+            vocab=vocab, merges=merges, unk_token=unknown, continuing_subword_prefix="", end_of_word_suffix="</w>"
+        )
     )
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
@@ -142,40 +175,72 @@ def _build(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     return backend
 
 
-def _added(folder: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Tokens added to the vocabulary (such as learned ones), in the order of their ids."""
-    decoder = config.get("added_tokens_decoder") or {}
-    yield from (decoder[key] for key in sorted(decoder, key=int))
-    extra = _read_json(folder / "added_tokens.json")
-    yield from ({"content": token} for token in sorted(extra, key=extra.__getitem__))
+def _special_tokens(
+    folder: Path, config: dict[str, Any], stored: list[Mapping[str, Any]]
+) -> tuple[list[AddedToken], dict[str, AddedToken]]:
+    """Tokens added to the vocabulary in the order of their ids, and the special ones by name.
+
+    ``config`` is updated with what ``special_tokens_map.json`` overrules.
+    """
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in config:
+        added = {int(i): _token(token) for i, token in config["added_tokens_decoder"].items()}
+    else:
+        config |= _read_json(folder / "special_tokens_map.json")
+        special = {_token(config[name]).content for name in _NAMED if config.get(name)}
+        special |= {_token(token).content for token in _extra_tokens(config)}
+        for text, i in _read_json(folder / "added_tokens.json").items():
+            added[i] = _token({"content": text, "special": text in special, "normalized": text not in special})
+        added |= {token["id"]: _token(token) for token in stored}
+    by_content = {token.content: token for token in added.values()}
+    values = {name: config.get(name) or _DEFAULTS.get(name) for name in _NAMED}
+    named = {name: _token(value) for name, value in values.items() if value}
+    return [added[i] for i in sorted(added)], {name: by_content.get(t.content, t) for name, t in named.items()}
 
 
-def _add_tokens(backend: Tokenizer, stored: list[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
-    """Tell the backend which strings are tokens of their own wherever they stand in a prompt."""
+def _add_tokens(
+    backend: Tokenizer, added: list[AddedToken], named: Mapping[str, AddedToken], config: Mapping[str, Any]
+) -> None:
+    """Tell the backend which strings are tokens of their own wherever they stand in a prompt.
+
+    One string may come more than once with other flags ("<|endoftext|>" ends a prompt and pads it): the order is that
+    of transformers, because the library lets the last one win.
+    """
+    tokens = list(added)
+    seen = {token.content for token in added}
+    for token in [*named.values(), *(_token(extra) for extra in _extra_tokens(config))]:
+        if token.content not in seen and token not in tokens:
+            tokens.append(token)
+    special = {token.content for token in named.values()}
+    for token in tokens:
+        token.special = token.special or token.content in special
+    backend.add_tokens(tokens)
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
+    """Special tokens without a name, under the key of this year or of earlier ones."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return list(extra.values() if isinstance(extra, Mapping) else extra)
+
+
+def _token(value: Any) -> AddedToken:
+    """A token is stored as a string, or as its ``content`` with flags."""
     from tokenizers import AddedToken
 
-    seen = set()
-    for token in stored:
-        seen.add(token["content"])
-        flags = {key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
-        added = AddedToken(token["content"], special=bool(token.get("special", False)), **flags)
-        (backend.add_special_tokens if added.special else backend.add_tokens)([added])
-    names = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
-    special = [_content(config.get(name), default) for name, default in names.items()]
-    backend.add_special_tokens([token for token in dict.fromkeys(special) if token not in seen])
-
-
-def _content(token: Any, default: str) -> str:
-    """A token is stored as a string or as ``{"content": ...}``."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token or default
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an absent file is an empty one."""
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({error}). Download it again.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
+        raise CheckpointError(f"{path}: is not a JSON object. Download it again.")
     return value

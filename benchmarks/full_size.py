@@ -1,0 +1,51 @@
+"""Full-size checkpoints with random weights, in the real layout: nobody has to download anything to measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from canvax.models.clip import text_encoder_spec
+from canvax.models.configs import SD15_TEXT, SD15_UNET, SD21_TEXT, SD21_UNET, SD_VAE
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.params import init_params
+from canvax.weights.hub import BUNDLED
+from canvax.weights.load import Component
+from canvax.weights.save import save_component
+
+FAMILIES = {"sd15": (SD15_UNET, SD15_TEXT, "epsilon"), "sd21": (SD21_UNET, SD21_TEXT, "v_prediction")}
+
+
+def write_checkpoint(folder: Path, family: str, *, seed: int = 0) -> Path:
+    """A float32 checkpoint of ``family`` ("sd15" or "sd21") with random weights; the tokenizer is the bundled one."""
+    unet, text, prediction = FAMILIES[family]
+    parts: list[tuple[Component, Any, dict[str, Any]]] = [
+        (Component("unet", unet_spec(unet), "diffusers"), unet, {"_class_name": "UNet2DConditionModel"}),
+        (Component("vae", vae_spec(SD_VAE), "diffusers"), SD_VAE, {"_class_name": "AutoencoderKL"}),
+        (Component("text_encoder", text_encoder_spec(text), "transformers"), text, {"model_type": "clip_text_model"}),
+    ]
+    folder.mkdir(parents=True)
+    for number, (component, config, extra) in enumerate(parts):
+        params = init_params(component.spec, seed + number)
+        save_component(folder / component.name, component, params, extra | dataclasses.asdict(config))
+    shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / "tokenizer")
+    (folder / "scheduler").mkdir()
+    scheduler = {
+        "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+        "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1, "prediction_type": prediction,
+    }  # fmt: skip
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder

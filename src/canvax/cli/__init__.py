@@ -1,0 +1,85 @@
+"""The ``canvax`` command: results on stdout, everything else on stderr, one clear line for each error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from canvax.cli.arguments import COMMANDS, build_parser
+from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
+from canvax.errors import CanvaxError, InputError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit codes; 0 is success."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    report: dict[str, Any] = {}
+    tolerant_streams()
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            code, error = _run(arguments, report)
+        except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
+            hush_stdout()
+            return FAILED
+        except SystemExit as done:  # --help and --version
+            return done.code if isinstance(done.code, int) else 0
+    try:
+        if error is not None:
+            complain(error["message"], label="" if code == INTERRUPTED else "error: ")
+        if as_json:
+            emit_json({"error": error, **report} if error else report)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        hush_stdout()
+        return code or FAILED
+    return code
+
+
+def _run(arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Run a command; what it has to report is in ``report`` even when it fails halfway."""
+    debug = os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
+    try:
+        chosen = build_parser().parse_args(arguments)
+        import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+    except KeyboardInterrupt:
+        return INTERRUPTED, _error("Cancelled", "cancelled; pictures finished so far are kept")
+    except BrokenPipeError:
+        raise
+    except InputError as error:
+        if debug:
+            raise
+        return BAD_INPUT, _error(type(error).__name__, str(error))
+    except CanvaxError as error:
+        if debug:
+            raise
+        return FAILED, _error(type(error).__name__, str(error))
+    except Exception as error:
+        if debug:
+            raise
+        return FAILED, _error(type(error).__name__, _unexpected(error))
+    return 0, None
+
+
+def _error(kind: str, message: str) -> dict[str, Any]:
+    return {"type": kind, "message": message}
+
+
+def _unexpected(error: Exception) -> str:
+    """One line for an error nobody foresaw, and what to do about it."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
+        return f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
+    return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 to see where)"
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    complain(str(message), label="warning: ")

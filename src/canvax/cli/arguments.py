@@ -1,0 +1,167 @@
+"""What can be typed. Both families of flags are understood: those of diffusers and those of A1111 and its relatives."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+from canvax._version import __version__
+from canvax.errors import InputError, nearest
+
+COMMANDS = {"generate": "generate", "info": "info", "samplers": "samplers"}
+"""Commands, and the modules of this package that run them."""
+
+OUTPUT = "out"
+
+_EXAMPLES = """
+examples:
+  canvax generate "a red apple"                            one picture, in the folder out
+  canvax generate "a cat" "a dog" -n 4 --grid              eight pictures and a grid
+  canvax generate "a cat" -s 7 --steps 30 -g 5 -o cat.png
+  canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
+  canvax generate "a fox" -m runwayml/stable-diffusion-v1-5 --sampler "DPM++ 2M Karras"
+  canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
+"""
+_FILES = """
+A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
+is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}; what it says overrules the flags.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises InputError for what cannot be parsed, and suggests the nearest flag for an unknown one."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see: {self.prog} --help)")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As ever, except that this parser itself reports what is left over: it knows the flags that are near."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            word = rest[0].partition("=")[0]
+            self.error(f"{word!r} is not known" + (f"; {nearest(word, flags)}" if word.startswith("-") else ""))
+        return known, rest
+
+
+class _Version(argparse.Action):
+    """Prints versions without starting a JAX backend, or even importing JAX."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        raise SystemExit(0)
+
+
+def versions() -> dict[str, str]:
+    """Versions of canvax and of what it computes with."""
+    found = {"canvax": __version__}
+    for name in ("jax", "jaxlib"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="canvax",
+        description="Text to image with Stable Diffusion in JAX.",
+        epilog=_EXAMPLES,
+        formatter_class=plain,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    generate = commands.add_parser(
+        "generate",
+        help="draw pictures",
+        description="Draw pictures. Prints the name of each file; everything else goes to stderr.",
+        epilog=_FILES + _EXAMPLES,
+        formatter_class=plain,
+    )
+    _what_to_draw(generate)
+    _how_to_draw(generate)
+    _model(generate)
+    _where_to(generate)
+    info = commands.add_parser(
+        "info",
+        help="describe a model or a picture",
+        description="Describe a model (nothing but headers is read) or tell how a picture was made.",
+    )
+    info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
+    _source(info)
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
+    samplers.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _what_to_draw(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to draw")
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; several prompts, several pictures")
+    group.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help="one more prompt")
+    group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin; see below")
+    group.add_argument("--from-image", metavar="PNG", help="start from what a picture says; flags given overrule it")
+    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what to keep away from")
+    group.add_argument(
+        "-n", "--num-images", "--num-images-per-prompt", type=int, dest="num_images_per_prompt", metavar="N",
+        help="pictures for each prompt (1)",
+    )  # fmt: skip
+    group.add_argument("-s", "--seed", type=int, metavar="SEED", help="picture i uses SEED + i (-1, the default: chosen)")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+
+
+def _how_to_draw(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how to draw; changing any of these never compiles again")
+    group.add_argument(
+        "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
+        help="steps of the sampler (the model's own, else 50)",
+    )  # fmt: skip
+    group.add_argument(
+        "-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg", type=float, dest="guidance_scale", metavar="G",
+        help="how closely to follow the prompt (the model's own, else 7.5); 1 or less halves the work",
+    )  # fmt: skip
+    group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
+    group.add_argument("--sigmas", metavar="CURVE", help="noise levels: normal, karras, exponential, lu")
+    group.add_argument("--spacing", metavar="KIND", help="timesteps: leading, trailing, linspace")
+    group.add_argument("--eta", type=float, metavar="X", help="0..1, randomness of DDIM and ancestral samplers")
+    group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
+    group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
+    group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("-m", "--model", metavar="MODEL", help="emoji (the default), a folder, or a Hub id owner/name")
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _source(group)
+
+
+def _source(group: Any) -> None:
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
+    group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
+    group.add_argument("--cache-dir", metavar="FOLDER", help="where the Hub's files are kept")
+    group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
+    group.add_argument("--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this")
+
+
+def _where_to(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "-o", "--output", default=OUTPUT, metavar="PATH", help=f"a folder, or NAME.png for one picture ({OUTPUT})"
+    )
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="pictures drawn at once (as suits the size)")
+    group.add_argument("--grid", action="store_true", help="write all pictures in one, too")
+    group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

@@ -1,0 +1,100 @@
+"""Writing to the terminal: results to stdout, words to stderr, never a control character that came from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+_BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Marks that make text read in another order than it is."""
+
+
+def clean(text: str) -> str:
+    """The text with escapes in place of what could steer a terminal or disguise itself; new lines and tabs stay."""
+    return "".join(
+        c if c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) else _escaped(c) for c in text
+    )
+
+
+def _escaped(c: str) -> str:
+    return c.encode("unicode_escape").decode("ascii")
+
+
+def complain(message: str, *, label: str = "") -> None:
+    """A message on stderr; lines after the first are kept as they are."""
+    with suppress(BrokenPipeError):
+        print(f"canvax: {label}{clean(message)}", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """A line of result on stdout, at once, so that a reader at the end of a pipe sees it."""
+    print(clean(text), flush=True)
+
+
+def emit_json(value: Any) -> None:
+    """One JSON object on stdout, in ASCII, which no pipe or locale can spoil."""
+    print(json.dumps(value, indent=2, default=str), flush=True)
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
+    """Lines of aligned columns, the first row being the heading; columns in ``right`` are flush right."""
+    right = set(right)
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, cell in enumerate(row):
+            space = " " * (widths[i] - _width(cell))
+            cells.append(space + cell if i in right else cell + space)
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Words as one line for a shell; those with control characters in the form $'...' of bash and zsh."""
+    return " ".join(shlex.quote(word) if clean(word) == word and "\n" not in word else _dollar(word) for word in words)
+
+
+def _dollar(word: str) -> str:
+    escaped = "".join("\\" + c if c in "\\'" else _ansi_c(c) for c in word)
+    return f"$'{escaped}'"
+
+
+def _ansi_c(c: str) -> str:
+    if c == "\n":
+        return "\\n"
+    if clean(c) == c:
+        return c
+    return "".join(f"\\x{byte:02x}" for byte in c.encode("utf-8", "surrogatepass"))
+
+
+def seconds(value: float) -> str:
+    """A duration for people."""
+    if value < 0.1:
+        return f"{1000 * value:.0f} ms"
+    return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+def tolerant_streams() -> None:
+    """Print what the terminal's encoding does not have as escapes instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def hush_stdout() -> None:
+    """Send what is left for stdout nowhere, so that Python does not complain about a closed pipe when it exits."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
