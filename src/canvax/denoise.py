@@ -19,6 +19,7 @@ import numpy as np
 
 from canvax.guidance import guide
 from canvax.models.configs import UNetConfig
+from canvax.models.text import Conditions
 from canvax.models.unet import unet
 from canvax.params import Params
 from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip
@@ -35,8 +36,8 @@ may be at different rows of different tables."""
 def denoise(
     params: Params,
     state: Array,
-    text: Array,
-    negative: Array | None,
+    conditions: Conditions,
+    negative: Conditions | None,
     rows: Rows,
     keys: Array,
     noisy: Array,
@@ -50,8 +51,8 @@ def denoise(
     Args:
         params: the UNet's parameters; their dtype is the dtype computed in.
         state: [B, K, h, w, C] float32; slot 0 is x.
-        text: features of the prompts [B, T, D].
-        negative: features of the negative prompts [B, T, D], or None: no guidance, half the work.
+        conditions: what the UNet is told about each image, above all the features of its prompt.
+        negative: the same of the negative prompts, or None: no guidance, half the work.
         rows: the window.
         keys: threefry key words of each image [B, 2] uint32; step noise depends on the key and the row alone.
         noisy: [WINDOW] bool, whether a row uses noise for any image; a host-side fact, so that no device has to ask
@@ -64,15 +65,14 @@ def denoise(
         The state after the last row run, and D at that row [B, h, w, C] float32.
     """
     dtype = params["conv_in"]["weight"].dtype
-    features = text if negative is None else jnp.stack([negative, text], axis=1).reshape(-1, *text.shape[1:])
-    features = features.astype(dtype)
+    told = conditions if negative is None else jax.tree.map(_side_by_side, negative, conditions)
+    told = {**told, "text": told["text"].astype(dtype)}
 
     def network(x: Array, row: Rows) -> Array:
         x = (_per_image(row["c_in"]) * x).astype(dtype)
         if negative is None:
-            return unet(params, x, row["timestep"], features, cfg).astype(jnp.float32)
-        # Both halves of an image stay neighbours: a batch split over devices then needs no communication.
-        output = unet(params, jnp.repeat(x, 2, axis=0), jnp.repeat(row["timestep"], 2), features, cfg)
+            return unet(params, x, row["timestep"], cfg=cfg, **told).astype(jnp.float32)
+        output = unet(params, jnp.repeat(x, 2, axis=0), jnp.repeat(row["timestep"], 2), cfg=cfg, **told)
         output = output.astype(jnp.float32).reshape(-1, 2, *output.shape[1:])
         return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"])
 
@@ -110,6 +110,11 @@ def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
     state = np.zeros((noise.shape[0], SLOTS, *noise.shape[1:]), np.float32)
     state[:, 0] = noise * init_scale.astype(np.float32)[:, None, None, None]
     return state
+
+
+def _side_by_side(negative: Array, positive: Array) -> Array:
+    """[B, ...] twice -> [2 B, ...]. The halves of an image are neighbours: a batch over devices stays where it is."""
+    return jnp.stack([negative, positive], axis=1).reshape(-1, *positive.shape[1:])
 
 
 def _per_image(column: Array) -> Array:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from canvax.denoise import WINDOW, denoise
-from canvax.models.clip import text_encoder
-from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.configs import UNetConfig, VaeConfig
+from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
 from canvax.models.vae import vae_decode
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
@@ -37,14 +37,14 @@ class Programs:
     """Compiles the programs of one model on one mesh, and keeps them.
 
     Attributes:
-        text: config of the text encoder.
+        text: configs of the text encoders.
         unet: config of the UNet.
         vae: config of the autoencoder.
         mesh: the devices.
         precision: JAX matmul precision of float32 ("highest" is real float32 on TPU and GPU), None for the default.
     """
 
-    text: ClipTextConfig
+    text: TextEncoders
     unet: UNetConfig
     vae: VaeConfig
     mesh: Mesh
@@ -52,15 +52,19 @@ class Programs:
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Array]:
-        """Program ``(params["text_encoder"], ids [B, 77] int32, skip int32) -> [B, 77, D]``."""
-        tokens = self.text.max_position_embeddings
+    def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Conditions]:
+        """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
+        ids = self._batched((batch, self.text.tokens), jnp.int32)
         arguments = (
-            _abstract(params["text_encoder"]),
-            self._batched((batch, tokens), jnp.int32),
+            _abstract(self.text_params(params)),
+            dict.fromkeys(self.text.parts, ids),
             self._shared((), jnp.int32),
         )
-        return self._get("text encoder", partial(_encode_text, cfg=self.text), arguments, announce)
+        return self._get("text encoder", partial(encode_text, cfg=self.text), arguments, announce)
+
+    def text_params(self, params: Params) -> Params:
+        """The parameters of the text encoders."""
+        return {name: params[name] for name in self.text.parts}
 
     def denoise(
         self,
@@ -73,9 +77,7 @@ class Programs:
     ) -> Callable[..., tuple[Array, Array]]:
         """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C]."""
         batch = latents[0]
-        text = self._batched(
-            (batch, self.text.max_position_embeddings, self.text.hidden_size), _dtype(params, "text_encoder")
-        )
+        conditions = self._conditions(params, batch)
         f32 = jnp.float32
         rows = {name: self._batched((batch, WINDOW), f32) for name in _SCALARS}
         rows["row"] = self._batched((batch, WINDOW), jnp.int32)
@@ -84,8 +86,8 @@ class Programs:
         arguments = (
             _abstract(params["unet"]),
             self._batched((batch, SLOTS, *latents[1:]), f32),
-            text,
-            text if guided else None,
+            conditions,
+            conditions if guided else None,
             rows,
             self._batched((batch, 2), jnp.uint32),
             self._shared((WINDOW,), jnp.bool_),
@@ -99,6 +101,16 @@ class Programs:
         """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``."""
         arguments = (_abstract(params["vae"]), self._batched(latents, jnp.float32))
         return self._get("decoder", partial(_decode, cfg=self.vae), arguments, announce)
+
+    def _conditions(self, params: Params, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the UNet is told: the text encoders' output and, for SDXL, the numbers about the picture."""
+        dtype = jnp.result_type(*(_dtype(params, name) for name in self.text.parts))
+        told = {"text": self._batched((batch, self.text.tokens, self.text.width), dtype)}
+        pooled = self.text.pooled_width
+        if pooled:
+            told["pooled"] = self._batched((batch, pooled), _dtype(params, SECOND))
+            told["time_ids"] = self._batched((batch, self.unet.time_ids(pooled)), jnp.float32)
+        return told
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
@@ -145,12 +157,12 @@ class Programs:
 _SCALARS = ("timestep", "c_in", "p", "q", "guidance", "rescale")
 
 
-def _encode_text(params: Params, ids: Array, skip: Array, *, cfg: ClipTextConfig) -> Array:
-    return text_encoder(params, ids, cfg, skip=skip)
-
-
 def _decode(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
-    images = vae_decode(params, latents.astype(params["decoder"]["conv_in"]["weight"].dtype), cfg)
+    dtype = params["decoder"]["conv_in"]["weight"].dtype
+    if dtype == jnp.float16 and cfg.force_upcast:
+        dtype = jnp.float32
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    images = vae_decode(params, latents.astype(dtype), cfg)
     return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
 
 

@@ -12,9 +12,9 @@ from canvax.params import Params, Spec
 from canvax.types import Array
 
 
-def text_encoder_spec(cfg: ClipTextConfig) -> Spec:
-    """Parameters of the encoder, named as in the released Stable Diffusion checkpoints."""
-    return {
+def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
+    """Parameters of the encoder, named as in the released checkpoints; ``projection`` for a pooled output."""
+    spec: Spec = {
         "text_model": {
             "embeddings": {
                 "token_embedding": embedding_spec(cfg.vocab_size, cfg.hidden_size),
@@ -24,10 +24,13 @@ def text_encoder_spec(cfg: ClipTextConfig) -> Spec:
             "final_layer_norm": norm_spec(cfg.hidden_size),
         }
     }
+    if projection:
+        spec["text_projection"] = linear_spec(cfg.hidden_size, cfg.projection_dim, bias=False)
+    return spec
 
 
 def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> Array:
-    """Token ids -> token features after the final layer norm.
+    """Token ids -> token features after the final layer norm, as Stable Diffusion 1.x and 2.x read them.
 
     Args:
         p: parameters as declared by :func:`text_encoder_spec`.
@@ -38,6 +41,12 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
     Returns:
         [B, T, D] in the dtype of the parameters.
     """
+    chosen, _ = hidden_states(p, ids, cfg, skip=skip)
+    return layer_norm(p["text_model"]["final_layer_norm"], chosen, eps=cfg.layer_norm_eps)
+
+
+def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> tuple[Array, Array]:
+    """Output of the layer ``skip`` before the last and of the last one, both [B, T, D] and not normalised."""
     p = p["text_model"]
     positions = p["embeddings"]["position_embedding"]["weight"][: ids.shape[1]]
     x = embedding(p["embeddings"]["token_embedding"], ids) + positions
@@ -47,7 +56,15 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
         for i in range(cfg.num_hidden_layers):
             x = _layer(p["encoder"]["layers"][str(i)], x, cfg)
             chosen = jnp.where(wanted == i + 1, x, chosen)
-        return layer_norm(p["final_layer_norm"], chosen, eps=cfg.layer_norm_eps)
+    return chosen, x
+
+
+def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
+    """The end-of-text token of the last layer [B, T, D], normalised and projected: [B, P], one vector for a prompt."""
+    # Configs from before 2023 say 2, which is no end of text; there the largest id is, which CLIP's vocabulary ends in.
+    ends = ids if cfg.eos_token_id == 2 else ids == cfg.eos_token_id
+    end = jnp.take_along_axis(last, jnp.argmax(ends, axis=1)[:, None, None], axis=1)[:, 0]
+    return linear(p["text_projection"], layer_norm(p["text_model"]["final_layer_norm"], end, eps=cfg.layer_norm_eps))
 
 
 def _layer_spec(cfg: ClipTextConfig) -> Spec:

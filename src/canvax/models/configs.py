@@ -87,6 +87,10 @@ class UNetConfig(Config):
     freq_shift: float = 0
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
+    # SDXL: pooled text and numbers about the picture join the timestep. The three go together.
+    addition_embed_type: str | None = None
+    addition_time_embed_dim: int | None = None
+    projection_class_embeddings_input_dim: int | None = None
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("silu", "swish"),
@@ -117,8 +121,38 @@ class UNetConfig(Config):
         for channels, heads in zip(self.block_out_channels, self.heads, strict=False):
             if channels % self.norm_num_groups or channels % heads:
                 faults.append(f"{channels} channels cannot be split into {self.norm_num_groups} groups, {heads} heads")
+        faults += self._addition_faults()
         if faults:
             raise CheckpointError(f"UNetConfig with {levels} levels: " + "; ".join(faults))
+
+    def _addition_faults(self) -> list[str]:
+        if self.addition_embed_type not in (None, "text_time"):
+            return [f"addition_embed_type {self.addition_embed_type!r} unknown (supported: 'text_time')"]
+        wanted = self.addition_embed_type is not None
+        return [
+            f"{name} is {'missing' if wanted else 'set'} with addition_embed_type {self.addition_embed_type!r}"
+            for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+            if (getattr(self, name) is not None) != wanted
+        ]
+
+    def time_ids(self, pooled: int) -> int:
+        """How many numbers about the picture it is told, beside pooled text of width ``pooled``: 6, 5 in a refiner.
+
+        0 if it is told none.
+
+        Raises:
+            CheckpointError: the widths leave no whole number of them.
+        """
+        total, width = self.projection_class_embeddings_input_dim, self.addition_time_embed_dim
+        if total is None or width is None:
+            return 0
+        count, rest = divmod(total - pooled, width)
+        if rest or count < 1:
+            raise CheckpointError(
+                f"UNetConfig: projection_class_embeddings_input_dim {total} is not pooled text of width {pooled} and "
+                f"numbers of width {width}"
+            )
+        return count
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -150,6 +184,8 @@ class VaeConfig(Config):
     norm_num_groups: int = 32
     scaling_factor: float = 0.18215
     shift_factor: float | None = None
+    # It overflows in float16, and is computed in float32 where float16 was asked for.
+    force_upcast: bool = True
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
@@ -159,7 +195,7 @@ class VaeConfig(Config):
         "latents_mean": (None,),
         "latents_std": (None,),
     }
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"sample_size", "force_upcast"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"sample_size"})
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
@@ -191,10 +227,12 @@ class ClipTextConfig(Config):
     max_position_embeddings: int = 77
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
+    # Only read by an encoder with a projection, the second of SDXL.
+    projection_dim: int = 512
+    eos_token_id: int = 49407
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"model_type": ("clip_text_model",)}
-    # What else a transformers config holds concerns training, generation and the pooled output, which Stable
-    # Diffusion 1.x and 2.x never read.
+    # What else a transformers config holds concerns training and generation.
     STRICT = False
 
     def __post_init__(self) -> None:
@@ -226,4 +264,41 @@ SD21_UNET = UNetConfig(
 )
 SD21_TEXT = ClipTextConfig(
     hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16, hidden_act="gelu"
+)
+SDXL_VAE = dataclasses.replace(SD_VAE, scaling_factor=0.13025)
+SDXL_UNET = UNetConfig(
+    sample_size=128,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    block_out_channels=(320, 640, 1280),
+    attention_head_dim=(5, 10, 20),
+    transformer_layers_per_block=(1, 2, 10),
+    cross_attention_dim=2048,
+    use_linear_projection=True,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=256,
+    projection_class_embeddings_input_dim=2816,
+)
+SDXL_REFINER_UNET = UNetConfig(
+    sample_size=128,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    block_out_channels=(384, 768, 1536, 1536),
+    attention_head_dim=(6, 12, 24, 24),
+    transformer_layers_per_block=4,
+    cross_attention_dim=1280,
+    use_linear_projection=True,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=256,
+    projection_class_embeddings_input_dim=2560,
+)
+SDXL_TEXT = dataclasses.replace(SD15_TEXT, projection_dim=768, eos_token_id=2)
+SDXL_TEXT_2 = ClipTextConfig(
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_hidden_layers=32,
+    num_attention_heads=20,
+    hidden_act="gelu",
+    projection_dim=1280,
+    eos_token_id=2,
 )

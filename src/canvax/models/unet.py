@@ -76,6 +76,7 @@ def unet_spec(cfg: UNetConfig) -> Spec:
     return {
         "conv_in": conv2d_spec(cfg.in_channels, first),
         "time_embedding": {"linear_1": linear_spec(first, time), "linear_2": linear_spec(time, time)},
+        **_addition_spec(cfg),
         "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
             "resnets": {str(i): resnet_block_spec(last, last, time) for i in range(2)},
@@ -85,6 +86,14 @@ def unet_spec(cfg: UNetConfig) -> Spec:
         "conv_norm_out": norm_spec(first),
         "conv_out": conv2d_spec(first, cfg.out_channels),
     }
+
+
+def _addition_spec(cfg: UNetConfig) -> Spec:
+    if cfg.projection_class_embeddings_input_dim is None:
+        return {}
+    time = 4 * cfg.block_out_channels[0]
+    first = linear_spec(cfg.projection_class_embeddings_input_dim, time)
+    return {"add_embedding": {"linear_1": first, "linear_2": linear_spec(time, time)}}
 
 
 def _attention_spec(channels: int, depth: int, cfg: UNetConfig) -> Spec:
@@ -112,7 +121,15 @@ def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, f
     return jnp.pad(jnp.concatenate(waves, axis=-1), ((0, 0), (0, width % 2)))
 
 
-def unet(p: Params, x: Array, timesteps: Array, text: Array, cfg: UNetConfig) -> Array:
+def unet(
+    p: Params,
+    x: Array,
+    timesteps: Array,
+    text: Array,
+    cfg: UNetConfig,
+    pooled: Array | None = None,
+    time_ids: Array | None = None,
+) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
 
     Args:
@@ -121,12 +138,14 @@ def unet(p: Params, x: Array, timesteps: Array, text: Array, cfg: UNetConfig) ->
         timesteps: [B], may be fractional.
         text: features of the text encoder [B, T, D].
         cfg: the config.
+        pooled: SDXL: pooled text [B, P].
+        time_ids: SDXL: numbers about the picture [B, n] float32, ``cfg.time_ids(P)`` of them.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
-    time = _time_features(p["time_embedding"], timesteps, x.dtype, cfg)
+    time = _time_features(p, timesteps, x.dtype, cfg, pooled, time_ids)
 
     def level_step(block: Params, level: _Level, j: int, h: Array) -> Array:
         h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=eps)
@@ -167,10 +186,24 @@ def unet(p: Params, x: Array, timesteps: Array, text: Array, cfg: UNetConfig) ->
     return conv2d(p["conv_out"], jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps)))
 
 
-def _time_features(p: Params, timesteps: Array, dtype: jnp.dtype, cfg: UNetConfig) -> Array:
+def _time_features(
+    p: Params, timesteps: Array, dtype: jnp.dtype, cfg: UNetConfig, pooled: Array | None, time_ids: Array | None
+) -> Array:
     """Time embedding [B, 4 C0] after the activation that every residual block applies to it."""
-    waves = timestep_embedding(
-        timesteps, cfg.block_out_channels[0], flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift
-    )
-    h = jax.nn.silu(linear(p["linear_1"], waves.astype(dtype)))
-    return jax.nn.silu(linear(p["linear_2"], h))
+    time = _embed(p["time_embedding"], _waves(timesteps, cfg.block_out_channels[0], cfg).astype(dtype))
+    if pooled is not None and time_ids is not None:
+        # Podell et al. 2023 (SDXL), section 2.2: sizes and crop are told as timesteps are, each by its own sinusoids.
+        width = cfg.addition_time_embed_dim or 0
+        picture = _waves(time_ids.reshape(-1), width, cfg).reshape(time_ids.shape[0], -1)
+        time = time + _embed(
+            p["add_embedding"], jnp.concatenate([pooled.astype(dtype), picture.astype(dtype)], axis=-1)
+        )
+    return jax.nn.silu(time)
+
+
+def _waves(values: Array, width: int, cfg: UNetConfig) -> Array:
+    return timestep_embedding(values, width, flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift)
+
+
+def _embed(p: Params, x: Array) -> Array:
+    return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], x)))

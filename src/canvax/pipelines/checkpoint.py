@@ -1,10 +1,10 @@
-"""Opens a checkpoint: configs, tokenizer, noise schedule and weights of a Stable Diffusion 1.x or 2.x model."""
+"""Opens a checkpoint: configs, tokenizers, noise schedule and weights of a Stable Diffusion 1.x, 2.x or XL model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from canvax.compile.programs import Programs
 from canvax.errors import CheckpointError, InputError, nearest
-from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import check_mesh, make_mesh, replicated
@@ -29,7 +29,10 @@ from canvax.weights.load import Component, load_components
 from canvax.weights.save import save_checkpoint
 
 PIPELINES = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline")
-REQUIRED = ("text_encoder", "unet", "vae", "tokenizer", "scheduler")
+XL_PIPELINES = ("StableDiffusionXLPipeline", "FlaxStableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+REQUIRED = ("unet", "vae", "scheduler")
+TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
+"""The text encoders and their tokenizers."""
 
 _DTYPES = {
     "float32": "float32", "fp32": "float32", "f32": "float32",
@@ -40,7 +43,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a model is best drawn with, from the optional ``canvax.json`` beside its ``model_index.json``."""
+    """What a model is best drawn with; the optional ``canvax.json`` beside its ``model_index.json`` says otherwise."""
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
@@ -52,20 +55,20 @@ class Checkpoint:
 
     Attributes:
         checkout: the files.
-        text: config of the text encoder.
+        text: configs of the text encoders.
         unet: config of the UNet.
         vae: config of the autoencoder.
-        tokenizer: its tokenizer.
+        tokenizers: the tokenizer of each text encoder.
         scheduler: the noise it was trained with and its own sampler.
         defaults: steps and guidance when the caller names none.
         dtype: name of the dtype its weights were loaded in.
     """
 
     checkout: Checkout
-    text: ClipTextConfig
+    text: TextEncoders
     unet: UNetConfig
     vae: VaeConfig
-    tokenizer: ClipTokenizer
+    tokenizers: Mapping[str, ClipTokenizer]
     scheduler: Scheduler
     defaults: Defaults
     dtype: str
@@ -81,6 +84,21 @@ class Checkpoint:
         return self.checkout.revision
 
     @property
+    def is_xl(self) -> bool:
+        """Whether it is SDXL or its refiner, which are told about sizes and crops."""
+        return self.text.second is not None
+
+    @property
+    def is_refiner(self) -> bool:
+        """Whether it only finishes pictures, and is told how beautiful they shall be in place of a target size."""
+        return self.is_xl and bool(self.checkout.index.get("requires_aesthetics_score", False))
+
+    @property
+    def zeros_for_no_negative(self) -> bool:
+        """Whether no negative prompt means zeros in place of the features of an empty one."""
+        return self.is_xl and bool(self.checkout.index.get("force_zeros_for_empty_prompt", True))
+
+    @property
     def native_size(self) -> tuple[int, int]:
         """Height and width the model was trained for, in pixels."""
         side = (self.unet.sample_size or 64) * self.vae.factor
@@ -90,7 +108,7 @@ class Checkpoint:
     def components(self) -> list[Component]:
         """The parts that have weights."""
         return [
-            Component("text_encoder", text_encoder_spec(self.text), "transformers"),
+            *(Component(name, spec, "transformers") for name, spec in self.text.specs.items()),
             Component("unet", unet_spec(self.unet), "diffusers"),
             Component("vae", vae_spec(self.vae), "diffusers"),
         ]
@@ -109,7 +127,7 @@ class Checkpoint:
             self.components,
             params,
             index=self.checkout.index,
-            configs={name: self.checkout.config(name) for name in ("text_encoder", "unet", "vae", "scheduler")},
+            configs={name: self.checkout.config(name) for name in (*self.text.parts, "unet", "vae", "scheduler")},
             copy_from=self.checkout.folder,
             dtype=None if dtype is None else parse_dtype(dtype),
         )
@@ -156,50 +174,83 @@ def open_checkpoint(
 
 
 def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
-    """The configs, tokenizer and schedule of a checkout; no weights are read.
+    """The configs, tokenizers and schedule of a checkout; no weights are read.
 
     Raises:
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
-    missing = [name for name in REQUIRED if name not in checkout.components]
-    if missing:
-        raise CheckpointError(f"{checkout}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
+    encoders = _encoders(checkout)
     unet = UNetConfig.from_dict(checkout.config("unet"))
     vae = VaeConfig.from_dict(checkout.config("vae"))
-    text = ClipTextConfig.from_dict(checkout.config("text_encoder"))
+    configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
+    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
+    if faults := _misfits(unet, vae, text, checkout):
+        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
+    scheduler = checkout.config("scheduler")
+    if text.second is None:
+        scheduler = stable_diffusion_config(scheduler)
+    try:
+        scheduler = from_scheduler_config(scheduler)
+    except InputError as error:
+        raise CheckpointError(f"{checkout}: {error}") from error
+    usual = Defaults() if text.second is None else Defaults(guidance_scale=5.0)
+    return Checkpoint(
+        checkout=checkout,
+        text=text,
+        unet=unet,
+        vae=vae,
+        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in encoders},
+        scheduler=scheduler,
+        defaults=_read_defaults(checkout.folder / "canvax.json", usual),
+        dtype=np.dtype(dtype).name,
+    )
+
+
+def _encoders(checkout: Checkout) -> list[str]:
+    """The text encoders that a checkout's kind of pipeline has."""
+    found = [FIRST]
+    if checkout.index.get("_class_name") in XL_PIPELINES:
+        # The refiner has the second one alone.
+        found = [FIRST, SECOND] if {FIRST, TOKENIZERS[FIRST]} & checkout.components.keys() else [SECOND]
+    wanted = [*found, *(TOKENIZERS[name] for name in found), *REQUIRED]
+    missing = [name for name in wanted if name not in checkout.components]
+    if missing:
+        raise CheckpointError(f"{checkout}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
+    return found
+
+
+def _misfits(unet: UNetConfig, vae: VaeConfig, text: TextEncoders, checkout: Checkout) -> list[str]:
+    """What is wrong between components that are right by themselves."""
     faults = []
     if unet.in_channels != vae.latent_channels or unet.out_channels != vae.latent_channels:
         faults.append(
             f"the UNet takes {unet.in_channels} channels and gives {unet.out_channels}, the VAE has "
             f"{vae.latent_channels} (inpainting and upscaling models are not text-to-image models)"
         )
-    if unet.cross_attention_dim != text.hidden_size:
-        faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoder gives {text.hidden_size}")
-    if faults:
-        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
-    try:
-        scheduler = from_scheduler_config(stable_diffusion_config(checkout.config("scheduler")))
-    except InputError as error:
-        raise CheckpointError(f"{checkout}: {error}") from error
-    return Checkpoint(
-        checkout=checkout,
-        text=text,
-        unet=unet,
-        vae=vae,
-        tokenizer=ClipTokenizer.from_folder(checkout.folder / "tokenizer"),
-        scheduler=scheduler,
-        defaults=_read_defaults(checkout.folder / "canvax.json"),
-        dtype=np.dtype(dtype).name,
-    )
+    if unet.cross_attention_dim != text.width:
+        faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")
+    if (text.second is None) != (unet.addition_embed_type is None):
+        faults.append(f"addition_embed_type {unet.addition_embed_type!r} of the UNet does not suit its text encoders")
+    elif text.second is not None:
+        wanted = 5 if checkout.index.get("requires_aesthetics_score", False) else 6
+        told = unet.time_ids(text.pooled_width)
+        if told != wanted:
+            faults.append(
+                f"the UNet is told {told} numbers about a picture, the pipeline gives {wanted} "
+                "(requires_aesthetics_score in model_index.json)"
+            )
+        if not isinstance(text.second.eos_token_id, int):
+            faults.append(f"eos_token_id {text.second.eos_token_id!r} of the second text encoder is not one token")
+    return faults
 
 
 def check_index(index: Mapping[str, Any]) -> None:
     """Refuse a ``model_index.json`` of another kind of model, before its weights are fetched."""
     name = index.get("_class_name")
-    if name not in PIPELINES:
+    if name not in PIPELINES + XL_PIPELINES:
         raise CheckpointError(
-            f"model_index.json names the pipeline {name!r}; supported: {', '.join(map(repr, PIPELINES))} "
-            "(Stable Diffusion 1.x and 2.x)"
+            f"model_index.json names the pipeline {name!r}; supported: "
+            f"{', '.join(map(repr, PIPELINES + XL_PIPELINES))} (Stable Diffusion 1.x, 2.x and XL)"
         )
 
 
@@ -225,10 +276,10 @@ def default_dtype(mesh: Mesh) -> DType:
     return jnp.dtype(jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16)
 
 
-def _read_defaults(path: Path) -> Defaults:
+def _read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
-        return Defaults()
+        return usual
     try:
-        return Defaults(**json.loads(path.read_text(encoding="utf-8")))
+        return replace(usual, **json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

@@ -19,7 +19,10 @@ SIZE_STEP = 8
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call, checked: an entry for each image where lists stand."""
+    """One call, checked: an entry for each image where lists stand.
+
+    ``no_negative``: no negative prompt was given at all, not even an empty one.
+    """
 
     prompts: list[str]
     negatives: list[str]
@@ -31,6 +34,9 @@ class Request:
     sampler: str | None
     latents: np.ndarray | None
     options: Options
+    prompts_2: list[str]
+    negatives_2: list[str]
+    no_negative: bool = False
 
     @property
     def guided(self) -> bool:
@@ -57,6 +63,19 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
         [p for p in prompts for _ in range(per_prompt)],
         [n for n in negatives for _ in range(per_prompt)],
     )
+
+
+def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -> list[str]:
+    """What the second text encoder reads for each image: the same as the first unless told otherwise."""
+    if value is None:
+        return otherwise
+    count = len(otherwise) // per_prompt
+    values = [value] * count if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
+        raise InputError(f"{name}={value!r} is neither a string nor a list of strings")
+    if len(values) != count:
+        raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one string, or one for each")
+    return [v for v in values for _ in range(per_prompt)]
 
 
 def check_size(name: str, value: Any, default: int) -> int:
@@ -87,7 +106,7 @@ def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray 
         return None
     array = np.asarray(latents, np.float32)
     if array.shape != shape:
-        raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape} of unit variance")
+        raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape}")
     if not np.isfinite(array).all():
         raise InputError("latents has values that are not finite")
     return array

@@ -1,4 +1,4 @@
-"""Text to image with Stable Diffusion 1.x and 2.x: tokenize, encode, noise, table, denoise, decode."""
+"""Text to image with Stable Diffusion 1.x, 2.x and XL: tokenize, encode, noise, table, denoise, decode."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, initial_state
 from canvax.errors import Cancelled, InputError
 from canvax.images.convert import to_pil
+from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
+from canvax.pipelines.conditions import check_for_model, time_ids
 from canvax.pipelines.display import Display
 from canvax.pipelines.options import Options, Step
 from canvax.pipelines.request import (
@@ -28,6 +30,7 @@ from canvax.pipelines.request import (
     check_guidance,
     check_latents,
     check_prompts,
+    check_second,
     check_seeds,
     check_size,
 )
@@ -42,10 +45,10 @@ class StableDiffusion:
     """A text-to-image pipeline. Made by :meth:`from_pretrained` or :func:`canvax.load`.
 
     Attributes:
-        checkpoint: where the model came from, its configs, tokenizer and noise schedule.
+        checkpoint: where the model came from, its configs, tokenizers and noise schedule.
         programs: the compiled programs.
-        params: ``{"unet": ..., "vae": ..., "text_encoder": ...}``, nested dicts of arrays; None when the caller keeps
-            them and passes them to each call.
+        params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
+            arrays; None when the caller keeps them and passes them to each call.
     """
 
     checkpoint: Checkpoint
@@ -81,11 +84,13 @@ class StableDiffusion:
             height: pixels, divisible by 8; by default the size the model was trained for.
             width: likewise.
             num_inference_steps: steps of the sampler; by default the model's own, else 50.
-            guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work.
+            guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
+                default the model's own, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
             seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
             sampler: any name from ``canvax samplers``; by default the checkpoint's own.
-            latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's.
+            latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
+                ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
             params: the parameters, if the pipeline does not hold them.
 
@@ -98,6 +103,7 @@ class StableDiffusion:
         """
         params = self._params(params)
         options = options or Options()
+        check_for_model(options, self.checkpoint)
         defaults, unet, vae = self.checkpoint.defaults, self.programs.unet, self.programs.vae
         prompts, negatives = check_prompts(prompt, negative_prompt, num_images_per_prompt)
         side = self.checkpoint.native_size
@@ -114,7 +120,11 @@ class StableDiffusion:
             sampler=sampler,
             latents=check_latents(latents, shape),
             options=options,
+            prompts_2=check_second("prompt_2", options.prompt_2, prompts, num_images_per_prompt),
+            negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, num_images_per_prompt),
+            no_negative=negative_prompt is None and options.negative_prompt_2 is None,
         )
+        self._check_start(request)
         return self._draw(params, request, shape)
 
     def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
@@ -126,27 +136,27 @@ class StableDiffusion:
         display = Display(shown=request.options.progress)
         clock = _Clock()
         table = self._table(request)
-        ids, negative_ids = self._tokenize(request)
 
         padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
         encode = self.programs.encode_text(params, padded[0], display.announce)
         denoise = self.programs.denoise(
             params, padded, guided=request.guided, clip=table.clip, announce=display.announce
         )
-        decode = self.programs.decode(params, padded, display.announce)
+        whole = request.options.denoising_end == 1
+        decode = self.programs.decode(params, padded, display.announce) if whole else None
 
         with clock("encode"):
-            skip = np.int32(request.options.clip_skip)
-            text = encode(params["text_encoder"], self._put(ids, padded), skip)
-            negative = encode(params["text_encoder"], self._put(negative_ids, padded), skip) if request.guided else None
-            jax.block_until_ready(text)
+            conditions, negative = self._conditions(encode, params, request, padded)
+            jax.block_until_ready(conditions)
         with clock("denoise"):
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            latents = self._denoise(denoise, params, text, negative, noise, table, request, display, padded)
+            latents = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
         with clock("decode"):
-            pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
+            pixels = np.zeros((0, request.height, request.width, 3), np.float32)
+            if decode:
+                pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
@@ -159,8 +169,8 @@ class StableDiffusion:
         self,
         program: Any,
         params: Params,
-        text: Array,
-        negative: Array | None,
+        conditions: Conditions,
+        negative: Conditions | None,
         noise: np.ndarray,
         table: SamplerTable,
         request: Request,
@@ -179,7 +189,9 @@ class StableDiffusion:
                 rows = table.window(done, WINDOW)
                 noisy = rows["M"][:, :, NOISE].any(axis=1)
                 batched = {name: self._put(np.stack([column] * batch), padded) for name, column in rows.items()}
-                state, denoised = program(params["unet"], state, text, negative, batched, keys, noisy, np.int32(count))
+                state, denoised = program(
+                    params["unet"], state, conditions, negative, batched, keys, noisy, np.int32(count)
+                )
                 jax.block_until_ready(state)
                 done += count
                 bar.advance(count)
@@ -200,15 +212,54 @@ class StableDiffusion:
             sigmas=options.sigmas,
             guidance=request.guidance,
             rescale=options.guidance_rescale,
+            start=options.denoising_start,
+            end=options.denoising_end,
         )
 
-    def _tokenize(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        layers = self.programs.text.num_hidden_layers
-        if not 0 <= request.options.clip_skip < layers:
-            raise InputError(f"clip_skip={request.options.clip_skip!r} is not in 0..{layers - 1}")
-        length = self.programs.text.max_position_embeddings
-        tokenizer = self.checkpoint.tokenizer
-        return tokenizer(request.prompts, length=length), tokenizer(request.negatives, length=length)
+    def _conditions(
+        self, encode: Any, params: Params, request: Request, padded: tuple[int, ...]
+    ) -> tuple[Conditions, Conditions | None]:
+        """What the UNet is told about each image and, if guided, about what to keep away from."""
+        text_params, skip = self.programs.text_params(params), np.int32(request.options.clip_skip)
+
+        def told(prompts: list[str], prompts_2: list[str]) -> Conditions:
+            ids = {name: self._put(array, padded) for name, array in self._tokenize(prompts, prompts_2).items()}
+            return encode(text_params, ids, skip)
+
+        conditions, negative = told(request.prompts, request.prompts_2), None
+        if request.guided and request.no_negative and self.checkpoint.zeros_for_no_negative:
+            negative = {
+                name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+                for name, array in conditions.items()
+            }
+        elif request.guided:
+            negative = told(request.negatives, request.negatives_2)
+        if self.checkpoint.is_xl:
+            refiner = self.checkpoint.is_refiner
+            numbers = time_ids(request.options, request.height, request.width, refiner=refiner)
+            for half, row in zip((conditions, negative), numbers, strict=True):
+                if half is not None:
+                    half["time_ids"] = self._put(np.tile(row, (padded[0], 1)), padded)
+        return conditions, negative
+
+    def _tokenize(self, prompts: list[str], prompts_2: list[str]) -> dict[str, np.ndarray]:
+        """Ids for each text encoder; one that is alone reads the first prompts."""
+        length, tokenizers = self.programs.text.tokens, self.checkpoint.tokenizers
+        second = prompts_2 if len(tokenizers) > 1 else prompts
+        return {name: one(second if name == SECOND else prompts, length=length) for name, one in tokenizers.items()}
+
+    def _check_start(self, request: Request) -> None:
+        started = request.options.denoising_start > 0
+        if started and request.latents is None:
+            raise InputError(
+                "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
+                "with options.denoising_end"
+            )
+        if self.checkpoint.is_refiner and not started:
+            raise InputError(
+                f"{self.checkpoint.name} is a refiner, which only finishes pictures; pass latents of a base model that "
+                "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+            )
 
     def _put(self, array: np.ndarray, padded: tuple[int, ...]) -> Array:
         """On the devices, split over the batch; the batch is filled up to ``padded`` with copies of its last entry."""
@@ -230,17 +281,32 @@ class StableDiffusion:
             "num_inference_steps": request.steps,
             "guidance_scale": request.guidance,
             "sampler": self.checkpoint.sampler_name(request.sampler),
-            "options": request.options.changed(),
             "model": self.checkpoint.name,
             "revision": self.checkpoint.revision,
             "dtype": self.checkpoint.dtype,
             "noise": "given" if request.latents is not None else request.options.noise,
             "canvax": __version__,
         }
+        # With zeros for no negative prompt, None and "" are two pictures.
+        negatives = request.negatives
+        if request.no_negative and self.checkpoint.zeros_for_no_negative:
+            negatives = [None] * len(negatives)
         return [
-            {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared}
-            for prompt, negative, seed in zip(request.prompts, request.negatives, request.seeds, strict=True)
+            {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
+            for prompt, negative, seed, options in zip(
+                request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
+            )
         ]
+
+
+def _options_of_images(request: Request) -> list[dict[str, Any]]:
+    """The options of each image: of a list of second prompts, its own."""
+    changed = request.options.changed()
+    second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
+    return [
+        changed | {name: values[i] for name, values in second.items() if name in changed}
+        for i in range(len(request.prompts))
+    ]
 
 
 class _Clock:

@@ -242,12 +242,16 @@ def build_table(
     sigmas: str | None = None,
     guidance: float = 1.0,
     rescale: float = 0.0,
+    start: float = 0.0,
+    end: float = 1.0,
 ) -> SamplerTable:
     """The table of one run.
 
     sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
     fields of its config that the named sampler understands and that sampler's own defaults for the rest.
     spacing, sigmas ("normal" switches a curve off), eta: None keeps what config and name say.
+    start, end: the part of the run to do, as fractions of the training timesteps from noise to picture. A part that
+    starts late begins from x as the part before it left it, and remembers nothing else.
     """
     train = scheduler.schedule.num_train_timesteps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
@@ -262,9 +266,30 @@ def build_table(
     changes = {"spacing": spacing, "sigmas": sigmas, "eta": eta}
     _check(spec, changes)
     options = replace(options, **{name: value for name, value in changes.items() if value is not None})
+    if start:
+        options = replace(options, restart=_cutoff(train, start))
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
         table = spec.solver(scheduler.schedule, int(steps), options)
-    return table.with_guidance(guidance, rescale)
+    return _part(table.with_guidance(guidance, rescale), train, start, end)
+
+
+def _cutoff(train: int, fraction: float) -> int:
+    """The timestep at a fraction of the way from noise to picture."""
+    return round(train - fraction * train)
+
+
+def _part(table: SamplerTable, train: int, start: float, end: float) -> SamplerTable:
+    """The rows from `start` to `end`: timesteps at a limit belong to the part before it."""
+    if not 0 <= start < end <= 1:
+        raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
+    lo = int(np.sum(table.timestep >= _cutoff(train, start))) if start else 0
+    hi = int(np.sum(table.timestep >= _cutoff(train, end))) if end < 1 else len(table)
+    if lo >= hi:
+        raise InputError(
+            f"no step of this run lies between start={start} and end={end}; use more steps or a longer part"
+        )
+    part = table.take(lo, hi)
+    return replace(part, init_scale=1.0) if start else part
 
 
 def _check(spec: SamplerSpec, changes: Mapping[str, Any]) -> None:

@@ -14,7 +14,8 @@ class SamplerOptions:
 
     Fields keep the names of diffusers' scheduler_config.json, except `spacing` (timestep_spacing) and `sigmas`
     (use_karras_sigmas, use_exponential_sigmas, use_lu_lambdas). `eta` None means the solver's own: 0 for DDIM,
-    1 for ancestral samplers. `s_churn` (Euler) is the stochasticity of Karras et al. 2022, algorithm 2.
+    1 for ancestral samplers. `s_churn` (Euler) is the stochasticity of Karras et al. 2022, algorithm 2. `restart`: rows
+    below this timestep are another run's, so that nothing is remembered of the rows before them.
     """
 
     spacing: str = "leading"
@@ -22,6 +23,7 @@ class SamplerOptions:
     sigmas: str = "normal"
     eta: float | None = None
     s_churn: float = 0.0
+    restart: float | None = None
 
     # DDIM, DDPM, PNDM
     set_alpha_to_one: bool = True

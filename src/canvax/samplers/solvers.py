@@ -106,7 +106,10 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     """
     timesteps = spacing.training_timesteps(schedule, steps, options)
     stride = schedule.num_train_timesteps // steps
-    stages = _plms_stages(timesteps, stride) if options.skip_prk_steps else _prk_stages(timesteps, stride)
+    begin = _restart(timesteps, options)
+    stages_of = _plms_stages if options.skip_prk_steps else _prk_stages
+    before = _plms_stages(timesteps[:begin], stride) if begin else []
+    stages = before + stages_of(timesteps[begin:], stride)
     told, start, end, now, past, summed, base, anchors, keep, add, pushes = map(np.array, zip(*stages, strict=True))
     remaining = schedule.alphas_cumprod[told]
     _demand_signal(schedule, remaining, "pndm")
@@ -247,8 +250,9 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     rows = len(timesteps)
     a_all = 1 / np.hypot(1, sigmas)
     a, s = a_all[:-1], (sigmas * a_all)[:-1]
+    orders = _dpm_orders(rows, _restart(timesteps, options), options)
     with np.errstate(all="ignore"):  # a last level of 0 has infinite h; what is not finite is not used
-        weights = _dpm_weights(sigmas, a_all, _dpm_orders(rows, options), algorithm, options.solver_type)
+        weights = _dpm_weights(sigmas, a_all, orders, algorithm, options.solver_type)
     M = _carried(rows)
     M[:, 0, 0], M[:, 0, 1], M[:, 0, 2], M[:, 0, NOISE] = weights[0], weights[2], weights[3], weights[4]
     M[:, 2, 1:3] = 1.0, 0.0
@@ -279,9 +283,18 @@ def _check_dpm(options: SamplerOptions, algorithm: str) -> None:
         raise InputError("solver_order=3 is not defined for algorithm_type='sde-dpmsolver'; use solver_order=2")
 
 
-def _dpm_orders(rows: int, options: SamplerOptions) -> np.ndarray:
-    """The order of each row: no more than the history allows, and low again near the end of short runs."""
-    orders = np.minimum(np.arange(rows) + 1, options.solver_order)
+def _restart(timesteps: np.ndarray, options: SamplerOptions) -> int:
+    """Index of the first timestep after a restart, 0 without one. (`timesteps` falls.)"""
+    return 0 if options.restart is None else int(np.sum(timesteps >= options.restart))
+
+
+def _dpm_orders(rows: int, begin: int, options: SamplerOptions) -> np.ndarray:
+    """The order of each row: no more than the history allows, and low again near the end of short runs.
+
+    Row `begin` has no history again.
+    """
+    at = np.arange(rows)
+    orders = np.minimum(np.where(at < begin, at, at - begin) + 1, options.solver_order)
     short = options.lower_order_final and rows < 15
     if short or options.euler_at_final or options.final_sigmas_type == "zero":
         orders[-1:] = 1

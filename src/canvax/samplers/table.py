@@ -58,6 +58,7 @@ class SamplerTable:
     init_scale               x before row 0 = init_scale * unit noise
     sigma     [R]            noise level sigma / alpha of x before the row; 4096 stands for pure noise
     clip                     limits on D, or None
+    first_row                index of row 0 in the whole run, from which the noise of a step is derived
     """
 
     timestep: np.ndarray
@@ -71,6 +72,7 @@ class SamplerTable:
     init_scale: float
     sigma: np.ndarray
     clip: Clip | None = None
+    first_row: int = 0
 
     def __post_init__(self) -> None:
         rows = len(self.timestep)
@@ -114,18 +116,19 @@ class SamplerTable:
         return replace(
             self,
             raw=None if self.raw is None else self.raw[part],
+            first_row=self.first_row + lo,
             **{name: getattr(self, name)[part] for name in names},
         )
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
 
-        `row` (int32) is the index in this table, from which the noise of a step is derived. `raw` is zeros when there
-        is no clip, so that the structure never changes.
+        `row` (int32) is the index in the whole run, from which the noise of a step is derived. `raw` is zeros when
+        there is no clip, so that the structure never changes.
         """
         held = np.arange(lo, min(lo + size, len(self)))
         raw = np.zeros((len(self), SLOTS)) if self.raw is None else self.raw
-        out: dict[str, np.ndarray] = {"row": np.arange(lo, lo + size, dtype=np.int32)}
+        out: dict[str, np.ndarray] = {"row": np.arange(lo, lo + size, dtype=np.int32) + self.first_row}
         for name in ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale"):
             values = raw if name == "raw" else getattr(self, name)
             padded = np.zeros((size, *values.shape[1:]), np.float32)

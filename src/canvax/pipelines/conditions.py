@@ -1,0 +1,55 @@
+"""What a model is told about a picture beside its prompt: SDXL's sizes and crop (Podell et al. 2023, section 2.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.pipelines.checkpoint import Checkpoint
+from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
+
+AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
+
+
+def check_for_model(options: Options, checkpoint: Checkpoint) -> None:
+    """Refuse options that the model has no place for, rather than pass them over.
+
+    Raises:
+        InputError: naming the options and the kind of model they are for.
+    """
+    one_encoder = ("prompt_2", "negative_prompt_2")
+    if not checkpoint.is_xl:
+        useless, reason = XL_ONLY, "it is not an SDXL model"
+    elif checkpoint.is_refiner:
+        useless, reason = (*one_encoder, "target_size", "negative_target_size"), "it is a refiner"
+    else:
+        useless, reason = AESTHETICS, "it is not a refiner"
+        useless += one_encoder if checkpoint.text.first is None else ()
+    given = options.changed().keys() & set(useless)
+    if given:
+        raise InputError(f"options.{sorted(given)[0]} means nothing to {checkpoint.name}: {reason}; leave it out")
+    limit = checkpoint.text.max_skip
+    if not 0 <= options.clip_skip <= limit:
+        raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")
+
+
+def time_ids(options: Options, height: int, width: int, *, refiner: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that SDXL is told, for the picture and for what to keep away from, each [n] float32.
+
+    Original size, crop and target size; a refiner is told an aesthetic score in place of the last. A negative one that
+    is left out is as the other.
+    """
+    size = (height, width)
+    original, crop = options.original_size or size, options.crops_coords_top_left or (0, 0)
+    target = options.target_size or size
+    negative_original = options.negative_original_size or original
+    negative_crop = options.negative_crops_coords_top_left or crop
+    negative_target = options.negative_target_size or target
+    if refiner:
+        score, negative_score = options.aesthetic_score, options.negative_aesthetic_score
+        target = (AESTHETIC_SCORE if score is None else score,)
+        negative_target = (NEGATIVE_AESTHETIC_SCORE if negative_score is None else negative_score,)
+    return (
+        np.array([*original, *crop, *target], np.float32),
+        np.array([*negative_original, *negative_crop, *negative_target], np.float32),
+    )
