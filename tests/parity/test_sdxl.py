@@ -16,11 +16,19 @@ transformers = pytest.importorskip("transformers")
 
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
-from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
+from canvax.models.configs import (  # noqa: E402
+    SDXL_REFINER_UNET,
+    SDXL_TEXT,
+    SDXL_TEXT_2,
+    SDXL_UNET,
+    ClipTextConfig,
+    UNetConfig,
+)
 from canvax.models.text import TextEncoders, encode_text  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.params import flatten  # noqa: E402
 from canvax.weights.hub import BUNDLED  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
@@ -66,6 +74,23 @@ def test_unet(numbers: int) -> None:
         want = nhwc(reference(nchw(x), torch.from_numpy(t), torch.from_numpy(text), added_cond_kwargs=added).sample)
     got = jax.jit(unet, static_argnums=4)(params, x, t, text, cfg, pooled, time_ids)
     assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["base", "refiner", "text_encoder", "text_encoder_2"])
+def test_full_size_parameters(name: str) -> None:
+    """Names and shapes of the released models, without their memory."""
+    text = TextEncoders(SDXL_TEXT, SDXL_TEXT_2)
+    unets = {"base": SDXL_UNET, "refiner": SDXL_REFINER_UNET}
+    with torch.device("meta"):
+        if name in unets:
+            module = diffusers.UNet2DConditionModel(**given(unets[name]))
+        else:
+            cls = "CLIPTextModelWithProjection" if name == "text_encoder_2" else "CLIPTextModel"
+            module = getattr(transformers, cls)(transformers.CLIPTextConfig(**given(text.parts[name])))
+    prefix = "text_model." if name == "text_encoder" else ""
+    declared = dict(flatten(unet_spec(unets[name]) if name in unets else text.specs[name]))
+    found = {prefix + key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    assert found == {key: param.checkpoint_shapes[0] for key, param in declared.items()}
 
 
 def clip_config(act: str, eos: int, layers: int = 3) -> ClipTextConfig:
@@ -222,7 +247,6 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
         PROMPTS, num_inference_steps=20, seed=SEEDS[0], sampler=sampler,
         options=dataclasses.replace(QUIET, **options), **arguments,
     )  # fmt: skip
-    print(sampler, case, relative_error(got.latents, latents), psnr(got.pixels, images))
     assert got.metadata[0]["guidance_scale"] == 5.0
     assert relative_error(got.latents, latents) <= 1e-3
     assert psnr(got.pixels, images) >= 60
@@ -271,7 +295,6 @@ def test_hand_over(
         PROMPTS, num_inference_steps=20, sampler=sampler, latents=first.latents,
         options=dataclasses.replace(QUIET, denoising_start=end, aesthetic_score=5.0),
     )  # fmt: skip
-    print(sampler, end, relative_error(got.latents, latents), psnr(got.pixels, images))
     assert relative_error(got.latents, latents) <= 1e-3
     assert psnr(got.pixels, images) >= 60
 

@@ -19,9 +19,10 @@ class Result:
     """Pictures and how they came to be.
 
     Attributes:
-        images: PIL images.
+        images: PIL images; none if the run was stopped by ``denoising_end``.
         pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
-        latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too.
+        latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
+            ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to draw it again.
         timings: seconds of each stage: ``compile``, ``encode``, ``denoise``, ``step``, ``decode``, ``total``.
         compilations: programs compiled by this call; 0 after the first picture of a size and batch.

@@ -1,0 +1,313 @@
+"""SDXL without a reference: configs, options, runs in parts, damaged checkpoints, low precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import flax_bytes, flax_tree, write_json
+
+import canvax
+from canvax.compile.monitor import compilations
+from canvax.compile.programs import Programs
+from canvax.models.configs import (
+    SDXL_REFINER_UNET,
+    SDXL_TEXT,
+    SDXL_TEXT_2,
+    SDXL_UNET,
+    SDXL_VAE,
+    ClipTextConfig,
+    UNetConfig,
+    VaeConfig,
+)
+from canvax.models.text import TextEncoders
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_decode, vae_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.params import count, init_params
+from canvax.weights.hub import BUNDLED
+from canvax.weights.layout import FLAX_FILES
+from canvax.weights.load import Component
+from canvax.weights.save import save_component
+
+QUIET = canvax.Options(progress=False)
+TEXT = TextEncoders(
+    ClipTextConfig(vocab_size=2229, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
+    ClipTextConfig(
+        vocab_size=2229, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        hidden_act="gelu", projection_dim=8, eos_token_id=2,
+    ),
+)  # fmt: skip
+REFINER_TEXT = TextEncoders(None, TEXT.second)
+UNET = UNetConfig(
+    sample_size=8, block_out_channels=(8, 16), layers_per_block=1, attention_head_dim=(1, 2), norm_num_groups=4,
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    cross_attention_dim=40, use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=4,
+    projection_class_embeddings_input_dim=8 + 6 * 4,
+)  # fmt: skip
+REFINER_UNET = dataclasses.replace(UNET, cross_attention_dim=24, projection_class_embeddings_input_dim=8 + 5 * 4)
+VAE = VaeConfig(
+    block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
+    up_block_types=("UpDecoderBlock2D",) * 4, scaling_factor=0.13025,
+)  # fmt: skip
+SCHEDULER = {
+    "_class_name": "EulerDiscreteScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "timestep_spacing": "leading", "steps_offset": 1, "clip_sample": False, "skip_prk_steps": True,
+}  # fmt: skip
+
+
+def build(
+    folder: Path, *, text: TextEncoders = TEXT, unet: UNetConfig = UNET, form: str = "torch", **index: Any
+) -> Path:
+    """A tiny random checkpoint, as PyTorch or as Flax files."""
+    flax = "Flax" if form == "flax" else ""
+    names = {"class": f"{flax}StableDiffusionXLPipeline", "first": f"{flax}CLIPTextModel"}
+    values: dict[str, Any] = {"_class_name": names["class"], "force_zeros_for_empty_prompt": True}
+    configs: dict[str, Any] = {"unet": unet, "vae": VAE, **text.parts}
+    parts = [Component(name, spec, "transformers") for name, spec in text.specs.items()]
+    parts += [Component("unet", unet_spec(unet), "diffusers"), Component("vae", vae_spec(VAE), "diffusers")]
+    for i, part in enumerate(parts):
+        params = init_params(part.spec, i)
+        values[part.name] = [part.kind, names["first"]]
+        config = dataclasses.asdict(configs[part.name])
+        if form == "flax":
+            write_json(folder / part.name / "config.json", config)
+            (folder / part.name / FLAX_FILES[part.kind]).write_bytes(flax_bytes(flax_tree(part, params)))
+        else:
+            save_component(folder / part.name, part, params, config)
+    for name in text.parts:
+        target = name.replace("text_encoder", "tokenizer")
+        values[target] = ["transformers", "CLIPTokenizer"]
+        shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / target)
+    values["scheduler"] = ["diffusers", SCHEDULER["_class_name"]]
+    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    write_json(folder / "model_index.json", values | index)
+    return folder
+
+
+def build_refiner(folder: Path) -> Path:
+    return build(
+        folder, text=REFINER_TEXT, unet=REFINER_UNET, _class_name="StableDiffusionXLImg2ImgPipeline",
+        requires_aesthetics_score=True, text_encoder=[None, None], tokenizer=[None, None],
+    )  # fmt: skip
+
+
+def load(folder: Path, devices: int = 1) -> canvax.StableDiffusion:
+    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:devices]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("xl") / "base")
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> canvax.StableDiffusion:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+    return load(build_refiner(tmp_path_factory.mktemp("xl") / "refiner"))
+
+
+def draw(
+    pipe: canvax.StableDiffusion, prompt: Any = "a cat", *, options: Any = None, **arguments: Any
+) -> canvax.Result:
+    options = dataclasses.replace(QUIET, **(options or {}))
+    return pipe(prompt, **{"num_inference_steps": 5, "seed": 3, "options": options} | arguments)
+
+
+def test_full_size() -> None:
+    """The published sizes, and what the networks are told fits together."""
+    text = TextEncoders(SDXL_TEXT, SDXL_TEXT_2)
+    assert text.width == SDXL_UNET.cross_attention_dim == 2048
+    assert SDXL_UNET.time_ids(text.pooled_width) == 6
+    assert SDXL_REFINER_UNET.time_ids(text.pooled_width) == 5
+    assert count(unet_spec(SDXL_UNET)) == 2_567_463_684
+    assert count(text.specs["text_encoder"]) == 123_060_480
+    assert count(text.specs["text_encoder_2"]) == 694_659_840
+    assert count(vae_spec(SDXL_VAE)) == 83_653_863
+
+
+def test_defaults(base: canvax.StableDiffusion) -> None:
+    result = draw(base)
+    assert result.images[0].size == (64, 64)
+    assert result.metadata[0]["guidance_scale"] == 5.0
+    assert result.metadata[0]["negative_prompt"] is None
+    assert draw(base, negative_prompt="").metadata[0]["negative_prompt"] == ""
+    assert base.checkpoint.defaults.num_inference_steps == 50
+    assert base.checkpoint.scheduler.config["clip_sample"] is False
+
+
+def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """Only Stable Diffusion 1.x and 2.x have their configs put right."""
+    shutil.copytree(folder, tmp_path / "copy")
+    write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", SCHEDULER | {"steps_offset": 0})
+    pipe = load(tmp_path / "copy")
+    assert pipe.checkpoint.scheduler.options.steps_offset == 0
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_same_picture_on_many_devices(count: int, folder: Path, base: canvax.StableDiffusion) -> None:
+    prompts = ["a cat", "a dog", "a red apple"]
+    options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}
+    want = draw(base, prompts, options=options)
+    got = draw(load(folder, count), prompts, options=options)
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
+def test_metadata_draws_it_again(base: canvax.StableDiffusion) -> None:
+    options = {"prompt_2": ["x", "y"], "negative_prompt_2": "z", "crops_coords_top_left": (8, 0)}
+    result = draw(base, ["a cat", "a dog"], options=options)
+    said = json.loads(json.dumps(result.metadata[1]))
+    assert said["options"]["prompt_2"] == "y"
+    again = canvax.Options(**said["options"], progress=False)
+    assert again.crops_coords_top_left == (8, 0)
+    got = base(
+        said["prompt"], said["negative_prompt"], num_inference_steps=said["num_inference_steps"], seed=said["seed"],
+        options=again,
+    )  # fmt: skip
+    np.testing.assert_allclose(got.latents[0], result.latents[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DDIM", "DDPM"])
+@pytest.mark.parametrize("cut", [0.8, 0.45])
+def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.StableDiffusion) -> None:
+    """A sampler without memory draws the same in two parts, step noise included; nothing compiles for it."""
+    whole = draw(emoji, sampler=sampler)
+    before = compilations()
+    first = draw(emoji, sampler=sampler, options={"denoising_end": cut})
+    assert first.images == []
+    assert first.pixels.shape == (0, 64, 64, 3)
+    second = draw(emoji, sampler=sampler, latents=first.latents, options={"denoising_start": cut})
+    np.testing.assert_allclose(second.latents, whole.latents, atol=1e-5)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("sampler", ["DPM++ 2M", "PNDM", "DPM++ 2M SDE"])
+def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.StableDiffusion) -> None:
+    """A sampler with memory begins the second part anew: nearly the same picture."""
+    whole = draw(emoji, sampler=sampler, num_inference_steps=30, guidance_scale=1.0)
+    first = draw(emoji, sampler=sampler, num_inference_steps=30, guidance_scale=1.0, options={"denoising_end": 0.5})
+    second = draw(
+        emoji, sampler=sampler, num_inference_steps=30, guidance_scale=1.0, latents=first.latents,
+        options={"denoising_start": 0.5},
+    )  # fmt: skip
+    assert np.abs(second.pixels - whole.pixels).mean() < 0.01
+
+
+def test_hand_over_between_samplers(base: canvax.StableDiffusion, refiner: canvax.StableDiffusion) -> None:
+    first = draw(base, options={"denoising_end": 0.6}, sampler="Euler")
+    for sampler in ("Euler", "DPM++ 2M", "DDIM"):
+        result = draw(refiner, latents=first.latents, options={"denoising_start": 0.6}, sampler=sampler)
+        assert np.isfinite(result.pixels).all()
+        assert len(result.images) == 1
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "order": ({"denoising_start": 0.8, "denoising_end": 0.5}, "denoising_start=0.8"),
+    "percent": ({"denoising_end": 80}, "denoising_end=80"),
+    "one number": ({"original_size": 1024}, "original_size=1024"),
+    "three numbers": ({"target_size": (1, 2, 3)}, "target_size"),
+    "fraction": ({"target_size": (1.5, 2)}, "whole pixels"),
+    "no size": ({"negative_original_size": (0, 5)}, "negative_original_size"),
+    "crop": ({"crops_coords_top_left": (-1, 0)}, r"\(top, left\)"),
+    "score": ({"aesthetic_score": "high"}, "aesthetic_score='high'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(name: str) -> None:
+    values, message = BAD_OPTIONS[name]
+    with pytest.raises(canvax.InputError, match=message):
+        canvax.Options(**values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prompt_2": "a"}, {"negative_prompt_2": ""}, {"original_size": (64, 64)}, {"aesthetic_score": 6.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_xl_alone(options: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=f"{next(iter(options))} means nothing to emoji: it is not an SDXL"):
+        draw(emoji, options=options)
+
+
+def test_bad_calls(base: canvax.StableDiffusion, refiner: canvax.StableDiffusion) -> None:
+    latents = np.zeros((1, 8, 8, 4), np.float32)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (base, {"options": {"aesthetic_score": 5.0}}, "not a refiner"),
+        (base, {"options": {"prompt_2": ["a", "b"]}}, "prompt_2 has 2 entries for 1"),
+        (base, {"options": {"negative_prompt_2": 7}}, "negative_prompt_2=7"),
+        (base, {"options": {"denoising_start": 0.5}}, "latents=None"),
+        (base, {"options": {"clip_skip": 2}}, r"clip_skip=2 is not in 0\.\.1"),
+        (base, {"options": {"denoising_start": 0.999}, "latents": latents}, "no step"),
+        (refiner, {}, "is a refiner"),
+        (refiner, {"options": {"prompt_2": "a"}}, "it is a refiner"),
+        (refiner, {"options": {"target_size": (8, 8)}}, "it is a refiner"),
+    ]
+    before = compilations()
+    for pipe, arguments, message in cases:
+        with pytest.raises(canvax.InputError, match=message):
+            draw(pipe, **arguments)
+    assert compilations() == before
+
+
+def change(folder: Path, target: Path, file: str, **values: Any) -> Path:
+    shutil.copytree(folder, target)
+    path = target / file
+    write_json(path, json.loads(path.read_text()) | values)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("model_index.json", {"requires_aesthetics_score": True}, "told 6 numbers about a picture"),
+        ("model_index.json", {"_class_name": "StableDiffusionPipeline"}, "the encoders give 16"),
+        ("model_index.json", {"tokenizer_2": [None, None]}, "tokenizer_2 not in its model_index.json"),
+        ("model_index.json", {"_class_name": "StableDiffusionXLInpaintPipeline"}, "StableDiffusionXLInpaintPipeline"),
+        ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type 'image' unknown"),
+        ("unet/config.json", {"addition_time_embed_dim": None}, "addition_time_embed_dim is missing"),
+        ("unet/config.json", {"projection_class_embeddings_input_dim": 33}, "input_dim 33 is not pooled text"),
+        ("text_encoder_2/config.json", {"eos_token_id": [1, 2]}, "not one token"),
+        ("text_encoder_2/config.json", {"num_hidden_layers": 3}, "text_model.encoder.layers.2"),
+    ],
+)  # fmt: skip
+def test_damaged_checkpoint(file: str, values: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(canvax.CheckpointError, match=message):
+        load(change(folder, tmp_path / "copy", file, **values))
+
+
+def test_flax_files(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """The old Flax layout, converted checkpoints' class names included, holds the same model."""
+    pipe = load(build(tmp_path / "flax", form="flax"))
+    np.testing.assert_array_equal(draw(pipe).latents, draw(base).latents)
+
+
+@pytest.mark.parametrize(("dtype", "upcast"), [("bfloat16", True), ("float16", True), ("float16", False)])
+def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
+    """Activations above float16's largest number, which SDXL's own decoder has."""
+    cfg = dataclasses.replace(VAE, force_upcast=upcast)
+    params = init_params(vae_spec(cfg), 0)
+    for block in ("0", "1", "2"):
+        conv = params["decoder"]["up_blocks"][block]["upsamplers"]["0"]["conv"]
+        conv["weight"] = conv["weight"] * 200
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    programs = Programs(TEXT, UNET, cfg, make_mesh(jax.devices()[:1]))
+    latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
+    images = np.asarray(programs.decode({"vae": params}, latents.shape)(params, latents))
+    overflows = dtype == "float16" and not upcast
+    assert np.isfinite(images).all() == (not overflows)
+    if not overflows:
+        exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        want = np.clip(vae_decode(exact, jnp.asarray(latents), cfg) / 2 + 0.5, 0, 1)
+        assert np.abs(images - want).max() < (0.05 if dtype == "bfloat16" else 1e-5)
