@@ -155,6 +155,15 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     assert pipe.checkpoint.scheduler.options.steps_offset == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -> None:
+    pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
+    options = {"prompt_2": "a dog", "original_size": (1083, 1081)}
+    want, got = draw(base, options=options), draw(pipe, options=options)
+    assert np.isfinite(got.latents).all()
+    assert 0 < np.abs(got.pixels - want.pixels).mean() < 0.05
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_same_picture_on_many_devices(count: int, folder: Path, base: canvax.StableDiffusion) -> None:
     prompts = ["a cat", "a dog", "a red apple"]

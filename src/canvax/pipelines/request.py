@@ -21,7 +21,7 @@ SIZE_STEP = 8
 class Request:
     """One call, checked: an entry for each image where lists stand.
 
-    ``no_negative``: no negative prompt was given at all, not even an empty one.
+    ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
     """
 
     prompts: list[str]
@@ -36,7 +36,7 @@ class Request:
     options: Options
     prompts_2: list[str]
     negatives_2: list[str]
-    no_negative: bool = False
+    zeros: bool
 
     @property
     def guided(self) -> bool:

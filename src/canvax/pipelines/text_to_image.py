@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +39,9 @@ from canvax.pipelines.result import Result
 from canvax.samplers import SamplerTable, build_table
 from canvax.samplers.table import NOISE
 from canvax.types import Array
+
+Ids = dict[str, np.ndarray]
+"""Token ids [B, T] for each text encoder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +126,8 @@ class StableDiffusion:
             options=options,
             prompts_2=check_second("prompt_2", options.prompt_2, prompts, num_images_per_prompt),
             negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, num_images_per_prompt),
-            no_negative=negative_prompt is None and options.negative_prompt_2 is None,
+            zeros=(negative_prompt, options.negative_prompt_2) == (None, None)
+            and self.checkpoint.zeros_for_no_negative,
         )
         self._check_start(request)
         return self._draw(params, request, shape)
@@ -136,6 +141,8 @@ class StableDiffusion:
         display = Display(shown=request.options.progress)
         clock = _Clock()
         table = self._table(request)
+        ids = self._tokenize(request.prompts, request.prompts_2)
+        negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
         padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
         encode = self.programs.encode_text(params, padded[0], display.announce)
@@ -146,7 +153,9 @@ class StableDiffusion:
         decode = self.programs.decode(params, padded, display.announce) if whole else None
 
         with clock("encode"):
-            conditions, negative = self._conditions(encode, params, request, padded)
+            conditions, negative = self._conditions(
+                partial(encode, self.programs.text_params(params)), ids, negative_ids, request, padded
+            )
             jax.block_until_ready(conditions)
         with clock("denoise"):
             noise = request.latents
@@ -217,23 +226,17 @@ class StableDiffusion:
         )
 
     def _conditions(
-        self, encode: Any, params: Params, request: Request, padded: tuple[int, ...]
+        self, encode: Any, ids: Ids, negative_ids: Ids, request: Request, padded: tuple[int, ...]
     ) -> tuple[Conditions, Conditions | None]:
         """What the UNet is told about each image and, if guided, about what to keep away from."""
-        text_params, skip = self.programs.text_params(params), np.int32(request.options.clip_skip)
+        skip = np.int32(request.options.clip_skip)
 
-        def told(prompts: list[str], prompts_2: list[str]) -> Conditions:
-            ids = {name: self._put(array, padded) for name, array in self._tokenize(prompts, prompts_2).items()}
-            return encode(text_params, ids, skip)
+        def told(ids: Ids) -> Conditions:
+            return encode({name: self._put(array, padded) for name, array in ids.items()}, skip)
 
-        conditions, negative = told(request.prompts, request.prompts_2), None
-        if request.guided and request.no_negative and self.checkpoint.zeros_for_no_negative:
-            negative = {
-                name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
-                for name, array in conditions.items()
-            }
-        elif request.guided:
-            negative = told(request.negatives, request.negatives_2)
+        conditions, negative = told(ids), None
+        if request.guided:
+            negative = _zeros_like(conditions) if request.zeros else told(negative_ids)
         if self.checkpoint.is_xl:
             refiner = self.checkpoint.is_refiner
             numbers = time_ids(request.options, request.height, request.width, refiner=refiner)
@@ -242,7 +245,7 @@ class StableDiffusion:
                     half["time_ids"] = self._put(np.tile(row, (padded[0], 1)), padded)
         return conditions, negative
 
-    def _tokenize(self, prompts: list[str], prompts_2: list[str]) -> dict[str, np.ndarray]:
+    def _tokenize(self, prompts: list[str], prompts_2: list[str]) -> Ids:
         """Ids for each text encoder; one that is alone reads the first prompts."""
         length, tokenizers = self.programs.text.tokens, self.checkpoint.tokenizers
         second = prompts_2 if len(tokenizers) > 1 else prompts
@@ -287,16 +290,21 @@ class StableDiffusion:
             "noise": "given" if request.latents is not None else request.options.noise,
             "canvax": __version__,
         }
-        # With zeros for no negative prompt, None and "" are two pictures.
-        negatives = request.negatives
-        if request.no_negative and self.checkpoint.zeros_for_no_negative:
-            negatives = [None] * len(negatives)
+        # Where no negative prompt means zeros, None and "" are two pictures.
+        negatives = [None] * len(request.prompts) if request.zeros else request.negatives
         return [
             {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
             for prompt, negative, seed, options in zip(
                 request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
             )
         ]
+
+
+def _zeros_like(conditions: Conditions) -> Conditions:
+    """Made on the host: making them on the device would be one more compiled program."""
+    return {
+        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
+    }
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:
