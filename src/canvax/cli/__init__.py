@@ -77,7 +77,9 @@ def _unexpected(error: Exception) -> str:
     """One line for an error nobody foresaw, and what to do about it."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
-        return f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
+        return (
+            f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
+        )
     return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 to see where)"
 
 
