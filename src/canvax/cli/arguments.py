@@ -22,7 +22,7 @@ examples:
   canvax generate "a cat" "a dog" -n 4 --grid              eight pictures and a grid
   canvax generate "a cat" -s 7 --steps 30 -g 5 -o cat.png
   canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
-  canvax generate "a fox" -m runwayml/stable-diffusion-v1-5 --sampler "DPM++ 2M Karras"
+  canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
 """
 _FILES = """
@@ -82,6 +82,23 @@ def versions() -> dict[str, str]:
     return found | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What was typed. Words after ``--`` are prompts, whatever they start with.
+
+    Raises:
+        InputError: it cannot be understood.
+    """
+    words = list(words)
+    end = words.index("--") if "--" in words else len(words)
+    parser = build_parser()
+    arguments = parser.parse_args(words[:end])
+    if words[end + 1 :]:
+        if arguments.command != "generate":
+            parser.error(f"{words[end + 1]!r} is one word too many")
+        arguments.prompts += words[end + 1 :]
+    return arguments
+
+
 def build_parser() -> Parser:
     """The parser of the whole command."""
     plain = argparse.RawDescriptionHelpFormatter
@@ -95,6 +112,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     generate = commands.add_parser(
         "generate",
+        usage="canvax generate PROMPT ... [flags]",
         help="draw pictures",
         description="Draw pictures. Prints the name of each file; everything else goes to stderr.",
         epilog=_FILES + _EXAMPLES,
@@ -136,7 +154,7 @@ def _what_to_draw(parser: argparse.ArgumentParser) -> None:
 
 
 def _how_to_draw(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how to draw; changing any of these never compiles again")
+    group = parser.add_argument_group("how to draw (changing these compiles nothing, but for guidance on or off)")
     group.add_argument(
         "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
         help="steps of the sampler (the model's own, else 50)",

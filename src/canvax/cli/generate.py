@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import OUTPUT, versions
 from canvax.cli.pictures import Picture, Source, check_table, gather
-from canvax.cli.samplers import label
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
 from canvax.images.grid import make_grid
@@ -190,8 +189,7 @@ def _draw_all(
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
         timings["step"] = timings["denoise"] / max(evaluations, 1.0)
         report["compilations"] += result.compilations
-        for image, told in zip(result.images[: len(batch)], result.metadata, strict=False):
-            metadata = {**told, "sampler_label": label(told["sampler"])}
+        for image, metadata in zip(result.images[: len(batch)], result.metadata, strict=False):
             path = where.save(image, metadata)
             report["files"].append(str(path))
             report["seeds"].append(metadata["seed"])
