@@ -17,7 +17,8 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     """A copy of each array for each device: [...] becomes [D, ...], entry d on device d.
 
     ``flax.jax_utils.replicate`` stacks the D copies in one place first; here every device is sent the one array there
-    is. ``devices`` are those of this process if not given.
+    is; on the CPU all entries share its memory, so do not write into a NumPy array that was replicated. ``devices`` are
+    those of this process if not given.
     """
     mesh = make_mesh(jax.local_devices() if devices is None else devices)
     everywhere, stacked = replicated(mesh), over_batch(mesh)
@@ -93,12 +94,24 @@ def home_device(params: Params) -> Any:
     return jax.local_devices()[0]
 
 
-def host_place() -> Any:
-    """Where loaded parameters wait until they are replicated or moved: in host memory, as JAX arrays."""
+def host_device() -> Any:
+    """The device whose memory is the host's, where loaded parameters wait until they are replicated."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves no CPU backend
         return jax.local_devices()[0]
+
+
+def on_host(params: Params) -> Params:
+    """``params`` from a mesh of :func:`host_device` alone as arrays of no mesh: the same buffers, for any use.
+
+    Where the CPU is all there is, they are bound to no device either, so that ``jax.pmap`` takes what is made of them.
+    Beside an accelerator they are: else the first cast would move them there.
+    """
+    device = host_device()
+    if device.platform != jax.default_backend():
+        return jax.device_put(params, device)
+    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
 
 
 def _one_entry(leaf: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from canvax.compile.programs import Programs, decode_images
 from canvax.denoise import WINDOW, denoise, initial_state
 from canvax.errors import InputError
-from canvax.flax_api.devices import home_device, host_place, stacked_devices
+from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.inputs import Inputs, check_inputs, check_static, latents_shape, weights_of
 from canvax.flax_api.keys import draw, wrap_keys
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, numpy_to_pil
@@ -91,14 +91,14 @@ class FlaxStableDiffusionPipeline:
         checkpoint, _, params = open_checkpoint(
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
-            mesh=make_mesh([host_place()]),
+            mesh=make_mesh([host_device()]),
             **download,
         )
         if scheduler is None:
             state = SchedulerState.of(checkpoint.checkout.config("scheduler"))
         else:
             state = scheduler.create_state()
-        return cls(checkpoint, state), {**params, "scheduler": state}
+        return cls(checkpoint, state), {**on_host(params), "scheduler": state}
 
     @property
     def vae_scale_factor(self) -> int:

@@ -54,8 +54,13 @@ class FlaxScheduler:
 
     def __init__(self, **config: Any) -> None:
         config.pop("dtype", None)  # tables are made in float64 whatever is asked for
-        self.config: dict[str, Any] = {**config, "_class_name": self.CLASS}
+        self._state = SchedulerState.of({**config, "_class_name": self.CLASS})
         from_scheduler_config(self.config)  # so that faults are told where the config is
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, as scheduler_config.json has it."""
+        return self._state.config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **changes: Any) -> Self:
@@ -88,7 +93,7 @@ class FlaxScheduler:
 
     def create_state(self) -> SchedulerState:
         """The state to put into ``params["scheduler"]``."""
-        return SchedulerState.of(self.config)
+        return self._state
 
 
 class FlaxDDIMScheduler(FlaxScheduler):
