@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,18 @@ def test_bad_parameters(old: Old, copies: Params) -> None:
         shard(np.ones((3, 77)))
     with pytest.raises(canvax.InputError, match="static_broadcasted_argnums"):
         jax.jit(pipeline._generate)(pipeline.prepare_inputs("a fox"), params, jax.random.key(0), STEPS)
+
+
+@pytest.mark.parametrize(("version", "side"), [("0.2.2", 512), ("0.9.0", 64), ("0.42.1", 64)])
+def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Path) -> None:
+    """Files from before diffusers 0.9 state a sample size that is not the model's."""
+    model = write_small_checkpoint(tmp_path / "model", "flax")
+    config = json.loads((model / "unet" / "config.json").read_text())
+    (model / "unet" / "config.json").write_text(json.dumps(config | {"_diffusers_version": version}))
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model)
+    some = pipeline.prepare_inputs("a fox")
+    shape = jax.eval_shape(lambda key: pipeline._generate(some, params, key, STEPS), jax.random.key(0)).shape
+    assert shape == (1, side, side, 3)
 
 
 def test_bad_loading(folder: Path) -> None:

@@ -15,15 +15,43 @@ HERE = Path(__file__).parent
 MODEL = "CompVis/stable-diffusion-v1-4"
 
 
-@pytest.mark.parametrize(("script", "form"), [("how_to", "flax"), ("negative_prompts", "torch")])
-def test_script(script: str, form: str, tmp_path: Path) -> None:
-    files = folder_files(write_small_checkpoint(tmp_path / "model", form))
+def run(command: list[str], files: dict[str, bytes], folder: Path) -> tuple[HubImitation, str]:
+    """What a process prints that knows no hub but one with ``files`` as ``MODEL`` at the revision bf16."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     with HubImitation() as hub:
         hub.repositories[MODEL] = Repository()
         hub.repositories[MODEL].commit("bf16", files)
-        env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, "-W", "error", str(HERE / f"{script}.py")]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, "-W", "error", *command]
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "Found 8 JAX devices" in done.stdout
+    return hub, done.stdout
+
+
+@pytest.mark.parametrize(("script", "form"), [("how_to", "flax"), ("negative_prompts", "torch")])
+def test_script(script: str, form: str, tmp_path: Path) -> None:
+    files = folder_files(write_small_checkpoint(tmp_path / "model", form))
+    _, printed = run([str(HERE / f"{script}.py")], files, tmp_path)
+    assert "Found 8 JAX devices" in printed
+
+
+SCHEDULER = f"""
+from canvax.flax_api import FlaxDPMSolverMultistepScheduler
+for choice in ({{}}, {{"local_files_only": True}}):
+    _, state = FlaxDPMSolverMultistepScheduler.from_pretrained(
+        "{MODEL}", subfolder="scheduler", revision="bf16", **choice
+    )
+    print(state.config["_class_name"], state.config["beta_end"])
+"""
+
+
+def test_scheduler_from_the_hub(tmp_path: Path) -> None:
+    """Its file alone is fetched; with the model in the cache, nothing is."""
+    files = folder_files(write_small_checkpoint(tmp_path / "model", "flax"))
+    online = SCHEDULER.replace(', {"local_files_only": True}', ",")
+    hub, printed = run(["-c", online], files, tmp_path)
+    assert hub.fetched() == ["scheduler/scheduler_config.json"]
+    assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"]
+    whole = f'from canvax.weights.hub import resolve; resolve("{MODEL}", revision="bf16")'
+    _, printed = run(["-c", whole + SCHEDULER], files, tmp_path)
+    assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"] * 2

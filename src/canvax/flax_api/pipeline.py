@@ -259,6 +259,6 @@ def _native_side(checkpoint: Checkpoint) -> int:
     """
     config = checkpoint.checkout.config("unet")
     version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
-    if version and int(version[1]) < 9 and config.get("sample_size", 64) < 64:
+    if version and int(version[1]) < 9 and (config.get("sample_size") or 64) < 64:
         return 64 * checkpoint.vae.factor
     return checkpoint.native_size[0]
