@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test lint parity bench clean
 
 demo: .venv/runtime
-	$(BIN)/canvax generate "a red apple" "a cat" "a strawberry" "a hamburger" --seed 3 --grid --output out/demo
+	$(BIN)/canvax generate "a red apple" "a cat" "a lemon" "a hamburger" --seed 1 --grid --output out/demo
 
 test: .venv/test-$(REFERENCE) lint
 	$(BIN)/python -m pytest

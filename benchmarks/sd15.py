@@ -104,8 +104,8 @@ def main() -> None:
         print(f"\n{part}: | contender | median s (min-max) | canvax / it | compile s | load s | peak GB | differs by |")
         for name, row in table.items():
             print(
-                f"| {name} | {row['median_s']:.2f} ({row['min_s']:.2f}-{row['max_s']:.2f}) | {row['canvax_over_it']:.2f} "
-                f"| {row['compile_s']:.1f} | {row['load_s']:.1f} | {row['peak_gb']:.1f} "
+                f"| {name} | {row['median_s']:.2f} ({row['min_s']:.2f}-{row['max_s']:.2f}) "
+                f"| {row['canvax_over_it']:.2f} | {row['compile_s']:.1f} | {row['load_s']:.1f} | {row['peak_gb']:.1f} "
                 f"| {row['relative_difference_to_torch']:.1e} |"
             )
 

@@ -24,6 +24,7 @@ ROWS: list[set[str]] = [
     {"parallel"},
     {"compile"},
     {"pipelines"},
+    {"flax_api"},
     {"cli"},
 ]
 FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate"}

@@ -13,6 +13,7 @@ import canvax
 from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
+from canvax.samplers import build_table, from_scheduler_config
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4
@@ -117,6 +118,25 @@ def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
     got = draw(emoji, "a cat", latents=initial_noise([4], (16, 16, 4)), seed=99)
     np.testing.assert_array_equal(got.latents, want.latents)
     assert got.metadata[0]["noise"] == "given"
+
+
+@pytest.mark.parametrize("sampler", [None, "PLMS", "PNDMScheduler", "DPMSolverMultistepScheduler", "DPM++ 2M Karras"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_class_name": "PNDMScheduler"},  # with its Runge-Kutta start, which the plain name leaves out
+        {"_class_name": "DPMSolverMultistepScheduler", "solver_order": 3, "use_karras_sigmas": True},
+        {"_class_name": "EulerDiscreteScheduler"},
+    ],
+)
+def test_recorded_sampler_draws_the_same(
+    emoji: canvax.StableDiffusion, config: dict[str, Any], sampler: str | None
+) -> None:
+    checkpoint = dataclasses.replace(emoji.checkpoint, scheduler=from_scheduler_config(config))
+    recorded, _ = checkpoint.sampler_names(sampler)
+    used, again = (build_table(checkpoint.scheduler, 10, sampler=name) for name in (sampler, recorded))
+    np.testing.assert_array_equal(used.M, again.M)
+    np.testing.assert_array_equal(used.timestep, again.timestep)
 
 
 def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:

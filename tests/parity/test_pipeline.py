@@ -109,3 +109,14 @@ def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monke
     )
     assert relative_error(got.latents, latents) <= 1e-3
     assert psnr(got.pixels, images) >= 60
+
+
+def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
+    """The bundled model, saved by canvax and loaded by PyTorch diffusers: the same real picture."""
+    folder = emoji.save(tmp_path / "saved")
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    noise = initial_noise(SEEDS, (16, 16, 4))
+    want = theirs(PROMPTS, num_inference_steps=10, guidance_scale=3.5, output_type="np", latents=nchw(noise)).images
+    got = emoji(PROMPTS, num_inference_steps=10, guidance_scale=3.5, seed=SEEDS[0], options=QUIET)
+    assert psnr(got.pixels, want) >= 60

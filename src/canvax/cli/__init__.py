@@ -7,9 +7,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
-from canvax.cli.arguments import COMMANDS, build_parser
+from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
 from canvax.errors import CanvaxError, InputError
 
@@ -20,7 +21,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in arguments
+    as_json = "--json" in takewhile(lambda word: word != "--", arguments)  # what follows is prompts
     report: dict[str, Any] = {}
     tolerant_streams()
     with warnings.catch_warnings():
@@ -48,7 +49,7 @@ def _run(arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, A
     """Run a command; what it has to report is in ``report`` even when it fails halfway."""
     debug = os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
     try:
-        chosen = build_parser().parse_args(arguments)
+        chosen = parse(arguments)
         import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
     except KeyboardInterrupt:
         return INTERRUPTED, _error("Cancelled", "cancelled; pictures finished so far are kept")
@@ -77,7 +78,9 @@ def _unexpected(error: Exception) -> str:
     """One line for an error nobody foresaw, and what to do about it."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
-        return f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
+        return (
+            f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
+        )
     return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 to see where)"
 
 

@@ -22,12 +22,12 @@ examples:
   canvax generate "a cat" "a dog" -n 4 --grid              eight pictures and a grid
   canvax generate "a cat" -s 7 --steps 30 -g 5 -o cat.png
   canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
-  canvax generate "a fox" -m runwayml/stable-diffusion-v1-5 --sampler "DPM++ 2M Karras"
+  canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
-is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}; what it says overrules the flags.
+is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}. It overrules the flags.
 """
 
 
@@ -38,18 +38,29 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
 
     def error(self, message: str) -> NoReturn:
+        """Raise InputError."""
+        if message.endswith("expected one argument"):
+            message += "; a value that starts with - is written --flag=VALUE"
         raise InputError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As ever, except that this parser itself reports what is left over: it knows the flags that are near."""
-        known, rest = super().parse_known_args(args, namespace)
-        if rest:
+        """As ever, but prompts may stand between flags, and this parser reports what is left over itself.
+
+        It knows the flags that are near; the parser of the whole command does not.
+        """
+        known = argparse.Namespace() if namespace is None else namespace
+        _, rest = super().parse_known_args(args, known)
+        unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            word = rest[0].partition("=")[0]
-            self.error(f"{word!r} is not known" + (f"; {nearest(word, flags)}" if word.startswith("-") else ""))
-        return known, rest
+            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {nearest(unknown[0], flags)}")
+        if rest and "prompts" not in known:
+            self.error(f"{rest[0]!r} is one word too many; quote what belongs together")
+        if rest:
+            known.prompts += rest
+        return known, []
 
 
 class _Version(argparse.Action):
@@ -71,6 +82,23 @@ def versions() -> dict[str, str]:
     return found | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What was typed. Words after ``--`` are prompts, whatever they start with.
+
+    Raises:
+        InputError: it cannot be understood.
+    """
+    words = list(words)
+    end = words.index("--") if "--" in words else len(words)
+    parser = build_parser()
+    arguments = parser.parse_args(words[:end])
+    if words[end + 1 :]:
+        if arguments.command != "generate":
+            parser.error(f"{words[end + 1]!r} is one word too many")
+        arguments.prompts += words[end + 1 :]
+    return arguments
+
+
 def build_parser() -> Parser:
     """The parser of the whole command."""
     plain = argparse.RawDescriptionHelpFormatter
@@ -84,6 +112,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     generate = commands.add_parser(
         "generate",
+        usage="canvax generate PROMPT ... [flags]",
         help="draw pictures",
         description="Draw pictures. Prints the name of each file; everything else goes to stderr.",
         epilog=_FILES + _EXAMPLES,
@@ -117,13 +146,15 @@ def _what_to_draw(parser: argparse.ArgumentParser) -> None:
         "-n", "--num-images", "--num-images-per-prompt", type=int, dest="num_images_per_prompt", metavar="N",
         help="pictures for each prompt (1)",
     )  # fmt: skip
-    group.add_argument("-s", "--seed", type=int, metavar="SEED", help="picture i uses SEED + i (-1, the default: chosen)")
+    group.add_argument(
+        "-s", "--seed", type=int, metavar="SEED", help="picture i uses SEED + i (-1, the default: chosen)"
+    )
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
 
 
 def _how_to_draw(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how to draw; changing any of these never compiles again")
+    group = parser.add_argument_group("how to draw (changing these compiles nothing, but for guidance on or off)")
     group.add_argument(
         "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
         help="steps of the sampler (the model's own, else 50)",
@@ -153,7 +184,9 @@ def _source(group: Any) -> None:
     group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
     group.add_argument("--cache-dir", metavar="FOLDER", help="where the Hub's files are kept")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
-    group.add_argument("--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this")
+    group.add_argument(
+        "--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this"
+    )
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from canvax.cli.terminal import say, table
-from canvax.samplers import SAMPLERS, find
+from canvax.samplers import SAMPLERS
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -35,10 +35,3 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for line in table(rows):
         say(line)
     say("\nAny spelling works; add Karras or Exponential where the column says so: --sampler 'DPM++ 2M Karras'")
-
-
-def label(name: str) -> str:
-    """What other programs call a sampler, given any of its names."""
-    spec, implied = find(name)
-    curve = implied.get("sigmas")
-    return f"{spec.label} {curve.capitalize()}" if curve else spec.label

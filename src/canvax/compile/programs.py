@@ -42,6 +42,7 @@ class Programs:
         vae: config of the autoencoder.
         mesh: the devices.
         precision: JAX matmul precision of float32 ("highest" is real float32 on TPU and GPU), None for the default.
+        stacked: every parameter has a leading axis that holds one copy for each device, as in the old Flax pipelines.
     """
 
     text: TextEncoders
@@ -49,6 +50,7 @@ class Programs:
     vae: VaeConfig
     mesh: Mesh
     precision: str | None = None
+    stacked: bool = False
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -100,7 +102,7 @@ class Programs:
     ) -> Callable[..., Array]:
         """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``."""
         arguments = (_abstract(params["vae"]), self._batched(latents, jnp.float32))
-        return self._get("decoder", partial(_decode, cfg=self.vae), arguments, announce)
+        return self._get("decoder", partial(decode_images, cfg=self.vae), arguments, announce)
 
     def _conditions(self, params: Params, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What the UNet is told: the text encoders' output and, for SDXL, the numbers about the picture."""
@@ -147,6 +149,8 @@ class Programs:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         with compiling_for(platform), precision:
             outputs = over_batch(self.mesh)
+            if self.stacked:
+                function = _on_each_device(function, self.mesh, arguments)
             lowered = jax.jit(function, out_shardings=outputs).lower(*arguments)
             compiled = lowered.compile()
         if announce:
@@ -154,10 +158,24 @@ class Programs:
         return compiled
 
 
+def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """``function`` run by each device on its own part of the arguments, the first of which are stacked parameters."""
+
+    def one(params: Params, *rest: Any) -> Any:
+        return function(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), params), *rest)
+
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
+    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=over_batch(mesh).spec, check_vma=False)
+
+
 _SCALARS = ("timestep", "c_in", "p", "q", "guidance", "rescale")
 
 
-def _decode(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
+def decode_images(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
+    """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
+
+    In float32 instead where that is float16 and the config says that the VAE overflows in it.
+    """
     dtype = params["decoder"]["conv_in"]["weight"].dtype
     if dtype == jnp.float16 and cfg.force_upcast:
         dtype = jnp.float32

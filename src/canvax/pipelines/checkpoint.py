@@ -113,12 +113,21 @@ class Checkpoint:
             Component("vae", vae_spec(self.vae), "diffusers"),
         ]
 
-    def sampler_name(self, sampler: str | None) -> str:
-        """Name of a sampler for metadata, the checkpoint's own for None."""
+    def sampler_names(self, sampler: str | None) -> tuple[str, str]:
+        """A name that draws the same again, and what other programs call the sampler; the checkpoint's own for None.
+
+        The class name stands where the plain name would imply other options than those that were used.
+        """
         if sampler is None:
-            return self.scheduler.spec.name
-        spec, implied = find(sampler)
-        return f"{spec.name}_{implied['sigmas']}" if "sigmas" in implied else spec.name
+            spec, implied = self.scheduler.spec, {}
+            same = all(getattr(self.scheduler.options, name) == value for name, value in spec.implied.items())
+        else:
+            spec, implied = find(sampler)
+            same = spec.implied.items() <= implied.items()
+        curve = implied.get("sigmas")
+        if curve:
+            return f"{spec.name}_{curve}", f"{spec.label} {curve.capitalize()}"
+        return spec.name if same else spec.diffusers_class, spec.label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that does not exist yet."""

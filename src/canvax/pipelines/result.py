@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvax.images.grid import make_grid
+from canvax.images.metadata import save_numbered
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,11 +42,9 @@ class Result:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write each image as PNG with its metadata into ``folder`` under a free name; returns the paths."""
-        from canvax.images.metadata import save_png, unique_path
-
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return [
-            save_png(unique_path(folder, meta["seed"], i), image, meta)
-            for i, (image, meta) in enumerate(zip(self.images, self.metadata, strict=True))
+            save_numbered(folder, image, meta, meta["seed"])
+            for image, meta in zip(self.images, self.metadata, strict=True)
         ]

@@ -278,12 +278,14 @@ class StableDiffusion:
         return params
 
     def _metadata(self, request: Request) -> list[dict[str, Any]]:
+        sampler, label = self.checkpoint.sampler_names(request.sampler)
         shared = {
             "height": request.height,
             "width": request.width,
             "num_inference_steps": request.steps,
             "guidance_scale": request.guidance,
-            "sampler": self.checkpoint.sampler_name(request.sampler),
+            "sampler": sampler,
+            "sampler_label": label,
             "model": self.checkpoint.name,
             "revision": self.checkpoint.revision,
             "dtype": self.checkpoint.dtype,

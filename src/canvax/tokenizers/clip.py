@@ -61,6 +61,9 @@ class ClipTokenizer:
         folder = Path(folder)
         vocab, merges, stored = _read_bpe(folder)
         try:
+            # The library panics, which Python cannot catch as an exception, on a merge that it does not know.
+            if unknown := next((m for m in merges if not {m[0], m[1], m[0] + m[1]} <= vocab.keys()), None):
+                raise ValueError(f"the vocabulary lacks a part of the merge {' '.join(unknown)!r}")
             config = _read_json(folder / "tokenizer_config.json")
             added, named = _special_tokens(folder, config, stored)
             content = {name: token.content for name, token in named.items()}
@@ -69,7 +72,7 @@ class ClipTokenizer:
             if lacking := [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]:
                 raise ValueError(f"the vocabulary lacks {' and '.join(lacking)}")
             if "left" in (config.get("padding_side"), config.get("truncation_side")):
-                raise ValueError("it pads or cuts on the left, which no CLIP model does")
+                raise CheckpointError(f"{folder}: pads or cuts prompts on the left; a CLIP tokenizer does on the right")
             _add_tokens(backend, added, named, config)
         except CheckpointError:
             raise

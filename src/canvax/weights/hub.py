@@ -256,3 +256,27 @@ def _fetch_components(
         path = repo.fetch(f"{component}/{plan.file}", sha, names)
         for shard in shard_names(path) if plan.sharded else ():
             repo.fetch(f"{component}/{shard}", sha, names)
+
+
+def fetch_config(
+    model: str | Path,
+    name: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> dict[str, Any]:
+    """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
+
+    Raises:
+        InputError, CheckpointError, HubError: as :func:`resolve`.
+    """
+    folder = _local_folder(model)
+    if folder is None:
+        repo = Repo(str(model), revision or "main", token, cache_dir, False)
+        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        if names is not None:
+            return read_json(repo.fetch(name, sha, names))
+        folder = repo.snapshot(sha)
+    return read_json(folder / name)

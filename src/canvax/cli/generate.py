@@ -1,0 +1,252 @@
+"""``canvax generate``: draws pictures and says where they are."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.arguments import OUTPUT, versions
+from canvax.cli.pictures import Picture, Source, check_table, gather
+from canvax.cli.terminal import complain, say, seconds
+from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
+from canvax.images.grid import make_grid
+from canvax.images.metadata import save_numbered, save_png
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from canvax.pipelines.result import Result
+    from canvax.pipelines.text_to_image import StableDiffusion
+
+BATCH_PIXELS = 512 * 512
+"""Pixels that a device draws at once unless --batch-size says otherwise: safe for a full-size model anywhere."""
+
+MAX_BATCH = 64
+STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "total")
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Draw what was asked for; ``report`` is kept up to date while pictures are finished."""
+    began = time.perf_counter()
+    timings = dict.fromkeys(STAGES, 0.0)
+    report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
+    pictures, source = gather(arguments)
+    where = Destination.checked(arguments, pictures)
+    _check_batch_size(arguments.batch_size)
+    _check_against_model(arguments, pictures, source)
+    pipe = _load(arguments, source)
+    timings["load"] = time.perf_counter() - began
+    report |= _about(pipe)
+    images = _draw_all(pipe, pictures, arguments, where, report)
+    if arguments.grid:
+        report["grid"] = str(where.save_grid(images, report["metadata"]))
+        if not arguments.json:
+            say(report["grid"])
+    timings["total"] = time.perf_counter() - began
+    if not arguments.quiet:
+        _summarise(report)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where pictures go: a folder, or one file."""
+
+    path: Path
+    is_file: bool
+
+    @classmethod
+    def checked(cls, arguments: argparse.Namespace, pictures: Sequence[Picture]) -> Destination:
+        """The place that ``--output`` names, if pictures can go there; makes nothing.
+
+        Raises:
+            InputError: they cannot.
+        """
+        path = Path(arguments.output or OUTPUT).expanduser()
+        is_file = path.suffix.lower() == ".png" and not path.is_dir()
+        if path.suffix.lower() in (".jpg", ".jpeg", ".webp") and not path.is_dir():
+            raise InputError(f"--output {path}: pictures are written as PNG, which keeps how they were made; use .png")
+        if is_file and (len(pictures) > 1 or arguments.grid):
+            asked = "--grid" if arguments.grid else f"{len(pictures)} pictures"
+            raise InputError(f"--output {path}: is one file, but {asked} need a folder; leave .png out")
+        if is_file and os.path.lexists(path):
+            raise InputError(f"--output {path}: there is such a file already, and it is not replaced; choose another")
+        there = path.parent if is_file else path
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(f"--output {path}: {there} is not a folder that can be written to")
+        sizes = {(one.height, one.width) for one in pictures}
+        if arguments.grid and len(sizes) > 1:
+            raise InputError("--grid: the pictures have several sizes; leave it out, or give all one size")
+        return cls(path, is_file)
+
+    def save(self, image: Image, metadata: Mapping[str, Any]) -> Path:
+        """Write a picture; the folder is made now, if need be."""
+        folder = self.path.parent if self.is_file else self.path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CanvaxError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
+        if self.is_file:
+            return save_png(self.path, image, metadata)
+        return save_numbered(self.path, image, metadata, metadata["seed"])
+
+    def save_grid(self, images: Sequence[Image], metadata: Sequence[Mapping[str, Any]]) -> Path:
+        """Write all pictures in one."""
+        grid = {"grid": list(metadata)}
+        return save_numbered(self.path, make_grid(images), grid, metadata[0]["seed"], prefix="grid-")
+
+
+def _check_batch_size(size: int | None) -> None:
+    if size is not None and size < 1:
+        raise InputError(f"--batch-size {size} is not a whole number of at least 1")
+
+
+def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
+    """What depends on the model, if its files are on disk: no weights are read."""
+    from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
+    from canvax.weights.hub import resolve
+
+    if source.dtype is not None:
+        parse_dtype(source.dtype)
+    try:
+        checkout = resolve(
+            source.model,
+            revision=source.revision,
+            variant=arguments.variant,
+            cache_dir=arguments.cache_dir,
+            local_files_only=True,
+            progress=False,
+            accept=check_index,
+        )
+    except (CheckpointError, HubError):
+        return  # not on disk yet, or not at all: loading will tell
+    checkpoint = read_checkpoint(checkout, "float32")
+    for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
+        steps = checkpoint.defaults.num_inference_steps if picture.steps is None else picture.steps
+        check_table(dataclasses.replace(picture, steps=steps), checkpoint.scheduler)
+        skip, layers = picture.options.clip_skip, checkpoint.text.max_skip + 1
+        if not 0 <= skip < layers:
+            raise InputError(f"clip_skip={skip!r} is not in 0..{layers - 1}")
+
+
+def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
+    import canvax
+
+    if not arguments.quiet:
+        complain(f"loading {source.model}")
+    return canvax.load(
+        source.model,
+        dtype=source.dtype,
+        revision=source.revision,
+        variant=arguments.variant,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        progress=not arguments.quiet,
+    )
+
+
+def _about(pipe: StableDiffusion) -> dict[str, Any]:
+    """The model and the machine, for the report."""
+    devices = pipe.programs.mesh.devices
+    first = devices.flat[0]
+    return {
+        "model": pipe.checkpoint.name,
+        "revision": pipe.checkpoint.revision,
+        "dtype": pipe.checkpoint.dtype,
+        "device": {"platform": first.platform, "kind": first.device_kind, "count": devices.size},
+        "versions": versions(),
+    }
+
+
+def _draw_all(
+    pipe: StableDiffusion,
+    pictures: Sequence[Picture],
+    arguments: argparse.Namespace,
+    where: Destination,
+    report: dict[str, Any],
+) -> list[Image]:
+    """Draw and save batch by batch; returns the pictures if a grid was asked for."""
+    size = arguments.batch_size or _batch_size(pipe, pictures)
+    evaluations, images = 0.0, []
+    timings = report["timings"]
+    for done, batch in batches(pictures, size):
+        if not arguments.quiet and len(pictures) > len(batch):
+            which = f"pictures {done + 1} to {done + len(batch)}" if len(batch) > 1 else f"picture {done + 1}"
+            complain(f"{which} of {len(pictures)}")
+        result = _draw(pipe, batch, size if len(pictures) > size else len(batch), not arguments.quiet)
+        for stage in ("compile", "encode", "denoise", "decode"):
+            timings[stage] += result.timings[stage]
+        evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
+        timings["step"] = timings["denoise"] / max(evaluations, 1.0)
+        report["compilations"] += result.compilations
+        for image, metadata in zip(result.images[: len(batch)], result.metadata, strict=False):
+            path = where.save(image, metadata)
+            report["files"].append(str(path))
+            report["seeds"].append(metadata["seed"])
+            report["metadata"].append(metadata)
+            if not arguments.json:
+                say(str(path))
+        if arguments.grid:
+            images += result.images[: len(batch)]
+    return images
+
+
+def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
+    """Pictures to draw at once: what a device can surely hold, spread evenly over the batches."""
+    native = pipe.checkpoint.native_size
+    pixels = max((one.height or native[0]) * (one.width or native[1]) for one in pictures)
+    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.devices.size
+    largest = max(Counter(one.shared for one in pictures).values())
+    return math.ceil(largest / math.ceil(largest / most))
+
+
+def batches(pictures: Sequence[Picture], size: int) -> Iterator[tuple[int, list[Picture]]]:
+    """Cut the request into batches of at most ``size`` pictures that share their settings, with how many went before.
+
+    Order is kept but for pictures whose settings differ from their neighbours'.
+    """
+    groups: dict[tuple[Any, ...], list[Picture]] = {}
+    for picture in pictures:
+        groups.setdefault(picture.shared, []).append(picture)
+    done = 0
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            batch = group[start : start + size]
+            yield done, batch
+            done += len(batch)
+
+
+def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: bool) -> Result:
+    """One call, filled up to ``size`` with copies of the last picture, so that nothing compiles for a smaller one."""
+    full = [*batch, *[batch[-1]] * (size - len(batch))]
+    first = full[0]
+    return pipe(
+        [one.prompt for one in full],
+        [one.negative for one in full],
+        height=first.height,
+        width=first.width,
+        num_inference_steps=first.steps,
+        guidance_scale=first.guidance,
+        seed=[one.seed for one in full],
+        sampler=first.sampler,
+        options=dataclasses.replace(first.options, progress=progress),
+    )
+
+
+def _summarise(report: Mapping[str, Any]) -> None:
+    timings = report["timings"]
+    parts = [f"{stage} {seconds(timings[stage])}" for stage in ("load", "compile", "encode", "denoise")]
+    parts[-1] += f" ({seconds(timings['step'])} a step)"
+    parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
+    count = len(report["files"])
+    complain(f"{count} picture{'s' if count > 1 else ''}; " + ", ".join(parts))

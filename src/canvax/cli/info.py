@@ -1,0 +1,210 @@
+"""``canvax info``: what a model is made of, or how a picture was made. Reads headers only."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.pictures import OPTIONS
+from canvax.cli.terminal import command_line, complain, say, table
+from canvax.errors import CanvaxError
+from canvax.images.metadata import read_metadata
+
+if TYPE_CHECKING:
+    from canvax.weights.hub import Checkout
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+"""Endings of what is taken for a picture; only PNGs can be read, and the error for the others says so."""
+
+MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a parameter in each dtype that a model can be loaded in."""
+
+_FLAGS = {
+    "height": "--height",
+    "width": "--width",
+    "num_inference_steps": "--steps",
+    "guidance_scale": "--guidance-scale",
+    "sampler": "--sampler",
+    "seed": "--seed",
+    "negative_prompt": "--negative-prompt",
+}
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Describe a model or a picture."""
+    path = Path(arguments.what).expanduser()
+    if path.suffix.lower() in PICTURES:
+        report |= picture_info(path)
+        lines = _picture_lines(report)
+    else:
+        report |= model_info(_checkout(arguments))
+        lines = _model_lines(report)
+    if not arguments.json:
+        for line in lines:
+            say(line)
+
+
+def picture_info(path: Path) -> dict[str, Any]:
+    """The metadata of a picture, and the command that draws it again."""
+    metadata = read_metadata(path)
+    each = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
+    commands = [reproduce(one) for one in each if isinstance(one, dict)]
+    return {"picture": str(path), "metadata": metadata, "commands": commands}
+
+
+def reproduce(metadata: Mapping[str, Any]) -> str:
+    """A ``canvax generate`` command line that draws a picture with this metadata again."""
+    said: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
+    if "canvax" in metadata:  # elsewhere a model is the name of a file, which means nothing here
+        said |= {f"--{name}": metadata.get(name) or None for name in ("model", "revision", "dtype")}
+    said |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
+    said["--negative-prompt"] = said["--negative-prompt"] or None
+    options = metadata.get("options")
+    if isinstance(options, dict):
+        said |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
+    words = ["canvax", "generate"]
+    for flag, value in said.items():
+        if value is not None:
+            text = str(value)
+            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return command_line(words)
+
+
+def _picture_lines(report: Mapping[str, Any]) -> list[str]:
+    metadata = report["metadata"]
+    if "grid" in metadata:
+        lines = [f"a grid of {len(report['commands'])} pictures"]
+    else:
+        plain = {**metadata, **(metadata.get("options") or {}), **(metadata.get("other") or {})}
+        hidden = ("options", "other", "sampler_label")
+        shown = [(key, str(value)) for key, value in plain.items() if value not in (None, "", {}) and key not in hidden]
+        width = max((len(key) for key, _ in shown), default=0)
+        lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
+    if metadata.get("noise") == "given":
+        lines.append("\nIts initial noise was given by a program and is not in the file; the command cannot repeat it.")
+    return [*lines, "\nTo draw it again:", *report["commands"]]
+
+
+def _checkout(arguments: argparse.Namespace) -> Checkout:
+    """The model on disk, downloading it only if it is not there."""
+    from canvax.pipelines.checkpoint import check_index
+    from canvax.weights.hub import resolve
+
+    def find(local: bool) -> Checkout:
+        return resolve(
+            arguments.what,
+            revision=arguments.revision,
+            variant=arguments.variant,
+            token=arguments.token,
+            cache_dir=arguments.cache_dir,
+            local_files_only=local,
+            accept=check_index,
+        )
+
+    try:
+        return find(True)
+    except CanvaxError:
+        if arguments.local_files_only or "/" not in arguments.what or Path(arguments.what).expanduser().exists():
+            raise
+        complain(f"{arguments.what} is not on disk yet; downloading it")
+        return find(False)
+
+
+def model_info(checkout: Checkout) -> dict[str, Any]:
+    """Components, parameters, memory and settings of a model; no weights are read and no JAX backend is started."""
+    from canvax.pipelines.checkpoint import read_checkpoint
+    from canvax.weights.layout import KINDS
+
+    checkpoint = read_checkpoint(checkout, "float32")
+    parts = {name: {"class": kind, **(_weights(checkout, name) if name in KINDS else {})}
+             for name, kind in checkout.components.items()}  # fmt: skip
+    parameters = sum(part.get("parameters", 0) for part in parts.values())
+    options, schedule = checkpoint.scheduler.options, checkpoint.scheduler.schedule
+    return {
+        "model": checkout.source,
+        "folder": str(checkout.folder),
+        "revision": checkout.revision,
+        "pipeline": checkout.index.get("_class_name"),
+        "components": parts,
+        "not_used": list(checkout.unread),
+        "parameters": parameters,
+        "memory_bytes": {dtype: parameters * size for dtype, size in MEMORY_DTYPES.items()},
+        "height": checkpoint.native_size[0],
+        "width": checkpoint.native_size[1],
+        "prediction_type": schedule.prediction_type,
+        "train_timesteps": schedule.num_train_timesteps,
+        "sampler": {
+            "name": checkpoint.scheduler.spec.name,
+            "label": checkpoint.scheduler.spec.label,
+            "spacing": options.spacing,
+            "sigmas": options.sigmas,
+            "steps_offset": options.steps_offset,
+        },
+        "text": {
+            "width": checkpoint.text.width,
+            "layers": checkpoint.text.max_skip + 1,
+            "tokens": checkpoint.text.tokens,
+        },
+        "latents": {"channels": checkpoint.vae.latent_channels, "factor": checkpoint.vae.factor},
+        "defaults": {
+            "num_inference_steps": checkpoint.defaults.num_inference_steps,
+            "guidance_scale": checkpoint.defaults.guidance_scale,
+        },
+    }
+
+
+def _weights(checkout: Checkout, component: str) -> dict[str, Any]:
+    """Parameters, stored dtypes and files of a component, from the headers of its files."""
+    from canvax.weights.load import open_weights
+
+    paths = checkout.weights(component)
+    entries = [entry for path in paths for entry in open_weights(path) if entry.is_float]
+    dtypes: Counter[str] = Counter()
+    for entry in entries:
+        dtypes[entry.dtype.name] += math.prod(entry.shape)
+    return {
+        "parameters": dtypes.total(),
+        "stored": dict(dtypes),
+        "files": {path.name: path.stat().st_size for path in paths},
+    }
+
+
+def _model_lines(report: Mapping[str, Any]) -> list[str]:
+    rows = [("component", "class", "parameters", "stored as", "on disk")]
+    for name, part in report["components"].items():
+        size = sum(part["files"].values()) if "files" in part else 0
+        count = f"{part['parameters']:,}" if "parameters" in part else ""
+        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), _bytes(size) if size else ""))
+    rows.append(("total", "", f"{report['parameters']:,}", "", ""))
+    commit = f" at {report['revision']}" if report["revision"] else ""
+    sampler, text, latents, defaults = (report[name] for name in ("sampler", "text", "latents", "defaults"))
+    memory = ", ".join(f"{_bytes(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
+    facts = {
+        "memory": f"{memory} (weights alone)",
+        "size": f"{report['width']} x {report['height']} pixels",
+        "latents": f"{latents['channels']} channels, {latents['factor']} pixels each way",
+        "text": f"{text['tokens']} tokens of width {text['width']}, {text['layers']} layers",
+        "prediction": f"{report['prediction_type']}, {report['train_timesteps']} training timesteps",
+        "sampler": f"{sampler['label']} ({sampler['name']}), spacing {sampler['spacing']}, sigmas {sampler['sigmas']}, "
+        f"offset {sampler['steps_offset']}",
+        "defaults": f"{defaults['num_inference_steps']} steps, guidance {defaults['guidance_scale']:g}",
+        "folder": report["folder"],
+    }
+    lines = [f"{report['model']}{commit}: {report['pipeline']}", "", *table(rows, right=(2, 4)), ""]
+    lines += [f"{name:<10}  {value}" for name, value in facts.items()]
+    lines += [f"{name}: recognised, not used yet" for name in report["not_used"]]
+    return lines
+
+
+def _bytes(size: int) -> str:
+    """A size for people, in powers of ten as disks are sold."""
+    amount = float(size)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.2f} GB"

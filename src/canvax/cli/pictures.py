@@ -1,0 +1,248 @@
+"""What was asked for, as one checked record for each picture, before a model is looked for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvax.cli.terminal import complain
+from canvax.errors import InputError, nearest
+from canvax.images.metadata import read_metadata
+from canvax.noise import check_seed, image_seeds
+from canvax.pipelines.options import Options
+from canvax.pipelines.request import check_guidance, check_prompts, check_size
+from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
+
+OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("progress", "callback"))
+SETTINGS = (
+    *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
+    *("num_inference_steps", "guidance_scale", "sampler", *OPTIONS),
+)
+"""What flags, prompt files and pictures may say about a picture besides its prompt."""
+
+_ALIASES: dict[str, str] = {
+    "negative": "negative_prompt",
+    "n": "num_images_per_prompt",
+    "num_images": "num_images_per_prompt",
+    "steps": "num_inference_steps",
+    "guidance": "guidance_scale",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "scheduler": "sampler",
+    "sampler_name": "sampler",
+}
+_MAX_PROMPT_FILE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture to draw; None stands for the model's own choice."""
+
+    prompt: str
+    negative: str
+    seed: int
+    height: int | None
+    width: int | None
+    steps: int | None
+    guidance: float | None
+    sampler: str | None
+    options: Options
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What pictures drawn by one call have in common."""
+        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which model to load."""
+
+    model: str
+    revision: str | None
+    dtype: str | None
+
+
+def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
+    """The pictures and the model that the command line asks for.
+
+    The settings of a picture are those of ``--from-image``, overruled by flags, overruled by its line of the prompt
+    file. Picture i uses seed + i, unless its line has a seed of its own.
+
+    Raises:
+        InputError: something asked for cannot be.
+    """
+    base: dict[str, Any] = {}
+    source = Source(arguments.model or "emoji", arguments.revision, arguments.dtype)
+    entries: list[tuple[str, dict[str, Any]]] = [
+        ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
+    ]
+    if arguments.prompt_file is not None:
+        entries += read_prompt_file(arguments.prompt_file)
+    if arguments.from_image is not None:
+        base, source = _from_image(arguments)
+        entries = entries or [("", {"prompt": base.get("prompt", "")})]
+    if not entries:
+        raise InputError('no prompt; try: canvax generate "a red apple"')
+    flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
+    shared = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
+    pictures = list(_pictures(entries, shared))
+    for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
+        check_table(picture, None)
+    return pictures, source
+
+
+def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any]) -> Iterator[Picture]:
+    first = check_seed(shared.get("seed"))
+    index = 0
+    for where, said in entries:
+        try:
+            settings = {**shared, **said}
+            count = settings.get("num_images_per_prompt", 1)
+            prompts, negatives = check_prompts(_text(settings, "prompt"), _text(settings, "negative_prompt"), count)
+            seeds = image_seeds(said["seed"], count) if "seed" in said else image_seeds((first + index) % 2**64, count)
+            options = Options(**{name: settings[name] for name in OPTIONS if name in settings})
+            height, width = (None if name not in settings else check_size(name, settings[name], 0)
+                             for name in ("height", "width"))  # fmt: skip
+            guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
+            steps = _check_steps(settings.get("num_inference_steps"))
+            sampler = settings.get("sampler")
+            if sampler is not None:
+                find(sampler)
+        except InputError as error:
+            raise InputError(f"{where}{error}") from None
+        except TypeError as error:  # a JSON field of another type than a flag could have
+            raise InputError(f"{where}a setting has the wrong type: {error}") from None
+        for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
+            yield Picture(prompt, negative, seed, height, width, steps, guidance, sampler, options)
+        index += count
+
+
+def _text(settings: Mapping[str, Any], name: str) -> Any:
+    """A prompt, if it can be written down again."""
+    value = settings.get(name)
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError(
+                f"{name}={value!r} is not UTF-8 text; check the terminal's or the file's encoding"
+            ) from None
+    elif value is not None:
+        raise InputError(f"{name}={value!r} is not text")
+    return value
+
+
+def _check_steps(steps: Any) -> int | None:
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise InputError(f"steps={steps!r} is not a whole number of at least 1; 20 to 50 is usual")
+    return steps
+
+
+def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
+    """Refuse settings that no table of numbers can be made of: sampler, steps, spacing, sigmas, eta.
+
+    Args:
+        picture: what was asked for.
+        scheduler: the model's; None while the model is not on disk yet, when what depends on it is not checked.
+
+    Raises:
+        InputError: naming the setting.
+    """
+    options, sampler = picture.options, picture.sampler
+    if scheduler is None:
+        scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
+    build_table(
+        scheduler,
+        1 if picture.steps is None else picture.steps,
+        sampler=sampler,
+        eta=options.eta,
+        spacing=options.spacing,
+        sigmas=options.sigmas,
+        rescale=options.guidance_rescale,
+    )
+
+
+def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """The pictures that a prompt file asks for, each with where it stands (for errors) and its settings.
+
+    Raises:
+        InputError: the file cannot be read, or a line cannot be understood.
+    """
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1)
+        else:
+            with open(name, "rb") as file:
+                data = file.read(_MAX_PROMPT_FILE + 1)
+        if len(data) > _MAX_PROMPT_FILE:
+            raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
+        lines = data.decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise InputError(f"--prompt-file {name}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"--prompt-file {name}: is not UTF-8 text; save it as UTF-8") from None
+    entries = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and not line.startswith("#"):
+            where = f"{name}, line {number}: "
+            entries.append((where, _json_line(where, line) if line.startswith("{") else {"prompt": line}))
+    if not entries:
+        raise InputError(f"--prompt-file {name}: holds no prompt; write one a line")
+    return entries
+
+
+def _json_line(where: str, line: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
+        ) from None
+    entry = {_ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
+    for name in entry:
+        if name != "prompt" and name not in SETTINGS:
+            raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *_ALIASES])}")
+    if "prompt" not in entry:
+        raise InputError(f"{where}has no field 'prompt'")
+    return entry
+
+
+def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
+    """The settings that a picture carries, and its model unless flags name another."""
+    path = Path(arguments.from_image)
+    metadata = read_metadata(path)
+    if "grid" in metadata:
+        raise InputError(f"{path}: is a grid of several pictures; use one of them (canvax info lists them)")
+    options = metadata.get("options")
+    settings = {**metadata, **(options if isinstance(options, dict) else {})}
+    settings.pop("num_images_per_prompt", None)
+    if metadata.get("noise") == "given":
+        settings.pop("noise")
+        complain(f"{path}: its initial noise was given by a program and is not in the file", label="warning: ")
+    elif "noise" in metadata:
+        settings["noise"] = metadata["noise"]
+    own = "canvax" in metadata
+    told = {name: metadata.get(name) if own else None for name in ("model", "revision", "dtype")}
+    if not own:
+        _say_what_is_lost(path, metadata, arguments)
+    for name, value in told.items():
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"{path}: its {name} {value!r} is not text; name it with a flag")
+    if arguments.model and arguments.model != told["model"]:
+        told["revision"] = None
+    model = arguments.model or told["model"] or "emoji"
+    return settings, Source(model, arguments.revision or told["revision"], arguments.dtype or told["dtype"])
+
+
+def _say_what_is_lost(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    if metadata.get("model") and not arguments.model:
+        complain(f"{path}: was drawn with {metadata['model']!r}; name your copy of it with --model", label="warning: ")
+    if metadata.get("other"):
+        complain(f"{path}: not understood and left out: {', '.join(metadata['other'])}", label="warning: ")

@@ -1,0 +1,35 @@
+"""The names and habits of diffusers' JAX/Flax pipelines, over canvax's programs.
+
+    from canvax.flax_api import FlaxStableDiffusionPipeline, make_image_grid, replicate, shard
+
+Scripts written for those pipelines run with these imports; ``docs/migrating-from-diffusers-flax.md`` has it line by
+line. New code is better off with :func:`canvax.load`, which needs neither copies of the parameters nor a device axis.
+"""
+
+from canvax.flax_api.devices import replicate, shard, unreplicate
+from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, make_image_grid, numpy_to_pil
+from canvax.flax_api.pipeline import FlaxStableDiffusionPipeline
+from canvax.flax_api.schedulers import (
+    FlaxDDIMScheduler,
+    FlaxDDPMScheduler,
+    FlaxDPMSolverMultistepScheduler,
+    FlaxEulerDiscreteScheduler,
+    FlaxPNDMScheduler,
+    SchedulerState,
+)
+
+__all__ = [
+    "FlaxDDIMScheduler",
+    "FlaxDDPMScheduler",
+    "FlaxDPMSolverMultistepScheduler",
+    "FlaxEulerDiscreteScheduler",
+    "FlaxPNDMScheduler",
+    "FlaxStableDiffusionPipeline",
+    "FlaxStableDiffusionPipelineOutput",
+    "SchedulerState",
+    "make_image_grid",
+    "numpy_to_pil",
+    "replicate",
+    "shard",
+    "unreplicate",
+]

@@ -1,0 +1,39 @@
+"""What the pipeline returns, and from there to pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from canvax.images.convert import to_pil
+from canvax.images.grid import make_grid
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class FlaxStableDiffusionPipelineOutput(NamedTuple):
+    """Fields can be had by name, by index, and with their names as keys.
+
+    Attributes:
+        images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis.
+        nsfw_content_detected: always False: canvax has no safety checker.
+    """
+
+    images: np.ndarray
+    nsfw_content_detected: bool
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+
+def numpy_to_pil(images: Any) -> list[Image]:
+    """PIL images of floats in 0..1, [B, H, W, 3] or [H, W, 3]; a NumPy or JAX array of any float dtype."""
+    return to_pil(images)
+
+
+def make_image_grid(images: Sequence[Image], rows: int, cols: int, resize: int | None = None) -> Image:
+    """The images in one, row by row; with ``resize`` each is first made a square of that side."""
+    return make_grid([image.resize((resize, resize)) for image in images] if resize else images, rows, cols)

@@ -1,0 +1,57 @@
+"""The documents' own scripts, run from first line to last on eight virtual devices against a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_imitation import HubImitation, Repository, folder_files
+from small_checkpoint import write_small_checkpoint
+
+HERE = Path(__file__).parent
+MODEL = "CompVis/stable-diffusion-v1-4"
+
+
+def run(command: list[str], files: dict[str, bytes], folder: Path) -> tuple[HubImitation, str]:
+    """What a process prints that knows no hub but one with ``files`` as ``MODEL`` at the revision bf16."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    with HubImitation() as hub:
+        hub.repositories[MODEL] = Repository()
+        hub.repositories[MODEL].commit("bf16", files)
+        env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, "-W", "error", *command]
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return hub, done.stdout
+
+
+@pytest.mark.parametrize(("script", "form"), [("how_to", "flax"), ("negative_prompts", "torch")])
+def test_script(script: str, form: str, tmp_path: Path) -> None:
+    files = folder_files(write_small_checkpoint(tmp_path / "model", form))
+    _, printed = run([str(HERE / f"{script}.py")], files, tmp_path)
+    assert "Found 8 JAX devices" in printed
+
+
+SCHEDULER = f"""
+from canvax.flax_api import FlaxDPMSolverMultistepScheduler
+for choice in ({{}}, {{"local_files_only": True}}):
+    _, state = FlaxDPMSolverMultistepScheduler.from_pretrained(
+        "{MODEL}", subfolder="scheduler", revision="bf16", **choice
+    )
+    print(state.config["_class_name"], state.config["beta_end"])
+"""
+
+
+def test_scheduler_from_the_hub(tmp_path: Path) -> None:
+    """Its file alone is fetched; with the model in the cache, nothing is."""
+    files = folder_files(write_small_checkpoint(tmp_path / "model", "flax"))
+    online = SCHEDULER.replace(', {"local_files_only": True}', ",")
+    hub, printed = run(["-c", online], files, tmp_path)
+    assert hub.fetched() == ["scheduler/scheduler_config.json"]
+    assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"]
+    whole = f'from canvax.weights.hub import resolve; resolve("{MODEL}", revision="bf16")'
+    _, printed = run(["-c", whole + SCHEDULER], files, tmp_path)
+    assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"] * 2

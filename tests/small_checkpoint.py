@@ -1,0 +1,82 @@
+"""A small Stable Diffusion 1.x with random weights, in the layout of the real ones and in either format of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+from checkpoints import flax_bytes, flax_tree, write_json
+
+from canvax.models.clip import text_encoder_spec
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.params import init_params
+from canvax.weights.hub import BUNDLED
+from canvax.weights.layout import FLAX_FILES
+from canvax.weights.load import Component
+from canvax.weights.save import save_component
+
+UNET = UNetConfig(
+    sample_size=8,
+    block_out_channels=(32, 64),
+    layers_per_block=1,
+    attention_head_dim=4,
+    cross_attention_dim=48,
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+)
+VAE = VaeConfig(
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+    block_out_channels=(32,) * 4,
+)
+TEXT = ClipTextConfig(vocab_size=2229, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+SCHEDULER = {
+    "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
+}  # fmt: skip
+CLASSES = {
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+}
+
+
+def write_small_checkpoint(folder: Path, form: str = "torch", scheduler: dict[str, Any] = SCHEDULER) -> Path:
+    """The checkpoint, its weights as safetensors (``form`` torch) or as Flax msgpack (flax); 64 x 64 pixels.
+
+    Either form holds the same numbers. The safety checker of its index is not there: canvax never reads it.
+    """
+    parts = [
+        (Component("unet", unet_spec(UNET), "diffusers"), UNET),
+        (Component("vae", vae_spec(VAE), "diffusers"), VAE),
+        (Component("text_encoder", text_encoder_spec(TEXT), "transformers"), TEXT),
+    ]
+    prefix = "Flax" if form == "flax" else ""
+    folder.mkdir(parents=True)
+    for seed, (part, config) in enumerate(parts):
+        library, name = CLASSES[part.name]
+        kind = {"_class_name": prefix + name} if library == "diffusers" else {"model_type": "clip_text_model"}
+        values = {key: value for key, value in dataclasses.asdict(config).items() if value is not None} | kind
+        params = init_params(part.spec, seed)
+        if form == "flax":
+            write_json(folder / part.name / "config.json", values)
+            (folder / part.name / FLAX_FILES[part.kind]).write_bytes(flax_bytes(flax_tree(part, params)))
+        else:
+            save_component(folder / part.name, part, params, values)
+    shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / "tokenizer")
+    class_name = prefix + scheduler["_class_name"]
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler | {"_class_name": class_name})
+    index = {name: [library, prefix + kind] for name, (library, kind) in CLASSES.items()}
+    index |= {
+        "_class_name": f"{prefix}StableDiffusionPipeline",
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "scheduler": ["diffusers", class_name],
+        "safety_checker": ["stable_diffusion", f"{prefix}StableDiffusionSafetyChecker"],
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],
+    }
+    write_json(folder / "model_index.json", index)
+    return folder

@@ -1,0 +1,420 @@
+"""The command line, in this process with one loaded model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+import canvax
+from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
+from canvax.cli.generate import batches
+from canvax.cli.pictures import SETTINGS, Picture
+from canvax.cli.terminal import clean, command_line
+from canvax.images.metadata import read_metadata, save_png
+from canvax.pipelines.options import Options
+from canvax.samplers import SAMPLERS
+from canvax.weights.hub import BUNDLED
+
+Run = Callable[..., tuple[int, str, str]]
+FAST = ("--steps", "2", "--quiet")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in an empty folder: (exit code, stdout, stderr). Nothing may ever show a traceback."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def draw(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Run:
+    """Like ``run generate``, with the bundled model loaded already."""
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    return lambda *arguments: run("generate", *arguments)
+
+
+def pixels(path: str | Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def shell_words(line: str) -> list[str]:
+    """How a shell reads a line."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+# Pictures
+
+
+def test_files_are_named_by_number_and_seed(draw: Run) -> None:
+    code, out, err = draw("a cat", "a dog", "-s", 7, *FAST)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["out/00000-7.png", "out/00001-8.png"]
+    code, out, _ = draw("a cat", "-s", 7, *FAST, "-o", "out")
+    assert out.splitlines() == ["out/00002-7.png"]
+    assert sorted(os.listdir("out")) == ["00000-7.png", "00001-8.png", "00002-7.png"]
+    assert (pixels("out/00000-7.png") == pixels("out/00002-7.png")).all()
+
+
+def test_one_file_is_never_replaced(draw: Run) -> None:
+    assert draw("a cat", "-o", "new/cat.png", *FAST)[:2] == (0, "new/cat.png\n")
+    before = Path("new/cat.png").read_bytes()
+    code, out, err = draw("a dog", "-o", "new/cat.png", *FAST)
+    assert (code, out) == (BAD_INPUT, "")
+    assert "not replaced" in err
+    assert Path("new/cat.png").read_bytes() == before
+
+
+def test_both_families_of_flags(draw: Run) -> None:
+    short = ("-p", "a cat", "-N", "red", "-s", 3, "--steps", 2, "-g", 2, "-n", 1, "-W", 64, "-H", 64, "-q", "-b", 1)
+    long = (
+        "--prompt", "a cat", "--negative-prompt", "red", "--seed", 3, "--num-inference-steps", 2, "--cfg-scale", 2,
+        "--num-images-per-prompt", 1, "--width", 64, "--height", 64, "--quiet", "--batch-size", 1,
+    )  # fmt: skip
+    files = [draw(*flags)[1].strip() for flags in (short, long)]
+    assert read_metadata(Path(files[0])) == read_metadata(Path(files[1]))
+    assert read_metadata(Path(files[0]))["guidance_scale"] == 2
+
+
+def test_prompts_may_stand_between_flags(draw: Run) -> None:
+    _, out, _ = draw("a cat", "-s", 1, "a dog", *FAST, "--", "-odd")
+    assert [read_metadata(Path(file))["prompt"] for file in out.split()] == ["a cat", "a dog", "-odd"]
+
+
+def test_json_reports_everything(draw: Run) -> None:
+    code, out, err = draw("a cat", "-n", 3, "-b", 1, "-s", 5, "--grid", "--json", *FAST)
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["files"] == [f"out/0000{i}-{5 + i}.png" for i in range(3)]
+    assert report["grid"] == "out/grid-00000-5.png"
+    assert report["seeds"] == [5, 6, 7]
+    assert report["metadata"] == [read_metadata(Path(file)) for file in report["files"]]
+    assert report["timings"].keys() == {"load", "compile", "encode", "denoise", "step", "decode", "total"}
+    assert 0 < report["timings"]["step"] < report["timings"]["denoise"] < report["timings"]["total"]
+    assert (report["model"], report["dtype"], report["device"]["platform"]) == ("emoji", "float32", "cpu")
+    assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
+    assert pixels(report["grid"]).shape == (128, 128, 3)
+    assert read_metadata(Path(report["grid"]))["grid"] == report["metadata"]
+
+
+def test_a_second_batch_compiles_nothing(draw: Run) -> None:
+    draw("a cat", "-n", 2, "-b", 2, *FAST)
+    for changes in (("-n", 5, "-b", 2), ("-n", 3, "-b", 2, "--steps", 5, "--sampler", "Euler a Karras", "-g", 9)):
+        report = json.loads(draw("a dog", "-s", 4, "--quiet", "--steps", 2, *changes, "--json")[1])
+        assert report["compilations"] == 0
+        assert report["seeds"] == list(range(4, 4 + int(changes[1])))
+
+
+def test_batch_size_does_not_change_pictures(draw: Run) -> None:
+    for size in (1, 2):
+        draw("a cat", "a dog", "a bird", "-s", 1, "-b", size, "-o", f"by{size}", *FAST)
+    for name in os.listdir("by1"):
+        assert np.abs(pixels(f"by1/{name}").astype(int) - pixels(f"by2/{name}")).max() <= 1
+
+
+def test_a_picture_tells_how_to_draw_it_again(draw: Run, run: Run) -> None:
+    flags = (
+        "--negative-prompt=-bad, ugly",
+        "-s",
+        9,
+        "--sampler",
+        "euler a karras",
+        "-g",
+        4,
+        "--eta",
+        0.5,
+        "--noise",
+        "torch",
+    )
+    first = draw("--prompt=-a 'cat' 🐈\nin $HOME", *flags, "--clip-skip", 1, "-o", "a.png", *FAST)[1].strip()
+    out = run("info", first)[1]
+    assert "euler_a_karras" in out
+    assert json.loads(run("info", first, "--json")[1])["commands"] == [out.splitlines()[-1]]
+    program, command, *words = shell_words(out.splitlines()[-1])
+    assert (program, command) == ("canvax", "generate")
+    draw(*words, "-o", "b.png", "-q")
+    draw("--from-image", first, "-o", "c.png", "-q")
+    assert (pixels("a.png") == pixels("b.png")).all()
+    assert (pixels("a.png") == pixels("c.png")).all()
+    assert read_metadata(Path("a.png")) == read_metadata(Path("b.png")) == read_metadata(Path("c.png"))
+
+
+def test_flags_overrule_the_picture(draw: Run) -> None:
+    draw("a cat", "-s", 9, "-o", "a.png", *FAST)
+    draw("--from-image", "a.png", "--steps", 3, "-o", "b.png", "-q")
+    draw("a dog", "--from-image", "a.png", "-o", "c.png", "-q")
+    first, second, third = (read_metadata(Path(name)) for name in ("a.png", "b.png", "c.png"))
+    assert second == first | {"num_inference_steps": 3}
+    assert third == first | {"prompt": "a dog"}
+
+
+def test_pictures_of_other_programs(draw: Run, run: Run) -> None:
+    info = PngInfo()
+    info.add_text("parameters", "a cat\nNegative prompt: x\nSteps: 2, Sampler: DPM++ 2M, Schedule type: Karras, "
+                  "CFG scale: 3, Seed: 4, Size: 64x64, Model: v1-5, ENSD: 31337")  # fmt: skip
+    Image.new("RGB", (8, 8)).save("a.png", pnginfo=info)
+    code, out, err = draw("--from-image", "a.png", "-q")
+    got = read_metadata(Path(out.strip()))
+    assert (code, got["sampler"], got["seed"]) == (0, "dpmpp_2m_karras", 4)
+    assert "'v1-5'; name your copy" in err
+    assert "ENSD" in err
+    assert "--sampler 'DPM++ 2M Karras'" in run("info", "a.png")[1]
+    assert "Sampler: DPM++ 2M, Schedule type: Karras" in Image.open(out.strip()).text["parameters"]  # type: ignore[attr-defined]
+
+
+def test_prompt_file(draw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["# birds", "a robin 🐦", "", '{"prompt": "a crow", "seed": 40, "steps": 3, "n": 2}', "an owl"]
+    Path("prompts.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    got = json.loads(draw("a cat", "--prompt-file", "prompts.txt", "-s", 1, "-b", 1, "--json", *FAST)[1])["metadata"]
+    told = {(one["prompt"], one["seed"], one["num_inference_steps"]) for one in got}
+    assert told == {("a cat", 1, 2), ("a robin 🐦", 2, 2), ("a crow", 40, 3), ("a crow", 41, 3), ("an owl", 5, 2)}
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
+    assert draw("--prompt-file", "-", *FAST)[0] == 0
+
+
+def test_stopping_keeps_what_is_finished(draw: Run, emoji: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def stop(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return emoji(*arguments, **keywords)
+
+    class Stoppable:
+        checkpoint, programs = emoji.checkpoint, emoji.programs
+        __call__ = staticmethod(stop)
+
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: Stoppable())
+    code, out, err = draw("a cat", "a dog", "-s", 1, "-b", 1, "--json", *FAST)
+    assert code == INTERRUPTED
+    assert err == "canvax: cancelled; pictures finished so far are kept\n"
+    assert json.loads(out)["files"] == ["out/00000-1.png"]
+    assert os.listdir("out") == ["00000-1.png"]
+
+
+def test_unforeseen_errors_are_one_line(draw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlots\nof\nlines")
+
+    monkeypatch.setattr(canvax, "load", load)
+    code, _, err = draw("a cat", "-q")
+    assert code == FAILED
+    assert "smaller --batch-size" in err
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: 1 / 0)
+    code, out, err = draw("a cat", "-q", "--json")
+    assert (code, err.count("\n")) == (FAILED, 1)
+    assert "CANVAX_DEBUG=1" in err
+    assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
+    monkeypatch.setenv("CANVAX_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "a cat", "-q"])
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(draw: Run) -> None:
+    code, _, err = draw("very " * 100 + "long", *FAST)
+    assert code == 0
+    assert err.startswith("canvax: warning: ")
+    assert err.count("\n") == 1
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no prompt"),
+        (("x", "--height", "100"), "use 96 or 104"),
+        (("x", "--width", "-8"), "width=-8"),
+        (("x", "--steps", "0"), "steps=0"),
+        (("x", "--steps", "5000"), "steps=5000"),
+        (("x", "--steps", "many"), "--steps"),
+        (("x", "--sampler", "Eular a"), "did you mean 'Euler a'"),
+        (("x", "-g", "nan"), "guidance_scale=nan"),
+        (("x", "-g", "inf"), "guidance_scale=inf"),
+        (("x", "--eta", "2"), "eta=2.0"),
+        (("x", "--eta", "0.5", "--sampler", "euler"), "eta=0.5"),
+        (("x", "--sigmas", "karas"), "did you mean 'karras'"),
+        (("x", "--sigmas", "karras"), "sigmas='karras' does not apply to sampler='ddim'"),
+        (("x", "--spacing", "wide"), "spacing='wide'"),
+        (("x", "--noise", "perlin"), "noise='perlin'"),
+        (("x", "--guidance-rescale", "-1"), "guidance_rescale=-1.0"),
+        (("x", "--clip-skip", "2"), "clip_skip=2"),
+        (("x", "-n", "0"), "num_images_per_prompt=0"),
+        (("x", "-b", "0"), "--batch-size 0"),
+        (("x", "-s", "-2"), "seed"),
+        (("x", "--dtype", "int8"), "dtype='int8'"),
+        (("x", "--variant", "../x"), "variant"),
+        (("x", "--stesp", "3"), "did you mean '--steps'"),
+        (("x", "--token"), "--token"),
+        (("x", "y", "-o", "a.png"), "need a folder"),
+        (("x", "--grid", "-o", "a.png"), "need a folder"),
+        (("x", "-o", "a.jpg"), "use .png"),
+        (("x", "-o", "file/out"), "not a folder"),
+        (("a \udcff b",), "not UTF-8"),
+        (("--prompt-file", "none.txt"), "none.txt"),
+        (("--prompt-file", "latin.txt"), "not UTF-8"),
+        (("--prompt-file", "empty.txt"), "no prompt"),
+        (("--prompt-file", "broken.txt"), "broken.txt, line 2: starts with {"),
+        (("--prompt-file", "field.txt"), "did you mean 'steps'"),
+        (("--prompt-file", "value.txt"), "value.txt, line 1: height='tall'"),
+        (("--prompt-file", "type.txt"), "type.txt, line 1: "),
+        (("--prompt-file", "sizes.txt", "--grid"), "--grid: the pictures have several sizes"),
+        (("--from-image", "none.png"), "none.png: cannot be read"),
+        (("--from-image", "empty.txt"), "is not a PNG"),
+        (("--from-image", "plain.png"), "says nothing"),
+        (("--from-image", "grid.png"), "is a grid"),
+        (("--from-image", "odd.png"), "prompt=5"),
+    ],
+    ids=lambda value: " ".join(map(ascii, value)) if isinstance(value, tuple) else "",
+)
+def test_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str) -> None:
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: pytest.fail("bad input was found too late"))
+    files = {
+        "latin.txt": b"caf\xe9", "empty.txt": b"# nothing\n", "broken.txt": b'a cat\n{"prompt": ',
+        "field.txt": b'{"prompt": "a", "stesp": 3}', "value.txt": b'{"prompt": "a", "height": "tall"}',
+        "type.txt": b'{"prompt": "a", "eta": "much"}', "sizes.txt": b'{"prompt": "a", "width": 64}\na cat', "file": b"",
+    }  # fmt: skip
+    for name, content in files.items():
+        Path(name).write_bytes(content)
+    Image.new("RGB", (8, 8)).save("plain.png")
+    save_png("grid.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}]})
+    save_png("odd.png", Image.new("RGB", (8, 8)), {"prompt": 5, "canvax": "0.1.0"})
+    before = sorted(os.listdir())
+    code, out, err = run("generate", *arguments)
+    assert (code, out) == (BAD_INPUT, "")
+    assert said in err
+    assert err.startswith("canvax: error: ")
+    assert err.count("\n") == 1
+    assert sorted(os.listdir()) == before
+    code, out, _ = run("generate", *arguments, "--json")
+    assert code == BAD_INPUT
+    assert said in json.loads(out)["error"]["message"]
+
+
+def test_bad_models(run: Run) -> None:
+    Path("model.ckpt").write_bytes(b"PK\x03\x04")
+    shutil.copytree(BUNDLED["emoji"], "damaged")
+    weights = Path("damaged/unet/diffusion_pytorch_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    shutil.copytree(BUNDLED["emoji"], "partial", ignore=shutil.ignore_patterns("vae"))
+    Path("bare").mkdir()
+    before = sorted(os.listdir())
+    for model, said in (
+        ("./none", "no such folder"),
+        ("emojy", "emoji"),
+        ("model.ckpt", "pickles"),
+        ("damaged", "damaged or incomplete"),
+        ("partial", "vae"),
+        ("bare", "model_index.json"),
+    ):
+        code, out, err = run("generate", "a cat", "-m", model, "-q")
+        assert (code, out) == (FAILED, ""), model
+        assert said in err
+        assert err.startswith("canvax: error: ")
+        assert err.count("canvax:") == 1
+        if model != "damaged":
+            assert said in run("info", model)[2]
+    assert sorted(os.listdir()) == before
+
+
+def test_what_depends_on_the_model_is_checked_without_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not on disk yet is not downloaded for a request that cannot be."""
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: pytest.fail("bad input was found too late"))
+    for flags in (("--steps", 5000), ("--spacing", "wide"), ("--sampler", "nope"), ("--dtype", "int8")):
+        assert run("generate", "x", "-m", "nobody/nothing", *flags, "-q")[0] == BAD_INPUT
+
+
+# Other commands
+
+
+def test_info_of_a_model(run: Run) -> None:
+    code, out, err = run("info", "emoji")
+    assert (code, err) == (0, "")
+    for said in ("5,925,124", "UNet2DConditionModel", "64 x 64", "v_prediction", "DDIM (ddim)", "25 steps", "18.5 MB"):
+        assert said in out
+    report = json.loads(run("info", "emoji", "--json")[1])
+    assert report["components"]["vae"]["stored"] == {"float16": 2702087}
+    assert report["memory_bytes"]["float32"] == 4 * report["parameters"]
+
+
+def test_info_names_what_is_not_used(run: Run) -> None:
+    shutil.copytree(BUNDLED["emoji"], "model")
+    index = json.loads(Path("model/model_index.json").read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    Path("model/model_index.json").write_text(json.dumps(index))
+    assert "safety_checker: recognised, not used yet" in run("info", "model")[1]
+
+
+def test_info_never_steers_the_terminal(run: Run) -> None:
+    save_png("a.png", Image.new("RGB", (8, 8)), {"prompt": "a \x1b[2J b \u202e c", "canvax": "0.1.0"})
+    out = run("info", "a.png")[1]
+    assert "\x1b" not in out
+    assert "\\x1b[2J" in out
+    assert "\u202e" not in out
+
+
+def test_info_of_a_grid(run: Run) -> None:
+    save_png("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
+    assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
+
+
+def test_samplers(run: Run) -> None:
+    _, out, _ = run("samplers")
+    assert all(spec.name in out and spec.label in out for spec in SAMPLERS)
+    assert len(json.loads(run("samplers", "--json")[1])["samplers"]) == len(SAMPLERS)
+
+
+def test_help_and_version(run: Run) -> None:
+    assert run("--version")[1].startswith(f"canvax {canvax.__version__}, jax ")
+    code, out, _ = run("generate", "--help")
+    assert code == 0
+    assert "examples:" in out
+    assert all(f"--{name.replace('_', '-')}" in out for name in SETTINGS if name != "num_images_per_prompt")
+    assert run()[0] == BAD_INPUT
+    assert "did you mean" in run("info", "--jsn", "x")[2]
+    assert "too many" in run("info", "x", "y")[2]
+
+
+# Pieces
+
+
+def test_batches_keep_order_and_share_settings() -> None:
+    def one(i: int, steps: int) -> Picture:
+        return Picture(str(i), "", i, None, None, steps, None, None, Options())
+
+    pictures = [one(i, 3 if i == 2 else 2) for i in range(6)]
+    got = [(done, [picture.seed for picture in batch]) for done, batch in batches(pictures, 2)]
+    assert got == [(0, [0, 1]), (2, [3, 4]), (4, [5]), (5, [2])]
+
+
+def test_words_survive_the_shell() -> None:
+    words = ["plain", "two words", "it's", "$HOME `x`", "a\nb", "\x1b[2J", "\\n 'q'\n", "café 🍎", ""]
+    assert shell_words(command_line(words)) == words
+
+
+def test_ordinary_text_is_left_alone() -> None:
+    text = "café 日本語 👩‍👩‍👧 नमस्ते\n\ttab"
+    assert clean(text) == text

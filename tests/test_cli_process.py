@@ -1,0 +1,53 @@
+"""The command line as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from canvax.cli import BAD_INPUT
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, "-m", "canvax", *arguments], capture_output=True, text=True, cwd=cwd, env=environment
+    )
+
+
+def test_from_a_shell(tmp_path: Path) -> None:
+    done = start("generate", "a red apple", "-s", "1", "--steps", "2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "out/00000-1.png\n"), done.stderr
+    assert "compiling the denoiser" in done.stderr
+    assert "1 picture; load" in done.stderr
+
+
+def test_bad_input_is_found_at_once(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    done = start("generate", "x", "--sampler", "Eular", cwd=tmp_path)
+    assert time.perf_counter() - began < 2
+    assert (done.returncode, done.stdout) == (BAD_INPUT, "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_command_starts_a_backend_early(tmp_path: Path) -> None:
+    code = (
+        "import sys; from canvax.cli import main; main(['info', 'emoji']); "
+        "import jax._src.xla_bridge as bridge; assert not bridge._backends; "
+        "main(['samplers']); main(['--version']); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "canvax", "samplers"], stdout=pipe, stderr=subprocess.PIPE, cwd=tmp_path
+        )
+    assert done.stderr == b""

@@ -1,0 +1,376 @@
+"""Pictures: conversion, grids, and the text that a PNG carries."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from canvax.errors import CanvaxError, InputError
+from canvax.images import metadata as module
+from canvax.images.convert import from_pil, to_pil, to_uint8
+from canvax.images.grid import make_grid
+from canvax.images.infotext import from_infotext, to_infotext
+from canvax.images.metadata import read_metadata, save_numbered, save_png, unique_path
+from canvax.samplers import SAMPLERS, find
+
+METADATA: dict[str, Any] = {
+    "prompt": 'café 🍎, "quoted": 日本\nsecond line',
+    "negative_prompt": "blurry, a: b\nugly",
+    "seed": 2**64 - 1,
+    "height": 64,
+    "width": 72,
+    "num_inference_steps": 20,
+    "guidance_scale": 7.5,
+    "sampler": "dpmpp_2m_karras",
+    "options": {"clip_skip": 1, "eta": 0.25, "noise": "torch"},
+    "model": "owner/name: a, b",
+    "revision": None,
+    "dtype": "float32",
+    "noise": "torch",
+    "canvax": "0.1.0",
+}
+
+
+def picture(width: int = 72, height: int = 64) -> Image.Image:
+    return Image.new("RGB", (width, height), "red")
+
+
+def with_text(path: Path, **texts: str) -> Path:
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_text(name, text)
+    picture().save(path, pnginfo=info)
+    return path
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(*chunks: bytes) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+# Conversion
+
+
+def test_rounds_half_to_even_and_clips() -> None:
+    values = np.array([-1.0, 0.0, 0.5, 1.0, 2.0, np.inf, -np.inf], np.float32)
+    got = to_uint8(np.broadcast_to(values[:, None], (1, 1, 7, 3)))
+    assert got[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255, 255, 0]
+    ramp = np.linspace(0, 1, 9999, dtype=np.float32).reshape(1, 1, -1, 1).repeat(3, -1)
+    assert (to_uint8(ramp) == (ramp * 255).round().astype(np.uint8)).all()
+
+
+def test_takes_bfloat16_and_device_arrays() -> None:
+    assert (to_uint8(jnp.ones((1, 8, 8, 3), jnp.bfloat16)) == 255).all()
+
+
+def test_not_a_number_is_black_and_said() -> None:
+    with pytest.warns(RuntimeWarning, match="bfloat16 or float32"):
+        assert (to_uint8(np.full((1, 2, 2, 3), np.nan)) == 0).all()
+
+
+def test_there_and_back() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
+    images = to_pil(pixels)
+    assert [image.size for image in images] == [(24, 16)] * 3
+    floats = from_pil(images)
+    assert floats.dtype == np.float32
+    assert (to_uint8(floats) == pixels).all()
+
+
+def test_transparent_becomes_white() -> None:
+    assert (from_pil(Image.new("RGBA", (4, 4), (0, 0, 0, 0))) == 1).all()
+
+
+@pytest.mark.parametrize("images", [np.zeros((8, 8)), np.zeros((1, 8, 8, 4))])
+def test_wrong_shapes_are_refused(images: np.ndarray) -> None:
+    with pytest.raises(InputError, match=r"\[B, H, W, 3\]"):
+        to_pil(images)
+
+
+# Grids
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "cols", "size"),
+    [
+        (1, None, None, (1, 1)),
+        (2, None, None, (2, 1)),
+        (4, None, None, (2, 2)),
+        (5, None, None, (3, 2)),
+        (7, None, None, (3, 3)),
+        (6, 1, None, (6, 1)),
+        (6, None, 2, (2, 3)),
+        (3, 2, 2, (2, 2)),
+    ],
+)
+def test_grid_shape(count: int, rows: int | None, cols: int | None, size: tuple[int, int]) -> None:
+    grid = make_grid([picture(10, 8)] * count, rows, cols)
+    assert grid.size == (10 * size[0], 8 * size[1])
+
+
+def test_grid_goes_row_by_row() -> None:
+    colours = ["red", "lime", "blue"]
+    grid = make_grid([Image.new("RGB", (2, 2), colour) for colour in colours])
+    assert [grid.getpixel(at) for at in [(0, 0), (2, 0), (0, 2)]] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (0, None), (None, -1), (True, None)])
+def test_impossible_grids(rows: Any, cols: Any) -> None:
+    with pytest.raises(InputError, match=r"rows|cols"):
+        make_grid([picture()] * 3, rows, cols)
+
+
+def test_grid_of_nothing_or_of_several_sizes() -> None:
+    with pytest.raises(InputError, match="empty"):
+        make_grid([])
+    with pytest.raises(InputError, match=r"72x64.*80x64"):
+        make_grid([picture(), picture(80)])
+
+
+# Files
+
+
+def test_metadata_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = save_png(tmp_path / "a.png", picture(), METADATA)
+    assert read_metadata(path) == METADATA
+    assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
+    with Image.open(path) as image:
+        assert image.size == (72, 64)
+        assert image.text["parameters"] == to_infotext(METADATA)  # type: ignore[attr-defined]
+
+
+def test_half_a_surrogate_comes_back(tmp_path: Path) -> None:
+    metadata = METADATA | {"prompt": "a \udcff b"}
+    assert read_metadata(save_png(tmp_path / "a.png", picture(), metadata)) == metadata
+
+
+def test_numpy_numbers_are_written(tmp_path: Path) -> None:
+    path = save_png(tmp_path / "a.png", picture(), METADATA | {"seed": np.uint64(5), "guidance_scale": np.float32(2)})
+    assert read_metadata(path)["seed"] == 5
+
+
+def test_never_replaces_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_text("mine")
+    with pytest.raises(InputError, match="not replaced"):
+        save_png(path, picture(), METADATA)
+    assert path.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+def test_never_replaces_a_file_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    path = save_png(tmp_path / "a.png", picture(), METADATA)
+    assert read_metadata(path) == METADATA
+    with pytest.raises(InputError, match="not replaced"):
+        save_png(path, picture(), {})
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(self: Image.Image, file: Any, *_: Any, **__: Any) -> None:
+        file.write(b"half a picture")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    with pytest.raises(CanvaxError, match="No space left"):
+        save_png(tmp_path / "a.png", picture(), METADATA)
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CanvaxError, match="cannot be written"):
+        save_png(tmp_path / "none" / "a.png", picture(), METADATA)
+
+
+def test_free_names(tmp_path: Path) -> None:
+    assert unique_path(tmp_path / "none", 7).name == "00000-7.png"
+    for name in ("00000-7.png", "00004-9.jpg", "grid-00009-1.png", "notes.txt"):
+        (tmp_path / name).touch()
+    assert unique_path(tmp_path, 7).name == "00005-7.png"
+    assert unique_path(tmp_path, 7, 12).name == "00012-7.png"
+    assert unique_path(tmp_path, 7, prefix="grid-").name == "grid-00010-7.png"
+
+
+def test_many_writers_share_a_folder(tmp_path: Path) -> None:
+    threads = [
+        threading.Thread(target=lambda: [save_numbered(tmp_path, picture(8, 8), METADATA, 1) for _ in range(8)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(os.listdir(tmp_path)) == [f"{i:05d}-1.png" for i in range(32)]
+
+
+# What other programs wrote
+
+
+def test_infotext_round_trip() -> None:
+    text = to_infotext(METADATA)
+    assert text.splitlines()[-1] == (
+        "Steps: 20, Sampler: dpmpp_2m, Schedule type: Karras, CFG scale: 7.5, Seed: 18446744073709551615, Size: 72x64, "
+        'Model: "owner/name: a, b", Eta: 0.25, Clip skip: 2, RNG: CPU, Version: canvax 0.1.0'
+    )
+    back = from_infotext(text)
+    assert {key: back[key] for key in METADATA if key in back and key != "sampler"} == {
+        key: METADATA[key] for key in METADATA if key in back and key != "sampler"
+    }
+    assert find(back["sampler"])[1]["sigmas"] == "karras"
+
+
+@pytest.mark.parametrize("spec", SAMPLERS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("curve", ["", "_karras"])
+def test_samplers_come_back_from_infotext(spec: Any, curve: str) -> None:
+    if curve and not spec.curves:
+        return
+    label = f"{spec.label} Karras" if curve else spec.label
+    for name in ({"sampler": spec.name + curve}, {"sampler": spec.name + curve, "sampler_label": label}):
+        back = from_infotext(to_infotext(METADATA | name))
+        found, implied = find(back["sampler"])
+        assert found is spec
+        assert implied.get("sigmas", "") == curve.strip("_")
+
+
+def test_label_is_what_other_programs_read() -> None:
+    text = to_infotext(METADATA | {"sampler_label": "DPM++ 2M Karras"})
+    assert "Sampler: DPM++ 2M, Schedule type: Karras," in text
+
+
+def test_options_overrule_the_name() -> None:
+    text = to_infotext({"sampler": "euler", "options": {"sigmas": "exponential"}})
+    assert "Sampler: euler, Schedule type: Exponential" in text
+    text = to_infotext({"sampler": "ddim", "options": {"spacing": "trailing"}})
+    assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"] == {"spacing": "trailing"}
+
+
+def test_local_folders_are_not_told() -> None:
+    assert "Model: mine" in to_infotext({"model": "/home/alice/models/mine/"})
+
+
+def test_a1111(tmp_path: Path) -> None:
+    text = (
+        "a photo of (a cat:1.2), <lora:x:0.5>\nin a hat\nNegative prompt: blurry, bad\nSteps: 28, Sampler: Euler a, "
+        "Schedule type: Automatic, CFG scale: 7, Seed: 123, Size: 512x768, Model hash: abc, Model: v1-5, "
+        'Clip skip: 2, Hires upscaler: Latent, Lora hashes: "x: 1, y: 2", Version: v1.10.1'
+    )
+    got = read_metadata(with_text(tmp_path / "a.png", parameters=text))
+    assert got == {
+        "prompt": "a photo of (a cat:1.2), <lora:x:0.5>\nin a hat",
+        "negative_prompt": "blurry, bad",
+        "num_inference_steps": 28,
+        "sampler": "Euler a",
+        "guidance_scale": 7.0,
+        "seed": 123,
+        "width": 512,
+        "height": 768,
+        "model": "v1-5",
+        "options": {"clip_skip": 1},
+        "other": {
+            "Model hash": "abc",
+            "Hires upscaler": "Latent",
+            "Lora hashes": "x: 1, y: 2",
+            "Version": "v1.10.1",
+        },
+    }
+
+
+def test_stable_diffusion_cpp() -> None:
+    text = (
+        "a fox\nSteps: 20, CFG scale: 7.000000, Guidance: 3.500000, Eta: 0.000000, Seed: 42, Size: 512x512, "
+        "Model: sd-v1-4.safetensors, RNG: cpu, Sampler: dpm++2m karras, Version: stable-diffusion.cpp"
+    )
+    got = from_infotext(text)
+    assert got["noise"] == got["options"]["noise"] == "torch"
+    assert find(got["sampler"])[0].name == "dpmpp_2m"
+    assert got["negative_prompt"] == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["", "only a prompt", "a: b", "time: 3, place: here", "Steps: twenty", 'Steps: 1, Size: "a', "x\n\n", ":::"]
+)
+def test_texts_that_are_no_settings(text: str) -> None:
+    assert from_infotext(text)["prompt"] == text.strip()
+
+
+def test_hostile_infotext_is_quick() -> None:
+    for text in ("a" * 1_000_000, "a:" * 300_000, 'a: "' * 200_000, "a, " * 300_000, "\n" * 1_000_000):
+        from_infotext(text)
+
+
+def test_latin_1_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png(chunk(b"tEXt", b"parameters\0caf\xe9")))
+    assert read_metadata(path)["prompt"] == "café"
+    path.write_bytes(png(chunk(b"tEXt", b"parameters\0" + "café".encode())))
+    assert read_metadata(path)["prompt"] == "café"
+
+
+def test_packed_text_after_the_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    packed = zlib.compress(json.dumps({"prompt": "x"}).encode())
+    path.write_bytes(png(chunk(b"IDAT", b"?"), chunk(b"iTXt", b"canvax\0\1\0en\0\0" + packed)))
+    assert read_metadata(path) == {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a PNG"),
+        (b"GIF89a....", "is not a PNG"),
+        (png(), "says nothing"),
+        (png(chunk(b"tEXt", b"Software\0x")), "says nothing"),
+        (png(chunk(b"tEXt", b"workflow\0{}")), "ComfyUI"),
+        (png(chunk(b"tEXt", b"parameters\0a"))[:30], "damaged"),
+        (b"\x89PNG\r\n\x1a\n" + b"\xff\xff\xff\xfftEXt", "damaged"),
+        (png(chunk(b"zTXt", b"parameters\0\0nonsense")), "damaged"),
+        (png(chunk(b"zTXt", b"parameters\0\0" + zlib.compress(bytes(50_000_000)))), "longer than"),
+        (png(chunk(b"tEXt", b"parameters\0" + bytes(5_000_000))), "longer than"),
+        (png(*[chunk(b"tEXt", b"")] * 100_001), "parts"),
+    ],
+)
+def test_unreadable_pictures(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=said) as caught:
+        read_metadata(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
+def test_broken_json_falls_back_to_the_infotext(tmp_path: Path, text: str) -> None:
+    path = with_text(tmp_path / "a.png", canvax=text, parameters="a cat")
+    assert read_metadata(path)["prompt"] == "a cat"
+
+
+def test_no_such_file_and_folder(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.png"):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_metadata(path)
+
+
+def test_an_enormous_picture_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    header = struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
+    path.write_bytes(png(chunk(b"IHDR", header), chunk(b"tEXt", b"parameters\0a cat")))
+    assert read_metadata(path)["prompt"] == "a cat"
+    assert module.MAX_TEXT < 2**23
