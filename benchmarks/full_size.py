@@ -8,8 +8,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from canvax.models.clip import text_encoder_spec
-from canvax.models.configs import SD15_TEXT, SD15_UNET, SD21_TEXT, SD21_UNET, SD_VAE
+from canvax.models.configs import (
+    SD15_TEXT,
+    SD15_UNET,
+    SD21_TEXT,
+    SD21_UNET,
+    SD_VAE,
+    SDXL_TEXT,
+    SDXL_TEXT_2,
+    SDXL_UNET,
+    SDXL_VAE,
+)
+from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
@@ -17,22 +27,31 @@ from canvax.weights.hub import BUNDLED
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
-FAMILIES = {"sd15": (SD15_UNET, SD15_TEXT, "epsilon"), "sd21": (SD21_UNET, SD21_TEXT, "v_prediction")}
+FAMILIES = {
+    "sd15": (SD15_UNET, SD_VAE, TextEncoders(SD15_TEXT), "epsilon"),
+    "sd21": (SD21_UNET, SD_VAE, TextEncoders(SD21_TEXT), "v_prediction"),
+    "sdxl": (SDXL_UNET, SDXL_VAE, TextEncoders(SDXL_TEXT, SDXL_TEXT_2), "epsilon"),
+}
+TEXT_CLASSES = {"text_encoder": "CLIPTextModel", "text_encoder_2": "CLIPTextModelWithProjection"}
 
 
 def write_checkpoint(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """A float32 checkpoint of ``family`` ("sd15" or "sd21") with random weights; the tokenizer is the bundled one."""
-    unet, text, prediction = FAMILIES[family]
+    """A float32 checkpoint of ``family`` ("sd15", "sd21", "sdxl"), random weights; the tokenizer is the bundled one."""
+    unet, vae, text, prediction = FAMILIES[family]
     parts: list[tuple[Component, Any, dict[str, Any]]] = [
         (Component("unet", unet_spec(unet), "diffusers"), unet, {"_class_name": "UNet2DConditionModel"}),
-        (Component("vae", vae_spec(SD_VAE), "diffusers"), SD_VAE, {"_class_name": "AutoencoderKL"}),
-        (Component("text_encoder", text_encoder_spec(text), "transformers"), text, {"model_type": "clip_text_model"}),
+        (Component("vae", vae_spec(vae), "diffusers"), vae, {"_class_name": "AutoencoderKL"}),
     ]
+    for name, config in text.parts.items():
+        component = Component(name, text.specs[name], "transformers")
+        parts.append((component, config, {"model_type": "clip_text_model"}))
     folder.mkdir(parents=True)
     for number, (component, config, extra) in enumerate(parts):
         params = init_params(component.spec, seed + number)
         save_component(folder / component.name, component, params, extra | dataclasses.asdict(config))
-    shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / "tokenizer")
+    tokenizers = [name.replace("text_encoder", "tokenizer") for name in text.parts]
+    for name in tokenizers:
+        shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name)
     (folder / "scheduler").mkdir()
     scheduler = {
         "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
@@ -40,11 +59,11 @@ def write_checkpoint(folder: Path, family: str, *, seed: int = 0) -> Path:
     }  # fmt: skip
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     index = {
-        "_class_name": "StableDiffusionPipeline",
+        "_class_name": "StableDiffusionXLPipeline" if text.second else "StableDiffusionPipeline",
         "unet": ["diffusers", "UNet2DConditionModel"],
         "vae": ["diffusers", "AutoencoderKL"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
+        **{name: ["transformers", TEXT_CLASSES[name]] for name in text.parts},
+        **{name: ["transformers", "CLIPTokenizer"] for name in tokenizers},
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
     (folder / "model_index.json").write_text(json.dumps(index))

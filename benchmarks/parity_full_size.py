@@ -1,15 +1,19 @@
-"""Full-size Stable Diffusion 1.5 and 2.1 against PyTorch, random weights, float32: UNet, VAE, text encoder.
+"""Full-size Stable Diffusion 1.5, 2.1 and XL against PyTorch, random weights, float32: UNet, VAE, text encoders.
 
-    python benchmarks/parity_full_size.py [--families sd15 sd21]
+    python benchmarks/parity_full_size.py [--families sd15 sd21 sdxl]
 
-Prints the largest difference over the largest value of the reference for each model. Minutes, and about 12 GB.
+Prints the largest difference over the largest value of the reference for each model. Minutes; about 12 GB of memory,
+and for XL 14 GB of memory and of disk. One model of one library is in memory at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import jax
@@ -18,69 +22,104 @@ import torch
 import transformers
 from full_size import write_checkpoint
 
-from canvax.models.clip import text_encoder
+from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
-from canvax.pipelines.checkpoint import read_checkpoint
+from canvax.pipelines.checkpoint import Checkpoint, read_checkpoint
 from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
 
+rng = np.random.default_rng(0)
 
-def difference(got: jax.Array, want: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute value of the reference, [B, C, h, w] or [B, T, D]."""
-    reference = np.moveaxis(want.numpy(), 1, -1) if want.ndim == 4 else want.numpy()
-    return float(np.abs(np.asarray(got) - reference).max() / np.abs(reference).max())
+
+def difference(got: Any, want: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value of the reference."""
+    return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
 
 
 def nchw(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(x, -1, 1)))
 
 
-@torch.inference_mode()
-def compare(folder: Path) -> dict[str, float]:
-    """Differences of every model of a checkpoint."""
-    checkout = resolve(folder)
-    checkpoint = read_checkpoint(checkout, np.float32)
-    rng = np.random.default_rng(0)
-    figures = {}
+def nhwc(x: torch.Tensor) -> np.ndarray:
+    return np.moveaxis(x.numpy(), 1, -1)
 
-    def load(name: str) -> dict:
-        component = [c for c in checkpoint.components if c.name == name]
-        return load_components(checkout, component, dtype=np.float32, place=lambda _, a: jax.device_put(a))[name]
 
-    params, cfg = load("text_encoder"), checkpoint.text
-    ids = rng.integers(0, cfg.vocab_size, (2, 77))
-    clip = transformers.CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
-    want = clip(torch.from_numpy(ids)).last_hidden_state
-    figures["text encoder"] = difference(jax.jit(text_encoder, static_argnums=2)(params, ids, cfg), want)
+def load(checkpoint: Checkpoint, *names: str) -> dict[str, Any]:
+    """Parameters of some components."""
+    components = [c for c in checkpoint.components if c.name in names]
+    return load_components(checkpoint.checkout, components, dtype=np.float32, place=lambda _, a: jax.device_put(a))
 
-    params, cfg = load("vae"), checkpoint.vae
-    latents = rng.standard_normal((1, 64, 64, 4), dtype=np.float32)
-    image = np.clip(rng.standard_normal((1, 512, 512, 3), dtype=np.float32), -1, 1)
-    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
-    want = vae.decode(nchw(latents) / cfg.scaling_factor).sample
-    figures["VAE decoder"] = difference(jax.jit(vae_decode, static_argnums=2)(params, latents, cfg), want)
-    want = vae.encode(nchw(image)).latent_dist.mean
-    figures["VAE encoder"] = difference(jax.jit(vae_encode, static_argnums=2)(params, image, cfg)[0], want)
 
-    params, cfg = load("unet"), checkpoint.unet
-    side = cfg.sample_size or 64
-    x = rng.standard_normal((2, side, side, 4), dtype=np.float32)
-    t = np.array([981, 21], np.float32)
-    text = rng.standard_normal((2, 77, cfg.cross_attention_dim), dtype=np.float32)
+def text(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+    """All encoders of the model at once: features side by side, and the pooled output where there is one."""
+    cfg = checkpoint.text
+    ids = {name: rng.integers(0, part.vocab_size, (2, 77)) for name, part in cfg.parts.items()}
+    features, pooled = [], None
+    for name in cfg.parts:
+        second = name == "text_encoder_2"
+        cls = transformers.CLIPTextModelWithProjection if second else transformers.CLIPTextModel
+        out = cls.from_pretrained(folder / name).eval()(torch.from_numpy(ids[name]), output_hidden_states=True)
+        features.append(out.hidden_states[-2].numpy() if cfg.second else out.last_hidden_state.numpy())
+        pooled = out.text_embeds.numpy() if second else None
+    params = load(checkpoint, *cfg.parts)
+    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(0), cfg=cfg)
+    yield "text encoders", difference(got["text"], np.concatenate(features, axis=-1))
+    if pooled is not None:
+        yield "pooled text", difference(got["pooled"], pooled)
+
+
+def vae(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+    """Decoder and encoder at 512 x 512."""
+    cfg = checkpoint.vae
+    latents, image = normal(1, 64, 64, 4), np.clip(normal(1, 512, 512, 3), -1, 1)
+    model = diffusers.AutoencoderKL.from_pretrained(folder / "vae").eval()
+    decoded = nhwc(model.decode(nchw(latents) / cfg.scaling_factor).sample)
+    encoded = nhwc(model.encode(nchw(image)).latent_dist.mean)
+    params = load(checkpoint, "vae")["vae"]
+    yield "VAE decoder", difference(jax.jit(vae_decode, static_argnums=2)(params, latents, cfg), decoded)
+    yield "VAE encoder", difference(jax.jit(vae_encode, static_argnums=2)(params, image, cfg)[0], encoded)
+
+
+def denoiser(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+    """The UNet: a batch of 2 at the native size; one image at half of it for XL, which is large."""
+    cfg, xl = checkpoint.unet, checkpoint.is_xl
+    side, batch = ((cfg.sample_size or 64) // 2, 1) if xl else (cfg.sample_size or 64, 2)
+    x, features = normal(batch, side, side, 4), normal(batch, 77, cfg.cross_attention_dim)
+    t = np.array([981, 21], np.float32)[:batch]
+    told, added = {}, {}
+    if xl:
+        told = {"pooled": normal(batch, 1280), "time_ids": np.array([[1024, 768, 0, 64, 512, 512]], np.float32)}
+        added = {"text_embeds": torch.from_numpy(told["pooled"]), "time_ids": torch.from_numpy(told["time_ids"])}
     model = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()
-    want = model(nchw(x), torch.from_numpy(t), torch.from_numpy(text)).sample
-    figures[f"UNet {8 * side}x{8 * side}"] = difference(jax.jit(unet, static_argnums=4)(params, x, t, text, cfg), want)
-    return figures
+    arguments = (nchw(x), torch.from_numpy(t), torch.from_numpy(features))
+    want = nhwc(model(*arguments, added_cond_kwargs=added).sample)
+    del model
+    gc.collect()
+    params = load(checkpoint, "unet")["unet"]
+    got = jax.jit(unet, static_argnames="cfg")(params, x, t, features, cfg=cfg, **told)
+    yield f"UNet {8 * side}x{8 * side}", difference(got, want)
+
+
+PARTS: list[Callable[[Checkpoint, Path], Iterator[tuple[str, float]]]] = [text, vae, denoiser]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=["sd15", "sd21"], default=["sd15", "sd21"])
+    families = ["sd15", "sd21", "sdxl"]
+    parser.add_argument("--families", nargs="+", choices=families, default=families)
     for family in parser.parse_args().families:
-        with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch:
-            for model, figure in compare(write_checkpoint(Path(scratch) / family, family)).items():
-                print(f"{family} {model}: {figure:.1e}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():
+            folder = write_checkpoint(Path(scratch) / family, family)
+            checkpoint = read_checkpoint(resolve(folder), np.float32)
+            for part in PARTS:
+                for model, figure in part(checkpoint, folder):
+                    print(f"{family} {model}: {figure:.1e}", flush=True)
+                gc.collect()
 
 
 if __name__ == "__main__":
