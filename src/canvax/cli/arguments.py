@@ -120,6 +120,7 @@ def build_parser() -> Parser:
     )
     _what_to_draw(generate)
     _how_to_draw(generate)
+    _sdxl(generate)
     _model(generate)
     _where_to(generate)
     info = commands.add_parser(
@@ -170,6 +171,21 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")
+
+
+def _sdxl(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("SDXL alone")
+    group.add_argument("--prompt-2", metavar="TEXT", help="what the second text encoder reads (the prompt)")
+    group.add_argument("--negative-prompt-2", metavar="TEXT", help="likewise (the negative prompt)")
+    for name, axes, what in (
+        ("original-size", ("HEIGHT", "WIDTH"), "size of the training picture to draw like (the size drawn)"),
+        ("crops-coords-top-left", ("TOP", "LEFT"), "where it was cropped (0 0)"),
+        ("target-size", ("HEIGHT", "WIDTH"), "size it was brought to (the size drawn)"),
+    ):
+        group.add_argument(f"--{name}", type=int, nargs=2, metavar=axes, help=what)
+        group.add_argument(f"--negative-{name}", type=int, nargs=2, metavar=axes, help="what to keep away from")
+    group.add_argument("--aesthetic-score", type=float, metavar="X", help="the refiner's (6)")
+    group.add_argument("--negative-aesthetic-score", type=float, metavar="X", help="the refiner's (2.5)")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

@@ -232,7 +232,7 @@ def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: 
     first = full[0]
     return pipe(
         [one.prompt for one in full],
-        [one.negative for one in full],
+        [one.negative for one in full] if first.negative else None,
         height=first.height,
         width=first.width,
         num_inference_steps=first.steps,

@@ -69,8 +69,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     words = ["canvax", "generate"]
     for flag, value in said.items():
         if value is not None:
-            text = str(value)
-            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+            several = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+            words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
     return command_line(words)
 
 

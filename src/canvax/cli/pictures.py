@@ -19,7 +19,10 @@ from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_guidance, check_prompts, check_size
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
-OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("progress", "callback"))
+_NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
+"""Options of programs alone: the last two need latents, which no file keeps."""
+
+OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NOT_FLAGS)
 SETTINGS = (
     *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
     *("num_inference_steps", "guidance_scale", "sampler", *OPTIONS),
@@ -56,8 +59,8 @@ class Picture:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What pictures drawn by one call have in common."""
-        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options
+        """What pictures drawn by one call have in common; to SDXL, no negative prompt is not an empty one."""
+        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, bool(self.negative)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             count = settings.get("num_images_per_prompt", 1)
             prompts, negatives = check_prompts(_text(settings, "prompt"), _text(settings, "negative_prompt"), count)
             seeds = image_seeds(said["seed"], count) if "seed" in said else image_seeds((first + index) % 2**64, count)
+            for name in ("prompt_2", "negative_prompt_2"):
+                _text(settings, name)
             options = Options(**{name: settings[name] for name in OPTIONS if name in settings})
             height, width = (None if name not in settings else check_size(name, settings[name], 0)
                              for name in ("height", "width"))  # fmt: skip
