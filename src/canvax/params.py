@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.types import Array, DType, HostArray, Params
+from canvax.types import DType, HostArray, Params
 
 Layout = Literal["plain", "linear", "conv", "conv1x1"]
 Init = Literal["fan_in", "normal", "zeros", "ones"]
@@ -135,9 +135,3 @@ def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
         return (std * rng.standard_normal(param.shape, dtype=np.float32)).astype(dtype)
 
     return map_spec(one, spec)
-
-
-def tree_bytes(params: Params) -> int:
-    """Bytes held by a tree of arrays."""
-    leaves: list[Array] = jax.tree.leaves(params)
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)

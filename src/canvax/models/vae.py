@@ -81,11 +81,6 @@ def vae_encode(p: Params, images: Array, cfg: VaeConfig) -> tuple[Array, Array]:
     return mean, jnp.clip(logvar, -30.0, 20.0)
 
 
-def scale_latents(latents: Array, cfg: VaeConfig) -> Array:
-    """Encoder's latents -> latents as the diffusion model sees them; inverse of what :func:`vae_decode` does first."""
-    return (latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
-
-
 def _encoder_spec(cfg: VaeConfig) -> Spec:
     channels = cfg.block_out_channels
     blocks = {}
