@@ -15,7 +15,7 @@ import numpy as np
 from canvax._version import __version__
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
-from canvax.denoise import WINDOW, initial_state
+from canvax.denoise import WINDOW, initial_state, window_rows
 from canvax.errors import Cancelled, InputError
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
@@ -23,7 +23,7 @@ from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, time_ids
+from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
 from canvax.pipelines.display import Display
 from canvax.pipelines.options import Options, Step
 from canvax.pipelines.request import (
@@ -37,7 +37,6 @@ from canvax.pipelines.request import (
 )
 from canvax.pipelines.result import Result
 from canvax.samplers import SamplerTable, build_table
-from canvax.samplers.table import NOISE
 from canvax.types import Array
 
 Ids = dict[str, np.ndarray]
@@ -195,9 +194,8 @@ class StableDiffusion:
         with display.bar(total) as bar:
             while done < total:
                 count = 1 if callback else min(bar.chunk(total - done), total - done, WINDOW)
-                rows = table.window(done, WINDOW)
-                noisy = rows["M"][:, :, NOISE].any(axis=1)
-                batched = {name: self._put(np.stack([column] * batch), padded) for name, column in rows.items()}
+                rows, noisy = window_rows(table, done, WINDOW, padded[0])
+                batched = {name: self._put(column, padded) for name, column in rows.items()}
                 state, denoised = program(
                     params["unet"], state, conditions, negative, batched, keys, noisy, np.int32(count)
                 )
@@ -236,7 +234,7 @@ class StableDiffusion:
 
         conditions, negative = told(ids), None
         if request.guided:
-            negative = _zeros_like(conditions) if request.zeros else told(negative_ids)
+            negative = zeros_like(conditions) if request.zeros else told(negative_ids)
         if self.checkpoint.is_xl:
             refiner = self.checkpoint.is_refiner
             numbers = time_ids(request.options, request.height, request.width, refiner=refiner)
@@ -300,13 +298,6 @@ class StableDiffusion:
                 request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
             )
         ]
-
-
-def _zeros_like(conditions: Conditions) -> Conditions:
-    """Made on the host: making them on the device would be one more compiled program."""
-    return {
-        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
-    }
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:
