@@ -38,6 +38,12 @@ VAE = VaeConfig(
     block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=4,
     up_block_types=("UpDecoderBlock2D",) * 4, scaling_factor=0.13025,
 )  # fmt: skip
+CLASSES = {
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "unet": "UNet2DConditionModel",
+    "vae": "AutoencoderKL",
+}
 SCHEDULER = {
     "_class_name": "EulerDiscreteScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
     "timestep_spacing": "leading", "steps_offset": 1, "clip_sample": False, "skip_prk_steps": True,
@@ -45,19 +51,25 @@ SCHEDULER = {
 
 
 def build(
-    folder: Path, *, text: TextEncoders = TEXT, unet: UNetConfig = UNET, form: str = "torch", **index: Any
+    folder: Path,
+    *,
+    text: TextEncoders = TEXT,
+    unet: UNetConfig = UNET,
+    form: str = "torch",
+    scheduler: dict[str, Any] = SCHEDULER,
+    **index: Any,
 ) -> Path:
     """A tiny random checkpoint, as PyTorch or as Flax files."""
     flax = "Flax" if form == "flax" else ""
-    names = {"class": f"{flax}StableDiffusionXLPipeline", "first": f"{flax}CLIPTextModel"}
-    values: dict[str, Any] = {"_class_name": names["class"], "force_zeros_for_empty_prompt": True}
+    values: dict[str, Any] = {"_class_name": f"{flax}StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
     configs: dict[str, Any] = {"unet": unet, "vae": VAE, **text.parts}
     parts = [Component(name, spec, "transformers") for name, spec in text.specs.items()]
     parts += [Component("unet", unet_spec(unet), "diffusers"), Component("vae", vae_spec(VAE), "diffusers")]
     for i, part in enumerate(parts):
         params = init_params(part.spec, i)
-        values[part.name] = [part.kind, names["first"]]
+        values[part.name] = [part.kind, flax + CLASSES[part.name]]
         config = dataclasses.asdict(configs[part.name])
+        config |= {"model_type": "clip_text_model"} if part.name in text.parts else {}
         if form == "flax":
             write_json(folder / part.name / "config.json", config)
             (folder / part.name / FLAX_FILES[part.kind]).write_bytes(flax_bytes(flax_tree(part, params)))
@@ -67,8 +79,9 @@ def build(
         target = name.replace("text_encoder", "tokenizer")
         values[target] = ["transformers", "CLIPTokenizer"]
         shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / target)
-    values["scheduler"] = ["diffusers", SCHEDULER["_class_name"]]
-    write_json(folder / "scheduler" / "scheduler_config.json", SCHEDULER)
+    class_name = flax + scheduler["_class_name"]
+    values["scheduler"] = ["diffusers", class_name]
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler | {"_class_name": class_name})
     write_json(folder / "model_index.json", values | index)
     return folder
 
