@@ -6,6 +6,7 @@ Each is compiled once, ahead of its first call, so that compiling is seen and ti
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from canvax.compile.aot import slot
 from canvax.denoise import WINDOW, denoise
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
@@ -28,8 +30,26 @@ from canvax.samplers.table import SLOTS, Clip
 from canvax.target import compiling_for
 from canvax.types import Array
 
-Announce = Callable[[str, float | None], None]
-"""Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
+
+@dataclass(frozen=True)
+class Build:
+    """One program on its way.
+
+    Attributes:
+        program: "text encoder", "denoiser" or "decoder".
+        cached: loaded from the cache instead of compiled.
+        seconds: what it took; None while it goes on.
+        size: bytes of it on disk, 0 if it is not kept.
+    """
+
+    program: str
+    cached: bool
+    seconds: float | None = None
+    size: int = 0
+
+
+Announce = Callable[[Build], None]
+"""Told when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +152,61 @@ class Programs:
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = self._compile(name, function, arguments, announce)
+                self._compiled[key] = self._build(name, function, arguments, announce)
             return self._compiled[key]
 
-    def _compile(
+    def _build(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: partial[Any],
         arguments: tuple[Any, ...],
         announce: Announce | None,
     ) -> Callable[..., Any]:
-        if announce:
-            announce(name, None)
-        began = time.perf_counter()
-        platform = self.mesh.devices.flat[0].platform
+        """The program from the cache; else compiled, and kept there."""
+        tell = announce or _silent
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with compiling_for(platform), precision:
-            outputs = over_batch(self.mesh)
+        with precision:
+            began = time.perf_counter()
+            kept = slot(function, arguments, self.mesh, _about(name, arguments), stacked=self.stacked)
+            if kept and (found := kept.read()):
+                tell(Build(name, cached=True))
+                program = kept.load(*found)
+                if program is not None:
+                    tell(Build(name, True, time.perf_counter() - began, len(found[1])))
+                    return program
+            tell(Build(name, cached=False))
+            began = time.perf_counter()
+            program = self._compile(function, arguments)
+            size = kept.write(program) if kept else 0
+            tell(Build(name, False, time.perf_counter() - began, size))
+            return program
+
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        with compiling_for(self.mesh.devices.flat[0].platform):
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
-            lowered = jax.jit(function, out_shardings=outputs).lower(*arguments)
-            compiled = lowered.compile()
-        if announce:
-            announce(name, time.perf_counter() - began)
-        return compiled
+            return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
+
+
+def _silent(build: Build) -> None:
+    del build
+
+
+def _about(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What ``canvax cache`` tells of a program."""
+    weights = jax.tree.leaves(arguments[0])
+    data = arguments[1] if name != "text encoder" else next(iter(arguments[1].values()))
+    about = {
+        "program": name,
+        "parameters": sum(math.prod(leaf.shape) for leaf in weights),
+        "dtype": str(weights[0].dtype),
+        "batch": data.shape[0],
+    }
+    if name != "text encoder":
+        about |= {"latents": list(data.shape[-3:-1])}
+    if name == "denoiser":
+        about |= {"guided": arguments[3] is not None}
+    return about
 
 
 def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
