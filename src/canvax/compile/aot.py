@@ -1,29 +1,52 @@
 """Executables between processes: kept in the private folder of :mod:`canvax.compile.cache`, loaded without tracing.
 
-JAX's own persistent cache is set up in the same folder. It still needs the trace, but it also knows a program again
-after an update of canvax that left that program alone, and it keeps the small functions around ours.
+JAX's own persistent cache is set up in the same folder for whatever else is compiled around them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh
 
 from canvax.compile import cache, key
 
 
+@dataclass(frozen=True)
+class Build:
+    """One program on its way.
+
+    Attributes:
+        program: "text encoder", "denoiser" or "decoder".
+        cached: loaded from the cache instead of compiled.
+        seconds: what it took; None while it goes on.
+        size: bytes of it on disk, 0 if it is not kept.
+    """
+
+    program: str
+    cached: bool
+    seconds: float | None = None
+    size: int = 0
+
+
+Announce = Callable[[Build], None]
+"""Told when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
     """The place in the cache of one program on these devices, filled or not."""
 
-    path: Any
+    path: Path
     header: dict[str, Any]
     devices: Sequence[Any]
     in_tree: Any
@@ -39,8 +62,12 @@ class Slot:
             client = self.devices[0].client
             return deserialize_and_load(executable, self.in_tree, out_tree, client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
-            cache.forget(self.path, f"cannot be loaded ({type(error).__name__}: {error})")
+            self.forget(error)
             return None
+
+    def forget(self, error: Exception) -> None:
+        """Remove what is stored, since it failed."""
+        cache.forget(self.path, f"cannot be used ({type(error).__name__}: {error})")
 
     def write(self, compiled: Any) -> int:
         """Keep a program; returns bytes on disk, 0 if it cannot be kept."""
@@ -54,7 +81,9 @@ class Slot:
         return cache.write(self.path, header, executable)
 
 
-def slot(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, about: dict[str, Any], **more: Any) -> Slot | None:
+def slot(
+    function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, about: dict[str, Any], **more: Any
+) -> Slot | None:
     """Where a program is kept; None if it cannot be: the cache is off, or the devices are not this process's own.
 
     Args:
@@ -75,6 +104,73 @@ def slot(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, about: 
     return Slot(folder / "programs" / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
 
 
+def obtain(name: str, compile: Callable[[], Any], kept: Slot | None, tell: Announce) -> Callable[..., Any]:
+    """A program: from its slot if it is there and good, else compiled, and kept there if there is a slot."""
+
+    def fresh() -> Callable[..., Any]:
+        tell(Build(name, cached=False))
+        began = time.perf_counter()
+        with _without_jax_cache() if kept else nullcontext():
+            program = compile()
+        size = kept.write(program) if kept else 0
+        tell(Build(name, False, time.perf_counter() - began, size))
+        return program
+
+    began = time.perf_counter()
+    found = kept.read() if kept else None
+    if kept is None or found is None:
+        return fresh()
+    tell(Build(name, cached=True))
+    program = kept.load(*found)
+    if program is None:
+        return fresh()
+    tell(Build(name, True, time.perf_counter() - began, len(found[1])))
+    return _on_trial(program, kept, fresh)
+
+
+def _on_trial(program: Callable[..., Any], kept: Slot, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A program from the cache. If its very first run fails it is made anew: loading does not find all faults.
+
+    An executable that a backend did not store properly may load, and only say so when it runs (jaxlib's CPU backend
+    does that). Running out of memory is no fault of the cache.
+    """
+    tried = False
+
+    def run(*arguments: Any) -> Any:
+        nonlocal program, tried
+        if tried:
+            return program(*arguments)
+        try:
+            result = jax.block_until_ready(program(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            kept.forget(error)
+            program = fresh()
+            result = program(*arguments)
+        tried = True
+        return result
+
+    return run
+
+
+@contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Compile for real, with JAX's persistent cache out of the way.
+
+    An executable that JAX has read from its cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
+    lacks its machine code. JAX looks at its settings once and remembers, hence the resets.
+    """
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        reset_cache()
+
+
 def _own(devices: Sequence[Any]) -> bool:
     """Whether programs for these devices may be loaded here.
 
@@ -89,14 +185,14 @@ def _own(devices: Sequence[Any]) -> bool:
         return False
 
 
-def _share_with_jax(folder: Any) -> None:
+def _share_with_jax(folder: Path) -> None:
     """Set up JAX's persistent cache, unless the user has done so or wants none."""
-    config = jax.config
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return
-    config.update("jax_compilation_cache_dir", str(folder))
-    if config.jax_persistent_cache_min_compile_time_secs == 1.0:  # its default, which would leave small functions out
-        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if settings["jax_persistent_cache_min_compile_time_secs"] == 1.0:  # the default would leave small functions out
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _skeleton(tree: Any) -> Any:

@@ -172,7 +172,8 @@ def forget(path: Path, fault: str) -> None:
 def programs() -> list[Stored]:
     """Every program kept, the last used first."""
     folder = cache_path()
-    found = [] if folder is None else [_describe(path, *sizes) for path, *sizes in _files(folder, "*.program")]
+    files = [] if folder is None else _files(folder)
+    found = [_describe(path, size, used) for path, size, used in files if path.suffix == ".program"]
     return sorted(found, key=lambda one: -one.used)
 
 
@@ -222,12 +223,10 @@ def _why_not(status: os.stat_result, right_kind: Any) -> str:
     return ""
 
 
-def _files(folder: Path, pattern: str = "*") -> Iterator[tuple[Path, int, float]]:
+def _files(folder: Path) -> Iterator[tuple[Path, int, float]]:
     """Files of the cache, their sizes and when they were last used."""
-    for part, names in (("programs", pattern), ("xla", "**/*")):
-        if part == "xla" and pattern != "*":
-            return
-        for path in (folder / part).glob(names):
+    for part in ("programs", "xla"):
+        for path in (folder / part).rglob("*"):
             with suppress(OSError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):

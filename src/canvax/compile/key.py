@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.sharding import Mesh, NamedSharding
 
 from canvax._version import __version__
@@ -69,7 +68,7 @@ def software() -> dict[str, str]:
         "sources": _sources(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": version("jaxlib"),
     }
     for name in PLUGINS:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from canvax.compile.aot import slot
+from canvax.compile.aot import Announce, Build, obtain, slot
 from canvax.denoise import WINDOW, denoise
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
@@ -29,27 +28,6 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.target import compiling_for
 from canvax.types import Array
-
-
-@dataclass(frozen=True)
-class Build:
-    """One program on its way.
-
-    Attributes:
-        program: "text encoder", "denoiser" or "decoder".
-        cached: loaded from the cache instead of compiled.
-        seconds: what it took; None while it goes on.
-        size: bytes of it on disk, 0 if it is not kept.
-    """
-
-    program: str
-    cached: bool
-    seconds: float | None = None
-    size: int = 0
-
-
-Announce = Callable[[Build], None]
-"""Told when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
 
 
 @dataclass(frozen=True)
@@ -162,27 +140,30 @@ class Programs:
         arguments: tuple[Any, ...],
         announce: Announce | None,
     ) -> Callable[..., Any]:
-        """The program from the cache; else compiled, and kept there."""
-        tell = announce or _silent
-        precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with precision:
-            began = time.perf_counter()
-            kept = slot(function, arguments, self.mesh, _about(name, arguments), stacked=self.stacked)
-            if kept and (found := kept.read()):
-                tell(Build(name, cached=True))
-                program = kept.load(*found)
-                if program is not None:
-                    tell(Build(name, True, time.perf_counter() - began, len(found[1])))
-                    return program
-            tell(Build(name, cached=False))
-            began = time.perf_counter()
-            program = self._compile(function, arguments)
-            size = kept.write(program) if kept else 0
-            tell(Build(name, False, time.perf_counter() - began, size))
-            return program
+        more = {"precision": self.precision, "stacked": self.stacked}
+        kept = slot(function, arguments, self.mesh, self._about(name, arguments), **more)
+        return obtain(name, partial(self._compile, function, arguments), kept, announce or _silent)
+
+    def _about(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """What ``canvax cache`` tells of a program."""
+        weights = jax.tree.leaves(arguments[0])
+        data = jax.tree.leaves(arguments[1])[0]
+        about = {
+            "program": name,
+            "parameters": sum(math.prod(leaf.shape) for leaf in weights),
+            "dtype": str(weights[0].dtype),
+            "batch": data.shape[0],
+        }
+        if name != "text encoder":
+            height, width = (side * self.vae.factor for side in data.shape[-3:-1])
+            about |= {"height": height, "width": width}
+        if name == "denoiser":
+            about |= {"guided": arguments[3] is not None}
+        return about
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        with compiling_for(self.mesh.devices.flat[0].platform):
+        precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
+        with compiling_for(self.mesh.devices.flat[0].platform), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
             return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
@@ -190,23 +171,6 @@ class Programs:
 
 def _silent(build: Build) -> None:
     del build
-
-
-def _about(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What ``canvax cache`` tells of a program."""
-    weights = jax.tree.leaves(arguments[0])
-    data = arguments[1] if name != "text encoder" else next(iter(arguments[1].values()))
-    about = {
-        "program": name,
-        "parameters": sum(math.prod(leaf.shape) for leaf in weights),
-        "dtype": str(weights[0].dtype),
-        "batch": data.shape[0],
-    }
-    if name != "text encoder":
-        about |= {"latents": list(data.shape[-3:-1])}
-    if name == "denoiser":
-        about |= {"guided": arguments[3] is not None}
-    return about
 
 
 def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:

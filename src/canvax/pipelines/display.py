@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from canvax.compile.programs import Build
+from canvax.compile.aot import Build
 
 
 class Display:
@@ -16,6 +16,7 @@ class Display:
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
         self.builds: list[Build] = []
+        self.first_step = 0.0
         self._begun = False
 
     @property
@@ -33,6 +34,10 @@ class Display:
             once = f"compiling the {build.program} (once for each size and batch) ... "
             self._write(f"loading the compiled {build.program} ... " if build.cached else once)
         self._begun = build.seconds is None
+
+    def stepped(self) -> None:
+        """Keep the time of the first step."""
+        self.first_step = self.first_step or time.perf_counter()
 
     def bar(self, total: int) -> Bar:
         """A progress bar over ``total`` steps."""
