@@ -253,10 +253,7 @@ def _summarise(report: Mapping[str, Any]) -> None:
     names = {"load": "load", "compile": compiled, "encode": "encode", "denoise": "denoise"}
     parts = [f"{name} {seconds(timings[stage])}" for stage, name in names.items()]
     parts[-1] += f" ({seconds(timings['step'])} a step)"
-    parts += [
-        f"first step {seconds(timings['first_step'])} after the start",
-        f"decode {seconds(timings['decode'])}",
-        f"total {seconds(timings['total'])}",
-    ]
+    parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
+    parts += [f"first step {seconds(timings['first_step'])} after the start"]
     count = len(report["files"])
     complain(f"{count} picture{'s' if count > 1 else ''}; " + ", ".join(parts))

@@ -99,7 +99,8 @@ def slot(
         return None
     environment = key.environment(devices)
     name = key.digest([environment, key.program(function, arguments, mesh, **more)])
-    _share_with_jax(folder / "xla" / key.digest([environment["software"]["jaxlib"], environment["devices"]])[:16])
+    machine = {**environment["devices"], "each": None}
+    _share_with_jax(folder / "xla" / key.digest([environment["software"]["jaxlib"], machine])[:16])
     header = {"key": name, "about": about, **environment}
     return Slot(folder / "programs" / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
 
@@ -186,7 +187,10 @@ def _own(devices: Sequence[Any]) -> bool:
 
 
 def _share_with_jax(folder: Path) -> None:
-    """Set up JAX's persistent cache, unless the user has done so or wants none."""
+    """Set up JAX's persistent cache, unless the user has done so or wants none.
+
+    A folder for each kind of machine: JAX itself does not always tell CPUs apart, and a home may serve several.
+    """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return

@@ -39,7 +39,9 @@ def traces() -> int:
 
 def process_age() -> float:
     """Seconds since this process began; where the system does not tell, since this module was imported."""
+    since_import = time.perf_counter() - _IMPORTED
     with suppress(OSError, AttributeError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter() - _IMPORTED
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after the machine did
+        return max(since_import, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    return since_import
