@@ -5,6 +5,8 @@ JAX's own persistent cache is set up in the same folder for whatever else is com
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -84,7 +86,9 @@ class Slot:
 def slot(
     function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, about: dict[str, Any], **more: Any
 ) -> Slot | None:
-    """Where a program is kept; None if it cannot be: the cache is off, or the devices are not this process's own.
+    """Where a program is kept; None if it cannot be.
+
+    The cache may be off, the devices not this process's own, or canvax's sources no longer those that it runs.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -95,7 +99,7 @@ def slot(
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
-    if folder is None:
+    if folder is None or key.edited():
         return None
     environment = key.environment(devices)
     name = key.digest([environment, key.program(function, arguments, mesh, **more)])
@@ -155,6 +159,14 @@ def _on_trial(program: Callable[..., Any], kept: Slot, fresh: Callable[[], Calla
     return run
 
 
+class _Aside:
+    """How many compilations want JAX's cache out of the way just now, and what was set before the first of them."""
+
+    lock = threading.Lock()
+    count = 0
+    enabled = True
+
+
 @contextmanager
 def _without_jax_cache() -> Iterator[None]:
     """Compile for real, with JAX's persistent cache out of the way.
@@ -162,14 +174,20 @@ def _without_jax_cache() -> Iterator[None]:
     An executable that JAX has read from its cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
     lacks its machine code. JAX looks at its settings once and remembers, hence the resets.
     """
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()
+    with _Aside.lock:
+        if _Aside.count == 0:
+            _Aside.enabled = jax.config.values["jax_enable_compilation_cache"]
+            jax.config.update("jax_enable_compilation_cache", False)
+            reset_cache()
+        _Aside.count += 1
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        reset_cache()
+        with _Aside.lock:
+            _Aside.count -= 1
+            if _Aside.count == 0:
+                jax.config.update("jax_enable_compilation_cache", _Aside.enabled)
+                reset_cache()
 
 
 def _own(devices: Sequence[Any]) -> bool:
@@ -192,7 +210,8 @@ def _share_with_jax(folder: Path) -> None:
     A folder for each kind of machine: JAX itself does not always tell CPUs apart, and a home may serve several.
     """
     settings = jax.config.values
-    if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
+    wanted = settings["jax_enable_compilation_cache"] and not settings["jax_compilation_cache_dir"]
+    if not wanted or not os.access(folder.parent, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if settings["jax_persistent_cache_min_compile_time_secs"] == 1.0:  # the default would leave small functions out

@@ -95,7 +95,12 @@ def size_limit() -> int:
 
 
 def open_cache() -> Path | None:
-    """The folder, made if need be and safe to use; None, after one warning, if it is not or cannot be made."""
+    """The folder, made if need be and safe to use; None, after one warning, if it is not or cannot be made.
+
+    Raises:
+        InputError: CANVAX_CACHE_SIZE is not a size.
+    """
+    size_limit()
     try:
         folder = cache_path()
     except RuntimeError:  # no home folder
@@ -144,7 +149,7 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     total.update(executable)
     size = _START + len(text) + len(executable)
     if size > size_limit():
-        _without(f"a program of {size} bytes is larger than {SIZE} allows")
+        _without(f"one alone is larger than {SIZE} allows")
         return 0
     temporary = None
     try:

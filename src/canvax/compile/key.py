@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from canvax._version import __version__
+from canvax.compile.monitor import process_age
 
 PLUGINS = (
     *("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -78,10 +80,20 @@ def software() -> dict[str, str]:
     return found
 
 
+def edited() -> bool:
+    """Whether canvax's sources were changed after this process began, which then may not run what they say."""
+    began = time.time() - process_age()
+    return max(path.stat().st_mtime for path in _files()) > began
+
+
+def _files() -> list[Path]:
+    return sorted(Path(__file__).parent.parent.rglob("*.py"))
+
+
 def _sources() -> str:
     package = Path(__file__).parent.parent
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in _files():
         total.update(path.relative_to(package).as_posix().encode() + b"\0")
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
