@@ -263,14 +263,19 @@ def test_an_edit_of_the_sources_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     assert key.edited()  # and may not be what this process runs
 
 
-def test_other_devices_than_this_process_has_are_left_alone(folder: Path) -> None:
-    class Described:
-        @property
-        def client(self) -> Any:
-            raise NotImplementedError("a topology has no client")
+class Described:
+    """A device of a topology: it knows a client that knows it, but cannot run anything."""
 
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+        self.client = SimpleNamespace(devices=lambda: [self])
+
+
+def test_devices_that_are_only_described_are_left_alone() -> None:
     assert aot._own(ONE)
-    assert not aot._own([Described()])
+    assert aot._own(jax.devices())
+    assert not aot._own([Described("cpu")])
+    assert not aot._own([Described("tpu")])
 
 
 def test_off(tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:

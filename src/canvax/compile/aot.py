@@ -199,8 +199,8 @@ def _own(devices: Sequence[Any]) -> bool:
     if jax.process_count() > 1:
         return False
     try:
-        return set(devices) <= set(devices[0].client.devices())
-    except (AttributeError, RuntimeError, NotImplementedError):
+        return set(devices) <= set(jax.local_devices(backend=devices[0].platform))
+    except RuntimeError:  # there is no such backend here
         return False
 
 
