@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.pictures import OPTIONS
-from canvax.cli.terminal import command_line, complain, say, table
+from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError
 from canvax.images.metadata import read_metadata
 
@@ -178,11 +178,11 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     for name, part in report["components"].items():
         size = sum(part["files"].values()) if "files" in part else 0
         count = f"{part['parameters']:,}" if "parameters" in part else ""
-        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), _bytes(size) if size else ""))
+        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), byte_size(size) if size else ""))
     rows.append(("total", "", f"{report['parameters']:,}", "", ""))
     commit = f" at {report['revision']}" if report["revision"] else ""
     sampler, text, latents, defaults = (report[name] for name in ("sampler", "text", "latents", "defaults"))
-    memory = ", ".join(f"{_bytes(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
+    memory = ", ".join(f"{byte_size(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
     facts = {
         "memory": f"{memory} (weights alone)",
         "size": f"{report['width']} x {report['height']} pixels",
@@ -198,13 +198,3 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     lines += [f"{name:<10}  {value}" for name, value in facts.items()]
     lines += [f"{name}: recognised, not used yet" for name in report["not_used"]]
     return lines
-
-
-def _bytes(size: int) -> str:
-    """A size for people, in powers of ten as disks are sold."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.2f} GB"

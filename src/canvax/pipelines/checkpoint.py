@@ -20,7 +20,7 @@ from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import check_mesh, make_mesh, replicated
-from canvax.params import Params
+from canvax.params import Params, map_spec
 from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
@@ -154,8 +154,12 @@ def open_checkpoint(
     mesh: Mesh | None = None,
     precision: str | None = None,
     progress: bool = True,
+    weights: bool = True,
 ) -> tuple[Checkpoint, Programs, Params]:
-    """Everything of a model; see :func:`canvax.load` for the arguments."""
+    """Everything of a model; see :func:`canvax.load` for the arguments.
+
+    Without ``weights`` the parameters are shapes, dtypes and shardings, enough to compile for.
+    """
     if dtype is not None:
         dtype = parse_dtype(dtype)
     checkout = resolve(
@@ -172,12 +176,18 @@ def open_checkpoint(
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
     sharding = replicated(mesh)
-    params = load_components(
-        checkout,
-        checkpoint.components,
-        dtype=dtype,
-        place=lambda _, array: jax.device_put(array, sharding),
-    )
+    if weights:
+        params = load_components(
+            checkout,
+            checkpoint.components,
+            dtype=dtype,
+            place=lambda _, array: jax.device_put(array, sharding),
+        )
+    else:
+        params = {
+            part.name: map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding), part.spec)
+            for part in checkpoint.components
+        }
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
 

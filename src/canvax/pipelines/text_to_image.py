@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from canvax._version import __version__
+from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, initial_state, window_rows
@@ -135,6 +136,65 @@ class StableDiffusion:
         """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder."""
         return self.checkpoint.save(folder, self._params(params), dtype=dtype)
 
+    def compile(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        *,
+        guidance: bool = True,
+        progress: bool = True,
+        params: Params | None = None,
+    ) -> tuple[Build, ...]:
+        """Make the three programs of a size and batch ready, without running them.
+
+        They come from the cache if they are there, and are compiled and kept there if not.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: number of images, rounded up to the number of devices.
+            guidance: with it on; a guidance scale of 1 or less is another program.
+            progress: show what is done on stderr.
+            params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
+                (``jax.ShapeDtypeStruct``).
+
+        Returns:
+            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        params = self._params(params)
+        side, factor = self.checkpoint.native_size, self.programs.vae.factor
+        height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise InputError(f"batch={batch!r} is not a whole number of at least 1")
+        images = padded_batch(batch, self.programs.mesh)
+        shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
+        table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
+        display = Display(shown=progress)
+        self._build(params, shape, guidance, table, display)
+        return tuple(display.builds)
+
+    def _build(
+        self,
+        params: Params,
+        shape: tuple[int, int, int, int],
+        guided: bool,
+        table: SamplerTable,
+        display: Display,
+        *,
+        decoder: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        """The three programs for latents of ``shape``; None in place of a decoder that is not wanted."""
+        programs, tell = self.programs, display.announce
+        return (
+            programs.encode_text(params, shape[0], tell),
+            programs.denoise(params, shape, guided=guided, clip=table.clip, announce=tell),
+            programs.decode(params, shape, tell) if decoder else None,
+        )
+
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
         display = Display(shown=request.options.progress)
@@ -144,12 +204,8 @@ class StableDiffusion:
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
         padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
-        encode = self.programs.encode_text(params, padded[0], display.announce)
-        denoise = self.programs.denoise(
-            params, padded, guided=request.guided, clip=table.clip, announce=display.announce
-        )
         whole = request.options.denoising_end == 1
-        decode = self.programs.decode(params, padded, display.announce) if whole else None
+        encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -168,6 +224,7 @@ class StableDiffusion:
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
+        timings["first_step"] = display.first_step - began
         timings["total"] = time.perf_counter() - began
         return Result(
             to_pil(pixels), pixels, latents, self._metadata(request), timings, compilations() - compiled_before
@@ -202,6 +259,7 @@ class StableDiffusion:
                 jax.block_until_ready(state)
                 done += count
                 bar.advance(count)
+                display.stepped()
                 if callback:
                     step = Step(done - 1, total, np.asarray(state)[:batch, 0], np.asarray(denoised)[:batch])
                     if callback(step) is False:
