@@ -15,6 +15,7 @@ from canvax._version import __version__
 
 if TYPE_CHECKING:
     from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError
+    from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.load import load
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.result import Result
@@ -31,6 +32,7 @@ _HOMES = {
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
     "load": "canvax.pipelines.load",
+    "make_mesh": "canvax.parallel.mesh",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Step",
     "__version__",
     "load",
+    "make_mesh",
 ]
 
 

@@ -1,6 +1,6 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only :func:`linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised, low-rank) has to be
+Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised, low-rank) has to be
 taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what it computes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from canvax.params import Param, Params, Spec
+from canvax.params import AxisName, Param, Params, Spec
 from canvax.target import target_platform
 from canvax.types import Array
 
@@ -21,7 +21,7 @@ at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
 def linear_spec(
     inputs: int,
     outputs: int,
-    axes: tuple[str | None, str | None] = (None, None),
+    axes: tuple[AxisName, AxisName] = (None, None),
     *,
     bias: bool = True,
     conv: bool = False,
@@ -39,11 +39,26 @@ def linear(p: Params, x: Array) -> Array:
     return y + p["bias"] if "bias" in p else y
 
 
-def conv2d_spec(inputs: int, outputs: int, kernel: int = 3) -> Spec:
-    """A square convolution with bias."""
+def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
+    """Values and gate of a gated unit, each half of the outputs of one linear map: (..., in) -> 2 x (..., out / 2).
+
+    A weight [in, 2, out / 2] is one whose halves the sharding rules have split alike, so that each device has the
+    gates of its own values.
+    """
+    if p["weight"].ndim == 2:
+        values, gate = jnp.split(linear(p, x), 2, axis=-1)
+        return values, gate
+    y = jnp.einsum("...c,cgo->...go", x, p["weight"]) + p["bias"]
+    return y[..., 0, :], y[..., 1, :]
+
+
+def conv2d_spec(
+    inputs: int, outputs: int, kernel: int = 3, *, axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out")
+) -> Spec:
+    """A square convolution with bias; ``axes`` of its input and output channels."""
     return {
-        "weight": Param((kernel, kernel, inputs, outputs), (None, None, "conv_in", "conv_out"), layout="conv"),
-        "bias": Param((outputs,), ("conv_out",), init="zeros"),
+        "weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv"),
+        "bias": Param((outputs,), (axes[1],), init="zeros"),
     }
 
 

@@ -147,7 +147,7 @@ class Programs:
         began = time.perf_counter()
         platform = self.mesh.devices.flat[0].platform
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with compiling_for(platform), precision:
+        with compiling_for(platform, None if self.stacked else self.mesh), precision:
             outputs = over_batch(self.mesh)
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)

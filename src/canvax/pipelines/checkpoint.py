@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +18,8 @@ from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
-from canvax.parallel.mesh import check_mesh, make_mesh, replicated
+from canvax.parallel.mesh import check_mesh, make_mesh
+from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
@@ -171,12 +171,11 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    sharding = replicated(mesh)
     params = load_components(
         checkout,
         checkpoint.components,
         dtype=dtype,
-        place=lambda _, array: jax.device_put(array, sharding),
+        place=lambda param, array: place(param, array, mesh),
     )
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
