@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from canvax.target import target_mesh, target_platform
+from canvax.target import target_mesh, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024
@@ -40,7 +40,7 @@ def _on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array) 
     mesh = target_mesh()
     if mesh is None:
         return kernel(q, k, v)
-    split = "model" if q.shape[2] % mesh.shape.get("model", 1) == 0 and "model" in mesh.shape else None
+    split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
     spec = PartitionSpec("data", None, split, None)
     return jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.params import AxisName, Param, Params, Spec
-from canvax.target import target_platform
+from canvax.target import target_platform, weight_shards
 from canvax.types import Array
 
 SMALL_IMAGE = 20 * 20
@@ -66,7 +66,8 @@ def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
     weight = p["weight"]
     small = x.shape[1] * x.shape[2] <= SMALL_IMAGE and weight.shape[2] >= 64
-    if target_platform() == "cpu" and weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and small:
+    plain = weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1)
+    if target_platform() == "cpu" and plain and small and weight_shards() == 1:
         return _conv3x3_as_matmul(weight, x) + p["bias"]
     y = jax.lax.conv_general_dilated(
         x, weight, (stride, stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")

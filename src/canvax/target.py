@@ -37,3 +37,9 @@ def target_mesh() -> Mesh | None:
     """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
     mesh = _mesh.get()
     return mesh if mesh is not None and mesh.size > 1 else None
+
+
+def weight_shards() -> int:
+    """How many devices share the weights of one copy of the model: the size of ``model``."""
+    mesh = target_mesh()
+    return 1 if mesh is None else mesh.shape.get("model", 1)
