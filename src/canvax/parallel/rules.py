@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from canvax.errors import InputError
 from canvax.parallel.place import put
-from canvax.params import Axis, Param, Params, Spec, map_spec
+from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array
 
 RULES: Mapping[str, str] = {"heads": "model", "mlp": "model", "hidden": "model"}
@@ -91,6 +92,26 @@ def place(param: Param, leaf: Any, mesh: Mesh) -> Array:
     if leaf.shape != placed.shape:
         leaf = np.reshape(leaf, placed.shape) if isinstance(leaf, np.ndarray) else leaf.reshape(placed.shape)
     return put(leaf, sharding)
+
+
+def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
+    """Every parameter of a spec by :func:`place`.
+
+    Raises:
+        InputError: some are missing, unknown or of another shape; naming them, below ``name``.
+    """
+    wanted, given = dict(flatten(spec)), dict(flatten(params))
+    faults = [f"{key} is missing" for key in wanted if key not in given]
+    faults += [f"{key} is not a parameter" for key in given if key not in wanted]
+    faults += [
+        f"{key} is {np.shape(leaf)}, not {wanted[key].shape}"
+        for key, leaf in given.items()
+        if key in wanted and np.shape(leaf) not in (wanted[key].shape, wanted[key].in_parts)
+    ]
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{more}")
+    return unflatten({key: place(param, given[key], mesh) for key, param in wanted.items()})
 
 
 def device_bytes(spec: Spec, itemsize: int, sizes: Mapping[str, int]) -> int:

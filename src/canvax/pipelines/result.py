@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Result:
     """Pictures and how they came to be.
 
+    Where several processes draw together, each has the images of its own devices alone: ``indices`` says which.
+
     Attributes:
         images: PIL images; none if the run was stopped by ``denoising_end``.
         pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
@@ -27,6 +29,7 @@ class Result:
         metadata: for each image, everything needed to draw it again.
         timings: seconds of each stage: ``compile``, ``encode``, ``denoise``, ``step``, ``decode``, ``total``.
         compilations: programs compiled by this call; 0 after the first picture of a size and batch.
+        indices: which images of the call these are, counted from 0.
     """
 
     images: list[Image]
@@ -35,6 +38,7 @@ class Result:
     metadata: list[dict[str, Any]] = field(repr=False)
     timings: dict[str, float]
     compilations: int
+    indices: list[int] = field(repr=False)
 
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless told otherwise."""

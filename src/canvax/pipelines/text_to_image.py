@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,10 @@ from canvax.errors import Cancelled, InputError
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
+from canvax.parallel import multihost
 from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import map_parts, own_rows, put
+from canvax.parallel.rules import place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
 from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
@@ -95,10 +98,11 @@ class StableDiffusion:
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
-            params: the parameters, if the pipeline does not hold them.
+            params: the parameters, if the pipeline does not hold them; those that do not lie on the pipeline's mesh as
+                :meth:`place` puts them are put there first, for this call alone.
 
         Returns:
-            The pictures.
+            The pictures; where several processes draw together, those of this process.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -129,21 +133,46 @@ class StableDiffusion:
             and self.checkpoint.zeros_for_no_negative,
         )
         self._check_start(request)
+        if multihost.is_spread(self.programs.mesh):
+            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
         return self._draw(params, request, shape)
 
     def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
-        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder."""
-        return self.checkpoint.save(folder, self._params(params), dtype=dtype)
+        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder.
+
+        Where several processes run, the first one writes and all wait for it.
+        """
+        params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
+        if not spread or multihost.leads(self.programs.mesh):
+            self.checkpoint.save(folder, params, dtype=dtype)
+        if spread:
+            multihost.wait_for_all("canvax save")
+        return Path(folder)
+
+    def place(self, params: Params) -> Params:
+        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
+
+        Args:
+            params: arrays of any kind, on the host or on devices; nested dicts as :meth:`from_pretrained` returns them.
+
+        Raises:
+            InputError: they do not fit the model.
+        """
+        return {
+            part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
+            for part in self.checkpoint.components
+        }
 
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
-        display = Display(shown=request.options.progress)
+        mesh = self.programs.mesh
+        display = Display(shown=request.options.progress and multihost.leads(mesh))
         clock = _Clock()
         table = self._table(request)
         ids = self._tokenize(request.prompts, request.prompts_2)
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
-        padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
+        padded = (padded_batch(shape[0], mesh), *shape[1:])
         encode = self.programs.encode_text(params, padded[0], display.announce)
         denoise = self.programs.denoise(
             params, padded, guided=request.guided, clip=table.clip, announce=display.announce
@@ -160,17 +189,21 @@ class StableDiffusion:
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            latents = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            state = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            indices, own = own_rows(state, shape[0])
+            latents = own[:, 0]
         with clock("decode"):
             pixels = np.zeros((0, request.height, request.width, 3), np.float32)
             if decode:
-                pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
+                _, pixels = own_rows(decode(params["vae"], map_parts(lambda part: part[:, 0], state)), shape[0])
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
         timings["total"] = time.perf_counter() - began
+        metadata = self._metadata(request)
+        metadata = [metadata[i] for i in indices]
         return Result(
-            to_pil(pixels), pixels, latents, self._metadata(request), timings, compilations() - compiled_before
+            to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices
         )
 
     def _denoise(
@@ -184,16 +217,18 @@ class StableDiffusion:
         request: Request,
         display: Display,
         padded: tuple[int, ...],
-    ) -> np.ndarray:
-        """Run all rows of the table, a few at a time; returns the final latents [B, h, w, C]."""
+    ) -> Array:
+        """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
         batch, total = len(noise), len(table)
-        callback = request.options.callback
+        callback, progress = request.options.callback, request.options.progress
+        # Processes that draw together keep step: what one of them measures may not decide how far it goes.
+        singly = callback or (progress and multihost.is_spread(self.programs.mesh))
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
         done = 0
         with display.bar(total) as bar:
             while done < total:
-                count = 1 if callback else min(bar.chunk(total - done), total - done, WINDOW)
+                count = 1 if singly else min(bar.chunk(total - done), total - done, WINDOW)
                 rows, noisy = window_rows(table, done, WINDOW, padded[0])
                 batched = {name: self._put(column, padded) for name, column in rows.items()}
                 state, denoised = program(
@@ -203,10 +238,11 @@ class StableDiffusion:
                 done += count
                 bar.advance(count)
                 if callback:
-                    step = Step(done - 1, total, np.asarray(state)[:batch, 0], np.asarray(denoised)[:batch])
+                    _, noisy_state = own_rows(state, batch)
+                    step = Step(done - 1, total, noisy_state[:, 0], own_rows(denoised, batch)[1])
                     if callback(step) is False:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
-        return np.asarray(state)[:batch, 0]
+        return state
 
     def _table(self, request: Request) -> SamplerTable:
         options = request.options
@@ -267,13 +303,13 @@ class StableDiffusion:
         missing = padded[0] - len(array)
         if missing:
             array = np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
-        return jax.device_put(array, over_batch(self.programs.mesh))
+        return put(array, over_batch(self.programs.mesh))
 
     def _params(self, params: Params | None) -> Params:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
-        return params
+        return self.place(params)
 
     def _metadata(self, request: Request) -> list[dict[str, Any]]:
         sampler, label = self.checkpoint.sampler_names(request.sampler)
