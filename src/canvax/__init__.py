@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from canvax._version import __version__
 
 if TYPE_CHECKING:
-    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError
+    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
+    from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.load import load
     from canvax.pipelines.options import Options, Step
@@ -27,7 +28,9 @@ _HOMES = {
     "CheckpointError": "canvax.errors",
     "HubError": "canvax.errors",
     "InputError": "canvax.errors",
+    "Memory": "canvax.parallel.memory",
     "Options": "canvax.pipelines.options",
+    "OutOfMemoryError": "canvax.errors",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
@@ -41,7 +44,9 @@ __all__ = [
     "CheckpointError",
     "HubError",
     "InputError",
+    "Memory",
     "Options",
+    "OutOfMemoryError",
     "Result",
     "StableDiffusion",
     "Step",

@@ -78,6 +78,19 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
+def mesh_of(text: str | None) -> Mesh:
+    """The mesh that a text such as ``data=4,model=2`` asks for: over the first devices if it names fewer than there are.
+
+    Raises:
+        InputError: it is not understood, or there are too few devices.
+    """
+    sizes = parse_mesh(text) if text else {}
+    devices = jax.devices()
+    if "data" in sizes and jax.process_count() == 1:
+        devices = devices[: sizes["data"] * sizes.get("model", 1)]
+    return make_mesh(devices, **sizes)
+
+
 def check_mesh(mesh: Mesh) -> Mesh:
     """The mesh itself, if its axes are those canvax knows.
 

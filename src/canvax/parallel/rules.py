@@ -94,6 +94,15 @@ def place(param: Param, leaf: Any, mesh: Mesh) -> Array:
     return put(leaf, sharding)
 
 
+def is_on(params: Params, mesh: Mesh) -> bool:
+    """Whether all parameters lie on the devices of a mesh, split in whatever way."""
+
+    def one(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh
+
+    return all(map(one, jax.tree.leaves(params)))
+
+
 def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
     """Every parameter of a spec by :func:`place`.
 

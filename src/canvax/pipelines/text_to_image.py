@@ -22,12 +22,14 @@ from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel import multihost
 from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.memory import Memory, check_programs, cures, explained, free_bytes
 from canvax.parallel.place import map_parts, own_rows, put
-from canvax.parallel.rules import place_all
+from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
 from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
 from canvax.pipelines.display import Display
+from canvax.pipelines.estimate import estimate
 from canvax.pipelines.options import Options, Step
 from canvax.pipelines.request import (
     Request,
@@ -98,8 +100,8 @@ class StableDiffusion:
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
-            params: the parameters, if the pipeline does not hold them; those that do not lie on the pipeline's mesh as
-                :meth:`place` puts them are put there first, for this call alone.
+            params: the parameters, if the pipeline does not hold them; if they are not on its
+                devices, :meth:`place` puts them there, for this call alone.
 
         Returns:
             The pictures; where several processes draw together, those of this process.
@@ -133,9 +135,11 @@ class StableDiffusion:
             and self.checkpoint.zeros_for_no_negative,
         )
         self._check_start(request)
+        cure = cures(self.programs.mesh, self.checkpoint.dtype, batch=shape[0], height=height, width=width)
         if multihost.is_spread(self.programs.mesh):
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
-        return self._draw(params, request, shape)
+        with explained(cure):
+            return self._draw(params, request, shape, cure)
 
     def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
         """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder.
@@ -143,6 +147,8 @@ class StableDiffusion:
         Where several processes run, the first one writes and all wait for it.
         """
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
+        if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
+            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
         if not spread or multihost.leads(self.programs.mesh):
             self.checkpoint.save(folder, params, dtype=dtype)
         if spread:
@@ -163,7 +169,33 @@ class StableDiffusion:
             for part in self.checkpoint.components
         }
 
-    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
+    def memory(
+        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guided: bool = True
+    ) -> Memory:
+        """What each device needs to draw ``batch`` images at once, estimated in seconds, without compiling.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: images of one call.
+            guided: whether the guidance scale is above 1.
+        """
+        mesh, side = self.programs.mesh, self.checkpoint.native_size
+        found = estimate(
+            self.checkpoint,
+            dtype=self.checkpoint.dtype,
+            height=check_size("height", height, side[0]),
+            width=check_size("width", width, side[1]),
+            batch=padded_batch(batch, mesh),
+            sizes=mesh.shape,
+            platform=mesh.devices.flat[0].platform,
+            guided=guided,
+        )
+        free = free_bytes(mesh)
+        held = found.weights if self.params is not None else 0
+        return replace(found, limit=None if free is None else free + held)
+
+    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
         mesh = self.programs.mesh
         display = Display(shown=request.options.progress and multihost.leads(mesh))
@@ -179,6 +211,9 @@ class StableDiffusion:
         )
         whole = request.options.denoising_end == 1
         decode = self.programs.decode(params, padded, display.announce) if whole else None
+
+        programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
+        check_programs(programs, mesh, cure)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -309,7 +344,7 @@ class StableDiffusion:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
-        return self.place(params)
+        return params if is_on(params, self.programs.mesh) else self.place(params)
 
     def _metadata(self, request: Request) -> list[dict[str, Any]]:
         sampler, label = self.checkpoint.sampler_names(request.sampler)
