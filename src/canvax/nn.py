@@ -1,7 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised, low-rank) has to be
-taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what it computes.
+Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised,
+low-rank) has to be taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what
+it computes.
 """
 
 from __future__ import annotations

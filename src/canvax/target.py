@@ -1,5 +1,5 @@
-"""What a trace is compiled for: the platform, so that kernels are chosen by the target and not by the host, and the mesh,
-so that a kernel which XLA cannot split by itself can be told to."""
+"""What a trace is compiled for: the platform, so that kernels are chosen by the target and not by the host, and the
+mesh, so that a kernel which XLA cannot split by itself can be told how."""
 
 from __future__ import annotations
 

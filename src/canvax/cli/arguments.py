@@ -199,7 +199,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _devices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("devices")
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2: the batch split 4 ways, the weights 2 (data alone)")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2: the batch split 4 ways, the weights 2 (data)")
     group.add_argument(
         "--distributed", action="store_true",
         help="join the processes of a TPU pod, of Slurm or of the next three; each draws and writes its own part",
@@ -214,7 +214,7 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", action="store_true", help="estimate what each device needs; compiles nothing")
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 on each part of data)")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
     group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
 

@@ -127,7 +127,8 @@ def _resnets(p: Params, h: Array, cfg: VaeConfig) -> Array:
 def _mid_spec(channels: int, cfg: VaeConfig) -> Spec:
     spec: Spec = {"resnets": _resnets_spec(channels, channels, 2, cfg)}
     if cfg.mid_block_add_attention:
-        spec["attentions"] = {"0": {"group_norm": norm_spec(channels)} | attention_spec(channels, channels, heads=1, bias=True)}
+        attention = attention_spec(channels, channels, heads=1, bias=True)
+        spec["attentions"] = {"0": {"group_norm": norm_spec(channels)} | attention}
     return spec
 
 

@@ -8,12 +8,14 @@ once is an estimate of the compiler's own figure, in the time of a trace (second
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint"}
 _STORED = {"conv_general_dilated", "dot_general", "while", "scan", "cond", "gather", "scatter", "scatter-add", "sort"}
@@ -44,12 +46,12 @@ class _Operation:
 
 
 def _peak(jaxpr: Any) -> int:
-    operations, results = _flat(jaxpr)
+    operations, results = _flat(jaxpr, {})
     stored = _stored(operations, results)
     roots: dict[Any, frozenset[Any]] = {}
     last: dict[Any, int] = {}
     for i, operation in enumerate(operations):
-        beneath = frozenset().union(*(roots.get(one, frozenset()) for one in operation.inputs))
+        beneath = _beneath(operation, roots)
         for root in beneath:
             last[root] = i
         for out in operation.outputs:
@@ -79,72 +81,71 @@ def _stored(operations: Sequence[_Operation], results: Sequence[Any]) -> set[Any
             stored.update(operation.inputs)
         if operation.name in _STORED or operation.name in _REDUCTIONS:
             stored.update(operation.outputs)
-    beneath: dict[Any, int] = {}
     roots: dict[Any, frozenset[Any]] = {}
     for operation in operations:
-        below = frozenset().union(*(roots.get(one, frozenset()) for one in operation.inputs))
+        beneath = _beneath(operation, roots)
         for out in operation.outputs:
-            if out not in stored and uses[out] > 1 and sum(map(_bytes, below)) > _bytes(out):
+            if uses[out] > 1 and sum(map(_bytes, beneath)) > _bytes(out):
                 stored.add(out)
-            roots[out] = frozenset([out]) if out in stored else below
-    del beneath
+            roots[out] = frozenset([out]) if out in stored else beneath
     return stored
 
 
-def _flat(jaxpr: Any, names: dict[Any, Any] | None = None) -> tuple[list[_Operation], list[Any]]:
-    """The operations of a trace with its calls written out, and its results; literals are left out."""
-    names = {} if names is None else names
+def _beneath(operation: _Operation, roots: Mapping[Any, frozenset[Any]]) -> frozenset[Any]:
+    """The stored values that an operation's inputs are computed from."""
+    return frozenset().union(*(roots.get(one, frozenset()) for one in operation.inputs))
+
+
+class _Value:
+    """A value inside a call that is written out: the same trace may be called more than once."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+def _flat(jaxpr: Any, names: dict[Any, Any]) -> tuple[list[_Operation], list[Any]]:
+    """The operations of a trace with its calls written out, and its results; literals are left out.
+
+    ``names`` has what stands for the trace's own variables.
+    """
 
     def known(values: Sequence[Any]) -> list[Any]:
-        return [names.get(value, value) for value in values if not hasattr(value, "val")]
+        return [names.get(value, value) for value in values if not isinstance(value, Literal)]
 
     operations: list[_Operation] = []
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in _CALLS:
-            inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr") or equation.params["fun_jaxpr"]
-            inner = getattr(inner, "jaxpr", inner)
-            scope = {
-                var: names.get(value, value)
-                for var, value in zip(inner.invars, equation.invars, strict=True)
-                if not hasattr(value, "val")
-            }
-            fresh = {var: object_of(var) for eqn in inner.eqns for var in eqn.outvars}
-            scope |= fresh
-            more, outputs = _flat(inner, scope)
-            operations += more
-            for var, value in zip(equation.outvars, inner.outvars, strict=True):
-                if not hasattr(value, "val"):
-                    names[var] = scope.get(value, value)
-            del outputs
+        inner = _called(equation)
+        if inner is None:
+            inside = max((_peak(sub) for sub in _inside(equation)), default=0)
+            operations.append(
+                _Operation(equation.primitive.name, known(equation.invars), known(equation.outvars), inside)
+            )
             continue
-        inside = max((_peak(getattr(sub, "jaxpr", sub)) for sub in _inside(equation)), default=0)
-        operations.append(_Operation(name, known(equation.invars), [names.get(v, v) for v in equation.outvars], inside))
+        scope: dict[Any, Any] = {out: _Value(out.aval) for eqn in inner.eqns for out in eqn.outvars}
+        for var, value in zip(inner.invars, equation.invars, strict=True):
+            scope[var] = _Value(value.aval) if isinstance(value, Literal) else names.get(value, value)
+        operations += _flat(inner, scope)[0]
+        for var, value in zip(equation.outvars, inner.outvars, strict=True):
+            names[var] = _Value(value.aval) if isinstance(value, Literal) else scope.get(value, value)
     return operations, known(jaxpr.outvars)
 
 
-class object_of:
-    """A value of a call that is written out; the same trace may be called more than once."""
-
-    def __init__(self, var: Any) -> None:
-        self.aval = var.aval
+def _called(equation: Any) -> Any | None:
+    """The trace that an operation merely calls."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    found = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
+    return getattr(found, "jaxpr", found)
 
 
 def _inside(equation: Any) -> list[Any]:
-    if equation.primitive.name == "pallas_call":
+    """The traces that a loop or a branch runs."""
+    if equation.primitive.name not in ("while", "scan", "cond", "shard_map"):
         return []
-    found = []
-    for key in ("body_jaxpr", "jaxpr", "branches"):
-        value = equation.params.get(key)
-        found += list(value) if isinstance(value, tuple | list) else [value] if value is not None else []
-    return found
+    found = [equation.params.get(key) for key in ("body_jaxpr", "jaxpr")] + [*equation.params.get("branches", ())]
+    return [getattr(one, "jaxpr", one) for one in found if one is not None]
 
 
 def _bytes(value: Any) -> int:
     aval = value.aval
-    if not hasattr(aval, "shape") or not hasattr(aval.dtype, "itemsize"):
-        return 0
-    size = 1
-    for length in aval.shape:
-        size *= length
-    return size * aval.dtype.itemsize
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0

@@ -75,8 +75,8 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
         free *= sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     if needed > free:
         raise OutOfMemoryError(
-            f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are free; "
-            f"{cures(mesh, dtype)}"
+            f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
+            f"free; {cures(mesh, dtype)}"
         )
 
 

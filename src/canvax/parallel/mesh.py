@@ -79,7 +79,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_of(text: str | None) -> Mesh:
-    """The mesh that a text such as ``data=4,model=2`` asks for: over the first devices if it names fewer than there are.
+    """The mesh that a text such as ``data=4,model=2`` asks for, over the first devices if there are more.
 
     Raises:
         InputError: it is not understood, or there are too few devices.

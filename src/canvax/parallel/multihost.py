@@ -19,9 +19,7 @@ from canvax.errors import CanvaxError, InputError
 from canvax.parallel.mesh import processes
 
 
-def initialize(
-    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
-) -> None:
+def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Join the other processes; before anything else that uses JAX. ``jax.distributed.initialize`` with clear errors.
 
     On Cloud TPU, Slurm and Open MPI nothing need be said: JAX finds out. Elsewhere all three.
@@ -48,8 +46,8 @@ def initialize(
     except (RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise CanvaxError(
-            f"the processes could not be joined ({first[:300]}); on Cloud TPU, Slurm and Open MPI nothing need be given, "
-            "elsewhere give coordinator, num_processes and process_id to each process, before anything else uses JAX"
+            f"the processes could not be joined ({first[:300]}); on Cloud TPU, Slurm and Open MPI nothing need be "
+            "given, elsewhere give coordinator, num_processes and process_id to each process, before anything else uses JAX"
         ) from error
 
 

@@ -18,8 +18,8 @@ from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
-from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.memory import check_weights
+from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.rules import device_bytes, place
 from canvax.params import Params
 from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
@@ -172,7 +172,7 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    needed = sum(device_bytes(part.spec, dtype.itemsize, mesh.shape) for part in checkpoint.components)
+    needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
     check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
     params = load_components(
         checkout,

@@ -43,8 +43,7 @@ class Request:
         """Everything but the seeds that must be the same in processes that draw together, by its ``repr``."""
         decided = {name: value for name, value in vars(self).items() if name not in ("seeds", "options", "latents")}
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
-        watched = self.options.callback is not None, self.options.progress
-        return [decided, given, self.options.changed(), watched]
+        return [decided, given, self.options.changed(), self.options.callback is not None]
 
     @property
     def guided(self) -> bool:

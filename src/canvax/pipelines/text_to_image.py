@@ -21,8 +21,8 @@ from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel import multihost
-from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.memory import Memory, check_programs, cures, explained, free_bytes
+from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import map_parts, own_rows, put
 from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
@@ -237,9 +237,7 @@ class StableDiffusion:
         timings["total"] = time.perf_counter() - began
         metadata = self._metadata(request)
         metadata = [metadata[i] for i in indices]
-        return Result(
-            to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices
-        )
+        return Result(to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices)
 
     def _denoise(
         self,
@@ -255,9 +253,9 @@ class StableDiffusion:
     ) -> Array:
         """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
         batch, total = len(noise), len(table)
-        callback, progress = request.options.callback, request.options.progress
+        callback = request.options.callback
         # Processes that draw together keep step: what one of them measures may not decide how far it goes.
-        singly = callback or (progress and multihost.is_spread(self.programs.mesh))
+        singly = callback or multihost.is_spread(self.programs.mesh)
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
         done = 0
