@@ -47,7 +47,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
         first = (str(error).strip().splitlines() or [""])[0]
         raise CanvaxError(
             f"the processes could not be joined ({first[:300]}); on Cloud TPU, Slurm and Open MPI nothing need be "
-            "given, elsewhere give coordinator, num_processes and process_id to each process, before anything else uses JAX"
+            "given, elsewhere coordinator, num_processes and process_id, in each process before it uses JAX"
         ) from error
 
 
