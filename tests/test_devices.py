@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 import canvax
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
-from canvax.models.configs import SD15_UNET, SDXL_UNET, ClipTextConfig, UNetConfig
+from canvax.models.configs import SD15_UNET, SDXL_UNET, UNetConfig
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel import memory
 from canvax.parallel.liveness import peak_bytes
-from canvax.parallel.mesh import AXES, check_mesh, make_mesh, mesh_of, parse_mesh
+from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
 from canvax.parallel.place import map_parts, own_rows
 from canvax.parallel.rules import abstract_params, device_bytes, place, placement, shardings
 from canvax.params import Axis, Param, count, flatten
