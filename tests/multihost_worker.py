@@ -1,4 +1,4 @@
-"""One of several processes that draw together: python multihost_worker.py PROCESS PROCESSES PORT MODEL CHECKPOINT OUT."""
+"""One of several processes that draw together. Arguments: PROCESS PROCESSES PORT MODEL CHECKPOINT OUT."""
 
 from __future__ import annotations
 

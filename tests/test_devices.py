@@ -305,21 +305,13 @@ def test_weights_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         canvax.load(checkpoint)
 
 
-def test_program_that_cannot_fit(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:2]))
-    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 300_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
     with pytest.raises(canvax.OutOfMemoryError) as caught:
         draw(pipe, PROMPTS * 2)
-    for part in (
-        "the denoiser needs",
-        "0.3 MB are free",
-        "fewer images at once (now 6",
-        "bfloat16",
-        "64 x 64",
-        "model=2",
-    ):
+    said = ("the denoiser needs", "1.0 MB are free", "fewer images at once (now 6", "bfloat16", "64 x 64", "model=2")
+    for part in said:
         assert part in str(caught.value)
 
 
@@ -361,5 +353,5 @@ def test_liveness() -> None:
         return jax.lax.fori_loop(0, 10, lambda _, b: b @ b @ b, a)
 
     assert peak_bytes(chain, x) < 100
-    assert peak_bytes(products, x) == 3 * size
+    assert peak_bytes(products, x) == 2 * size
     assert peak_bytes(loop, x) == 3 * size

@@ -118,5 +118,5 @@ def test_bad_cluster(said: tuple[str, int, int], message: str) -> None:
 
 def test_too_late_to_join() -> None:
     jax.devices()
-    with pytest.raises(canvax.CanvaxError, match="could not be joined .* before it uses JAX"):
+    with pytest.raises(canvax.CanvaxError, match=r"could not be joined .* before it uses JAX"):
         multihost.initialize("localhost:1234", 2, 0)

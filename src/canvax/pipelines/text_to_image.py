@@ -109,6 +109,7 @@ class StableDiffusion:
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
             Cancelled: the callback returned False.
+            OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
         params = self._params(params)
         options = options or Options()
