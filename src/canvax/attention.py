@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from canvax.target import target_platform
+from canvax.target import target_mesh, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024
@@ -28,8 +31,18 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
     if upcast:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if not causal and target_platform() == "cpu" and q.shape[1] * k.shape[1] > CHUNK_SCORES // 4:
-        return _attend_head_by_head(q, k, v)
+        return _on_each_device(_attend_head_by_head, q, k, v)
     return _attend(q, k, v, causal=causal)
+
+
+def _on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array) -> Array:
+    """A kernel that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
+    mesh = target_mesh()
+    if mesh is None:
+        return kernel(q, k, v)
+    split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
+    spec = PartitionSpec("data", None, split, None)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
 
 
 def _attend(q: Array, k: Array, v: Array, *, causal: bool) -> Array:

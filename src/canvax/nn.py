@@ -1,7 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only :func:`linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised, low-rank) has to be
-taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what it computes.
+Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised,
+low-rank) has to be taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what
+it computes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from canvax.params import Param, Params, Spec
-from canvax.target import target_platform
+from canvax.params import AxisName, Param, Params, Spec
+from canvax.target import target_platform, weight_shards
 from canvax.types import Array
 
 SMALL_IMAGE = 20 * 20
@@ -21,7 +22,7 @@ at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
 def linear_spec(
     inputs: int,
     outputs: int,
-    axes: tuple[str | None, str | None] = (None, None),
+    axes: tuple[AxisName, AxisName] = (None, None),
     *,
     bias: bool = True,
     conv: bool = False,
@@ -39,11 +40,26 @@ def linear(p: Params, x: Array) -> Array:
     return y + p["bias"] if "bias" in p else y
 
 
-def conv2d_spec(inputs: int, outputs: int, kernel: int = 3) -> Spec:
-    """A square convolution with bias."""
+def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
+    """Values and gate of a gated unit, each half of the outputs of one linear map: (..., in) -> 2 x (..., out / 2).
+
+    A weight [in, 2, out / 2] is one whose halves the sharding rules have split alike, so that each device has the
+    gates of its own values.
+    """
+    if p["weight"].ndim == 2:
+        values, gate = jnp.split(linear(p, x), 2, axis=-1)
+        return values, gate
+    y = jnp.einsum("...c,cgo->...go", x, p["weight"]) + p["bias"]
+    return y[..., 0, :], y[..., 1, :]
+
+
+def conv2d_spec(
+    inputs: int, outputs: int, kernel: int = 3, *, axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out")
+) -> Spec:
+    """A square convolution with bias; ``axes`` of its input and output channels."""
     return {
-        "weight": Param((kernel, kernel, inputs, outputs), (None, None, "conv_in", "conv_out"), layout="conv"),
-        "bias": Param((outputs,), ("conv_out",), init="zeros"),
+        "weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv"),
+        "bias": Param((outputs,), (axes[1],), init="zeros"),
     }
 
 
@@ -51,7 +67,8 @@ def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
     weight = p["weight"]
     small = x.shape[1] * x.shape[2] <= SMALL_IMAGE and weight.shape[2] >= 64
-    if target_platform() == "cpu" and weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and small:
+    plain = weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1)
+    if target_platform() == "cpu" and plain and small and weight_shards() == 1:
         return _conv3x3_as_matmul(weight, x) + p["bias"]
     y = jax.lax.conv_general_dilated(
         x, weight, (stride, stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -123,6 +123,7 @@ def build_parser() -> Parser:
     _how_to_draw(generate)
     _sdxl(generate)
     _model(generate)
+    _devices(generate)
     _where_to(generate)
     _compile(commands.add_parser(
         "compile",
@@ -136,6 +137,7 @@ def build_parser() -> Parser:
     )
     info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _source(info)
+    _memory(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
     samplers.add_argument("--json", action="store_true", help="print one JSON object")
@@ -225,6 +227,28 @@ def _model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-m", "--model", metavar="MODEL", help="emoji (the default), a folder, or a Hub id owner/name")
     group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     _source(group)
+
+
+def _devices(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("devices")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2: the batch split 4 ways, the weights 2 (data)")
+    group.add_argument(
+        "--distributed", action="store_true",
+        help="join the processes of a TPU pod, of Slurm or of the next three; each draws and writes its own part",
+    )  # fmt: skip
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument("--memory", action="store_true", help="estimate what each device needs; compiles nothing")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
 
 
 def _source(group: Any) -> None:

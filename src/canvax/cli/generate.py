@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     began = time.perf_counter()
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
+    spread = _join(arguments)
     pictures, source = gather(arguments)
+    if spread:
+        pictures = _of_the_first(pictures)
     where = Destination.checked(arguments, pictures)
     _check_batch_size(arguments.batch_size)
     _check_against_model(arguments, pictures, source)
@@ -53,6 +56,30 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings["total"] = time.perf_counter() - began
     if not arguments.quiet:
         _summarise(report)
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Whether other processes draw with this one; they are joined before anything else uses JAX."""
+    from canvax.parallel import multihost
+
+    said = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if not arguments.distributed:
+        if any(value is not None for value in said):
+            raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
+        return False
+    if arguments.grid:
+        raise InputError("--grid: no process of --distributed has all pictures; leave it out")
+    multihost.initialize(*said)
+    return True
+
+
+def _of_the_first(pictures: Sequence[Picture]) -> list[Picture]:
+    """The pictures with the seeds that process 0 has for them: those that nobody gave are chosen once for all."""
+    from canvax.parallel import multihost
+
+    asked = [dataclasses.replace(one, seed=0) for one in pictures]
+    seeds = multihost.agree([one.seed for one in pictures], asked)
+    return [dataclasses.replace(one, seed=seed) for one, seed in zip(pictures, seeds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -140,7 +167,12 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
     import canvax
+    from canvax.parallel import multihost
+    from canvax.parallel.mesh import mesh_of
 
+    mesh = mesh_of(arguments.mesh)
+    if not multihost.leads(mesh):
+        arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
     return canvax.load(
@@ -151,6 +183,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
         token=arguments.token,
         cache_dir=arguments.cache_dir,
         local_files_only=arguments.local_files_only,
+        mesh=mesh,
         progress=not arguments.quiet,
     )
 
@@ -163,7 +196,12 @@ def _about(pipe: StableDiffusion) -> dict[str, Any]:
         "model": pipe.checkpoint.name,
         "revision": pipe.checkpoint.revision,
         "dtype": pipe.checkpoint.dtype,
-        "device": {"platform": first.platform, "kind": first.device_kind, "count": devices.size},
+        "device": {
+            "platform": first.platform,
+            "kind": first.device_kind,
+            "count": devices.size,
+            "mesh": dict(pipe.programs.mesh.shape),
+        },
         "versions": versions(),
     }
 
@@ -193,7 +231,8 @@ def _draw_all(
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
         timings["step"] = timings["denoise"] / max(evaluations, 1.0)
         report["compilations"] += result.compilations
-        for image, metadata in zip(result.images[: len(batch)], result.metadata, strict=False):
+        drawn = zip(result.indices, result.images, result.metadata, strict=True)
+        for image, metadata in [(image, metadata) for i, image, metadata in drawn if i < len(batch)]:
             path = where.save(image, metadata)
             report["files"].append(str(path))
             report["seeds"].append(metadata["seed"])
@@ -209,7 +248,7 @@ def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
     """Pictures to draw at once: what a device can surely hold, spread evenly over the batches."""
     native = pipe.checkpoint.native_size
     pixels = max((one.height or native[0]) * (one.width or native[1]) for one in pictures)
-    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.devices.size
+    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.shape["data"]
     largest = max(Counter(one.shared for one in pictures).values())
     return math.ceil(largest / math.ceil(largest / most))
 

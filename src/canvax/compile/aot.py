@@ -130,33 +130,36 @@ def obtain(name: str, compile: Callable[[], Any], kept: Slot | None, tell: Annou
     if program is None:
         return fresh()
     tell(Build(name, True, time.perf_counter() - began, len(found[1])))
-    return _on_trial(program, kept, fresh)
+    return _OnTrial(program, kept, fresh)
 
 
-def _on_trial(program: Callable[..., Any], kept: Slot, fresh: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+class _OnTrial:
     """A program from the cache. If its very first run fails it is made anew: loading does not find all faults.
 
     An executable that a backend did not store properly may load, and only say so when it runs (jaxlib's CPU backend
     does that). Running out of memory is no fault of the cache.
     """
-    tried = False
 
-    def run(*arguments: Any) -> Any:
-        nonlocal program, tried
-        if tried:
-            return program(*arguments)
+    def __init__(self, program: Any, kept: Slot, fresh: Callable[[], Any]) -> None:
+        self._program, self._kept, self._fresh, self._tried = program, kept, fresh, False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._tried:
+            return self._program(*arguments)
         try:
-            result = jax.block_until_ready(program(*arguments))
+            result = jax.block_until_ready(self._program(*arguments))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
-            kept.forget(error)
-            program = fresh()
-            result = program(*arguments)
-        tried = True
+            self._kept.forget(error)
+            self._program = self._fresh()
+            result = self._program(*arguments)
+        self._tried = True
         return result
 
-    return run
+    def __getattr__(self, name: str) -> Any:
+        """What a compiled program tells of itself, such as ``memory_analysis``."""
+        return getattr(self._program, name)
 
 
 class _Aside:

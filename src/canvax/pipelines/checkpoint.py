@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,8 +18,10 @@ from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
-from canvax.parallel.mesh import check_mesh, make_mesh, replicated
-from canvax.params import Params, map_spec
+from canvax.parallel.memory import check_weights
+from canvax.parallel.mesh import check_mesh, make_mesh
+from canvax.parallel.rules import abstract_params, device_bytes, place
+from canvax.params import Params
 from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
@@ -175,19 +176,17 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    sharding = replicated(mesh)
-    if weights:
+    if not weights:
+        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
+    else:
+        needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
+        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
         params = load_components(
             checkout,
             checkpoint.components,
             dtype=dtype,
-            place=lambda _, array: jax.device_put(array, sharding),
+            place=lambda param, array: place(param, array, mesh),
         )
-    else:
-        params = {
-            part.name: map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, dtype, sharding=sharding), part.spec)
-            for part in checkpoint.components
-        }
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
 

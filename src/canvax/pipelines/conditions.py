@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
 from canvax.errors import InputError
 from canvax.models.text import Conditions
+from canvax.parallel.place import put
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
 
@@ -59,6 +59,4 @@ def time_ids(options: Options, height: int, width: int, *, refiner: bool) -> tup
 
 def zeros_like(conditions: Conditions) -> Conditions:
     """What SDXL is told for no negative prompt. Made on the host: on the device it would be one more program."""
-    return {
-        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
-    }
+    return {name: put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()}

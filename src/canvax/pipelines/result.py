@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Result:
     """Pictures and how they came to be.
 
+    Where several processes draw together, each has the images of its own devices alone: ``indices`` says which.
+
     Attributes:
         images: PIL images; none if the run was stopped by ``denoising_end``.
         pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
@@ -29,6 +31,7 @@ class Result:
             ``decode``, ``total``; ``first_step`` is from the call to the end of its first step.
         compilations: programs compiled by this call; 0 after the first picture of a size and batch, and in a process
             that finds them in the cache.
+        indices: which images of the call these are, counted from 0.
     """
 
     images: list[Image]
@@ -37,6 +40,7 @@ class Result:
     metadata: list[dict[str, Any]] = field(repr=False)
     timings: dict[str, float]
     compilations: int
+    indices: list[int] = field(repr=False)
 
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless told otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,11 +21,16 @@ from canvax.errors import Cancelled, InputError
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
+from canvax.parallel import multihost
+from canvax.parallel.memory import Memory, check_programs, cures, explained, free_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import map_parts, own_rows, put
+from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
 from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
 from canvax.pipelines.display import Display
+from canvax.pipelines.estimate import estimate
 from canvax.pipelines.options import Options, Step
 from canvax.pipelines.request import (
     Request,
@@ -96,14 +101,16 @@ class StableDiffusion:
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
-            params: the parameters, if the pipeline does not hold them.
+            params: the parameters, if the pipeline does not hold them; if they are not on its
+                devices, :meth:`place` puts them there, for this call alone.
 
         Returns:
-            The pictures.
+            The pictures; where several processes draw together, those of this process.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
             Cancelled: the callback returned False.
+            OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
         params = self._params(params)
         options = options or Options()
@@ -130,11 +137,65 @@ class StableDiffusion:
             and self.checkpoint.zeros_for_no_negative,
         )
         self._check_start(request)
-        return self._draw(params, request, shape)
+        cure = cures(self.programs.mesh, self.checkpoint.dtype, batch=shape[0], height=height, width=width)
+        if multihost.is_spread(self.programs.mesh):
+            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
+        with explained(cure):
+            return self._draw(params, request, shape, cure)
 
     def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
-        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder."""
-        return self.checkpoint.save(folder, self._params(params), dtype=dtype)
+        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder.
+
+        Where several processes run, the first one writes and all wait for it.
+        """
+        params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
+        if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
+            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
+        if not spread or multihost.leads(self.programs.mesh):
+            self.checkpoint.save(folder, params, dtype=dtype)
+        if spread:
+            multihost.wait_for_all("canvax save")
+        return Path(folder)
+
+    def place(self, params: Params) -> Params:
+        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
+
+        Args:
+            params: arrays of any kind, on the host or on devices; nested dicts as :meth:`from_pretrained` returns them.
+
+        Raises:
+            InputError: they do not fit the model.
+        """
+        return {
+            part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
+            for part in self.checkpoint.components
+        }
+
+    def memory(
+        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guided: bool = True
+    ) -> Memory:
+        """What each device needs to draw ``batch`` images at once, estimated in seconds, without compiling.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: images of one call.
+            guided: whether the guidance scale is above 1.
+        """
+        mesh, side = self.programs.mesh, self.checkpoint.native_size
+        found = estimate(
+            self.checkpoint,
+            dtype=self.checkpoint.dtype,
+            height=check_size("height", height, side[0]),
+            width=check_size("width", width, side[1]),
+            batch=padded_batch(batch, mesh),
+            sizes=mesh.shape,
+            platform=mesh.devices.flat[0].platform,
+            guided=guided,
+        )
+        free = free_bytes(mesh)
+        held = found.weights if self.params is not None else 0
+        return replace(found, limit=None if free is None else free + held)
 
     def compile(
         self,
@@ -195,17 +256,21 @@ class StableDiffusion:
             programs.decode(params, shape, tell) if decoder else None,
         )
 
-    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
+    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
-        display = Display(shown=request.options.progress)
+        mesh = self.programs.mesh
+        display = Display(shown=request.options.progress and multihost.leads(mesh))
         clock = _Clock()
         table = self._table(request)
         ids = self._tokenize(request.prompts, request.prompts_2)
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
-        padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
+        padded = (padded_batch(shape[0], mesh), *shape[1:])
         whole = request.options.denoising_end == 1
         encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
+
+        programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
+        check_programs(programs, mesh, cure)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -216,19 +281,21 @@ class StableDiffusion:
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            latents = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            state = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            indices, own = own_rows(state, shape[0])
+            latents = own[:, 0]
         with clock("decode"):
             pixels = np.zeros((0, request.height, request.width, 3), np.float32)
             if decode:
-                pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
+                _, pixels = own_rows(decode(params["vae"], map_parts(lambda part: part[:, 0], state)), shape[0])
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
         timings["first_step"] = display.first_step - began
         timings["total"] = time.perf_counter() - began
-        return Result(
-            to_pil(pixels), pixels, latents, self._metadata(request), timings, compilations() - compiled_before
-        )
+        metadata = self._metadata(request)
+        metadata = [metadata[i] for i in indices]
+        return Result(to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices)
 
     def _denoise(
         self,
@@ -241,16 +308,18 @@ class StableDiffusion:
         request: Request,
         display: Display,
         padded: tuple[int, ...],
-    ) -> np.ndarray:
-        """Run all rows of the table, a few at a time; returns the final latents [B, h, w, C]."""
+    ) -> Array:
+        """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
         batch, total = len(noise), len(table)
         callback = request.options.callback
+        # Processes that draw together keep step: what one of them measures may not decide how far it goes.
+        singly = callback or multihost.is_spread(self.programs.mesh)
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
         done = 0
         with display.bar(total) as bar:
             while done < total:
-                count = 1 if callback else min(bar.chunk(total - done), total - done, WINDOW)
+                count = 1 if singly else min(bar.chunk(total - done), total - done, WINDOW)
                 rows, noisy = window_rows(table, done, WINDOW, padded[0])
                 batched = {name: self._put(column, padded) for name, column in rows.items()}
                 state, denoised = program(
@@ -261,10 +330,11 @@ class StableDiffusion:
                 bar.advance(count)
                 display.stepped()
                 if callback:
-                    step = Step(done - 1, total, np.asarray(state)[:batch, 0], np.asarray(denoised)[:batch])
+                    _, noisy_state = own_rows(state, batch)
+                    step = Step(done - 1, total, noisy_state[:, 0], own_rows(denoised, batch)[1])
                     if callback(step) is False:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
-        return np.asarray(state)[:batch, 0]
+        return state
 
     def _table(self, request: Request) -> SamplerTable:
         options = request.options
@@ -325,13 +395,13 @@ class StableDiffusion:
         missing = padded[0] - len(array)
         if missing:
             array = np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
-        return jax.device_put(array, over_batch(self.programs.mesh))
+        return put(array, over_batch(self.programs.mesh))
 
     def _params(self, params: Params | None) -> Params:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
-        return params
+        return params if is_on(params, self.programs.mesh) else self.place(params)
 
     def _metadata(self, request: Request) -> list[dict[str, Any]]:
         sampler, label = self.checkpoint.sampler_names(request.sampler)
