@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.result import Result
     from canvax.pipelines.text_to_image import StableDiffusion
+    from canvax.planning.plan import Plan, plan
 
 _HOMES = {
     "Cancelled": "canvax.errors",
@@ -27,10 +28,12 @@ _HOMES = {
     "HubError": "canvax.errors",
     "InputError": "canvax.errors",
     "Options": "canvax.pipelines.options",
+    "Plan": "canvax.planning.plan",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
     "load": "canvax.pipelines.load",
+    "plan": "canvax.planning.plan",
 }
 
 __all__ = [
@@ -40,11 +43,13 @@ __all__ = [
     "HubError",
     "InputError",
     "Options",
+    "Plan",
     "Result",
     "StableDiffusion",
     "Step",
     "__version__",
     "load",
+    "plan",
 ]
 
 
