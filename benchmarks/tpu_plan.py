@@ -2,8 +2,8 @@
 
     python benchmarks/tpu_plan.py [--only v5e] [--output plans.json]
 
-Needs ``pip install 'canvax[tpu]'`` and no TPU. About ten minutes for each SDXL plan on two cores; what has been compiled
-before by the same code is not compiled again.
+Needs ``pip install 'canvax[tpu]'`` and no TPU. About ten minutes for each SDXL plan on two cores; what the same code
+has compiled before is not compiled again.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def whole(results: Sequence[dict[str, Any]]) -> list[str]:
 def parts(results: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each program of each plan, on one device."""
     lines = [
-        "| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | estimate ms | collectives "
-        "| compile s |",
+        "| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | estimate ms "
+        "| collectives | compile s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in results:

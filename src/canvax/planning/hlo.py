@@ -67,7 +67,9 @@ class Instruction:
 
     def called(self, role: str) -> list[str]:
         """Computations it names as its ``role``: calls, body, condition, ..."""
-        return [n for key, names in _CALLED.findall(self.rest) if key == role for n in re.findall(r"%([\w.\-]+)", names)]
+        return [
+            n for key, names in _CALLED.findall(self.rest) if key == role for n in re.findall(r"%([\w.\-]+)", names)
+        ]
 
 
 Computation = dict[str, Instruction]

@@ -67,4 +67,3 @@ class Job:
         data, split = said["mesh"]
         rest = {name: said[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}
         return cls(model=model, mesh=(data, split), **rest)
-

@@ -108,7 +108,7 @@ def parse_target(target: str) -> Target:
     name = match[1] if match else re.sub(r"^tpu[-:]", "", target.lower()).partition(":")[0]
     if name not in CHIPS:
         raise InputError(
-            f"target={target!r} is not known: {nearest(name, list(CHIPS))} Known: {', '.join(CHIPS)}; {examples}"
+            f"target={target!r} is not known; {nearest(name, list(CHIPS))} There are {', '.join(CHIPS)}; {examples}"
         )
     if match is None:
         raise InputError(f"target={target!r} does not say how the chips are wired; {examples}")
