@@ -246,9 +246,13 @@ def plan(
     versions = {"canvax": __version__, "jax": version("jax"), "libtpu": libtpu_version()}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
-    programs = tuple(ProgramPlan(name=name, evaluations=evaluations[name], **results[name]) for name in PROGRAMS)
+    programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
     said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, dtype)
     return Plan(*said, programs=programs, versions=versions)
+
+
+def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:
+    return ProgramPlan(name, evaluations, **{**result, "unpriced": tuple(result.get("unpriced", ()))})
 
 
 def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> dict[str, int]:
