@@ -23,8 +23,8 @@ GUIDE = "diffusers Flax, Stable Diffusion guide, 2022"
 CASES: list[tuple[str, str, int, int, int, float | None, str]] = [
     ("sd14", "tpu-v2:2x2", 8, 512, 50, 7.0, GUIDE),
     ("sdxl", "tpu-v5e:2x2", 4, 1024, 20, 2.33, BLOG),
-    ("sdxl", "tpu-v4:2x2x1", 4, 1024, 20, 2.16, BLOG),
     ("sdxl", "tpu-v5e:2x4", 8, 1024, 20, None, ""),
+    ("sdxl", "tpu-v4:2x2x1", 4, 1024, 20, 2.16, BLOG),
     ("sdxl", "tpu-v5e:2x2", 8, 1024, 20, 4.99, BLOG),
     ("sdxl", "tpu-v4:2x2x1", 8, 1024, 20, 4.17, BLOG),
     ("sdxl", "tpu-v6e:2x2", 4, 1024, 20, None, ""),

@@ -374,7 +374,7 @@ def test_compiled_for_four_chips(compiled: tuple[Plan, list[tuple[str, Any]]]) -
     for program in plan.programs:
         assert program.collectives == {}, program
         assert program.unpriced == ()
-        assert 0 < program.bound_seconds(plan.target.chip) < program.seconds < 0.1
+        assert 0 < program.bound_seconds(plan.target.chip) <= program.seconds < 0.1
         # The compiler's own count has element-wise work and padding too.
         assert 0.5 < program.flops / program.cost_analysis["flops"] <= 1
     step = plan.programs[1]
