@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -409,6 +410,37 @@ def test_eight_cores_say_nothing_to_each_other() -> None:
     result = list(compiling._messages(job, ["denoise"]))[-1]["result"]
     assert result["collectives"] == result["collectives_in_loop"] == {}
     assert result["seconds"] > result["setup_seconds"] > 0
+
+
+@needs_libtpu
+def test_more_than_a_chip_has() -> None:
+    """Attention over 65,536 tokens needs its scores in memory, 16 GiB of them; the compiler's own words are told."""
+    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 256, 256, True, "bfloat16")
+    result = list(compiling._messages(job, ["decode"]))[-1]["result"]
+    assert result["refused"].startswith("Ran out of memory")
+    assert "exceeds available HBM (15.75G)" in result["refused"]
+
+
+@needs_libtpu
+def test_process_ends_with_its_caller() -> None:
+    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 16, 16, True, "bfloat16")
+    messages = compiling._messages(job, ["denoise"])
+    assert next(messages) == {"program": "denoise"}
+    began = time.perf_counter()
+    messages.close()
+    assert time.perf_counter() - began < 2
+    command = [sys.executable, "-m", "canvax.planning.worker", "denoise"]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(job.dumps() + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"program": "denoise"}
+        process.stdin.close()
+        assert process.wait(timeout=20) == 1
+        assert process.stdout.read() == ""
 
 
 @needs_libtpu

@@ -90,8 +90,9 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(job.dumps())
+            with suppress(BrokenPipeError):
+                process.stdin.write(job.dumps() + "\n")  # left open: the process ends when this one does
+                process.stdin.flush()
             for line in process.stdout:
                 message = json.loads(line)
                 if "refused" in message:
@@ -105,3 +106,5 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
             process.kill()
             process.wait()
             process.stdout.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()

@@ -1,4 +1,4 @@
-"""A process of its own that compiles for a TPU: a job on stdin, one JSON object a line on stdout.
+"""A process of its own that compiles for a TPU: a job on one line of stdin, one JSON object a line on stdout.
 
 libtpu and JAX read their settings when they are loaded, and a compiler may run out of memory or crash; neither must
 happen to the caller, who may be using a GPU meanwhile.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +39,8 @@ def main() -> int:
     """Compile what the job says; the arguments are the names of the programs."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the compiler prints is no part of the report
-    job = Job.loads(sys.stdin.read())
+    job = Job.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     target = parse_target(job.target)
     try:
         topology = topologies.get_topology_desc(target.topology, platform="tpu", **target.options)
@@ -52,12 +54,22 @@ def main() -> int:
     return 0
 
 
+def _end_with_caller() -> None:
+    """Stop when the other end of stdin goes away, however it went: nobody waits for the compiler any more."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 def _tell(report: TextIO, **message: Any) -> None:
     print(json.dumps(message), file=report, flush=True)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _memory_fault(error: Exception) -> str:
+    return _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
 
 
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"compile_seconds": time.perf_counter() - began, "refused": _first_line(error)}
+        return {"compile_seconds": time.perf_counter() - began, "refused": _memory_fault(error)}
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
     chip = parse_target(job.target).chip
