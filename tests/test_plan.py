@@ -36,7 +36,12 @@ from canvax.planning.targets import CHIPS, GIB, environment, parse_target
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: canvax[tpu]")
 
 ONE_LEVEL = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
-TINY = Preset(UNET, replace(VAE, block_out_channels=(32,), **ONE_LEVEL), TextEncoders(TEXT))
+SHALLOW = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+TINY = Preset(
+    replace(UNET, block_out_channels=(32,), **SHALLOW),
+    replace(VAE, block_out_channels=(32,), **ONE_LEVEL),
+    TextEncoders(TEXT),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -380,15 +385,17 @@ def test_compiled_for_four_chips(compiled: tuple[Plan, list[tuple[str, Any]]]) -
         assert 0.5 < program.flops / program.cost_analysis["flops"] <= 1
     step = plan.programs[1]
     assert step.setup_seconds < step.seconds
-    weights = sum(2 * count(spec) for spec in specs(TINY).values())
-    assert weights < plan.resident_bytes - sum(program.code_bytes for program in plan.programs) < 2 * weights
+    for program, parameters in zip(plan.programs, parameters_read(TINY), strict=True):
+        assert 2 * parameters < program.argument_bytes, program.name  # and the inputs, in tiles
 
 
-def specs(model: Preset) -> dict[str, Any]:
+def parameters_read(model: Preset) -> list[int]:
+    """Parameters of the text encoder, the UNet and the VAE's decoder."""
     from canvax.models.unet import unet_spec
     from canvax.models.vae import vae_spec
 
-    return {"unet": unet_spec(model.unet), "vae": vae_spec(model.vae), **model.text.specs}
+    text, decoder = model.text.specs["text_encoder"], vae_spec(model.vae)["decoder"]
+    return [count(spec) for spec in (text, unet_spec(model.unet), decoder)]
 
 
 @needs_libtpu
