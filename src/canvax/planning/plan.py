@@ -18,6 +18,7 @@ from canvax._version import __version__
 from canvax.denoise import WINDOW
 from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
 from canvax.models.presets import PRESETS, Preset
+from canvax.parallel.mesh import AXES
 from canvax.pipelines.checkpoint import check_index, parse_dtype, read_networks
 from canvax.pipelines.request import check_size
 from canvax.planning.compiling import compile_programs
@@ -261,11 +262,12 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     Raises:
         InputError: they are not the target's devices.
     """
-    axes = {"data": devices // max(1, (mesh or {}).get("model", 1)), "model": 1} | dict(mesh or {})
-    if unknown := [name for name in axes if name not in ("data", "model")]:
-        raise InputError(f"mesh has an axis {unknown[0]!r}; {nearest(unknown[0], ['data', 'model'])}")
-    for name, size in axes.items():
+    asked = {"model": 1, **(mesh or {})}
+    for name, size in asked.items():
+        if name not in AXES:
+            raise InputError(f"mesh has an axis {name!r}; {nearest(name, AXES)}")
         _count(f"mesh {name}", size)
+    axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
             f"mesh data={axes['data']}, model={axes['model']} has {axes['data'] * axes['model']} devices, {target} has "
