@@ -46,6 +46,9 @@ def main() -> None:
         plan = canvax.plan(
             model, target, batch=batch, height=side, width=side, steps=steps, guided=True, announce=progress
         )
+        for program in plan.programs:
+            if program.collectives_in_loop:
+                raise SystemExit(f"{model} on {target}: {program.collectives_in_loop} in the loop over steps")
         results.append({**plan.to_dict(), "published_seconds": published, "published_by": source})
         if arguments.output:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
