@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.result import Result
     from canvax.pipelines.text_to_image import StableDiffusion
+    from canvax.planning.plan import Plan, plan
 
 _HOMES = {
     "Cancelled": "canvax.errors",
@@ -31,11 +32,13 @@ _HOMES = {
     "Memory": "canvax.parallel.memory",
     "Options": "canvax.pipelines.options",
     "OutOfMemoryError": "canvax.errors",
+    "Plan": "canvax.planning.plan",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
     "load": "canvax.pipelines.load",
     "make_mesh": "canvax.parallel.mesh",
+    "plan": "canvax.planning.plan",
 }
 
 __all__ = [
@@ -47,12 +50,14 @@ __all__ = [
     "Memory",
     "Options",
     "OutOfMemoryError",
+    "Plan",
     "Result",
     "StableDiffusion",
     "Step",
     "__version__",
     "load",
     "make_mesh",
+    "plan",
 ]
 
 

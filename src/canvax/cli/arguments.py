@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from canvax._version import __version__
 from canvax.errors import InputError, nearest
 
-COMMANDS = {name: name for name in ("generate", "compile", "info", "samplers", "cache")}
+COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "samplers", "cache")}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -25,6 +25,12 @@ examples:
   canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
   canvax compile owner/name --size 1024x1024 --batch 1 4   so that no picture has to wait for it
+"""
+_PLAN_EXAMPLES = """
+examples:
+  canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 picture on each of four chips
+  canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
+  canvax plan ./my-model --target tpu-v6e:2x4 --json
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
@@ -139,6 +145,14 @@ def build_parser() -> Parser:
     _source(info)
     _memory(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    _plan(commands.add_parser(
+        "plan",
+        help="will a model fit on a TPU, and how long would it take? No TPU needed",
+        description="Compile a model for TPUs that are not there: memory, FLOPs, collectives and the compiler's own "
+        "estimate of the time. Needs pip install 'canvax[tpu]'; no weights are read.",
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=plain,
+    ))  # fmt: skip
     samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
     samplers.add_argument("--json", action="store_true", help="print one JSON object")
     _cache(commands.add_parser(
@@ -251,14 +265,32 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
 
 
-def _source(group: Any) -> None:
+def _source(group: Any, *, variant: bool = True) -> None:
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
-    group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
+    if variant:
+        group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
     group.add_argument("--cache-dir", metavar="FOLDER", help="where the Hub's files are kept")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
     group.add_argument(
         "--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this"
     )
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="sd14, sd15, sd21, sdxl, sdxl-refiner, emoji, a folder, or a Hub id owner/name"
+    )
+    parser.add_argument("--target", required=True, metavar="TPU", help="v2, v3, v4, v5e, v5p, v6e and chips: v5e:2x2")
+    parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
+    parser.add_argument("-b", "--batch", type=int, metavar="N", help="pictures at once on all chips (one on each)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="evaluations of the UNet (50)")
+    parser.add_argument("--no-guidance", action="store_true", help="as with a guidance scale of 1: half the work")
+    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="of weights and activations (bfloat16)")
+    parser.add_argument("--fresh", action="store_true", help="compile again what has been compiled before")
+    _source(parser, variant=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:

@@ -197,13 +197,7 @@ def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
     Raises:
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
-    encoders = _encoders(checkout)
-    unet = UNetConfig.from_dict(checkout.config("unet"))
-    vae = VaeConfig.from_dict(checkout.config("vae"))
-    configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
-    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
-    if faults := _misfits(unet, vae, text, checkout):
-        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
+    unet, vae, text = read_networks(checkout)
     scheduler = checkout.config("scheduler")
     if text.second is None:
         scheduler = stable_diffusion_config(scheduler)
@@ -217,11 +211,27 @@ def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
         text=text,
         unet=unet,
         vae=vae,
-        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in encoders},
+        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in text.parts},
         scheduler=scheduler,
         defaults=_read_defaults(checkout.folder / "canvax.json", usual),
         dtype=np.dtype(dtype).name,
     )
+
+
+def read_networks(checkout: Checkout) -> tuple[UNetConfig, VaeConfig, TextEncoders]:
+    """The configs of a checkout's networks, which are all that is read.
+
+    Raises:
+        CheckpointError: as :func:`read_checkpoint`.
+    """
+    encoders = _encoders(checkout)
+    unet = UNetConfig.from_dict(checkout.config("unet"))
+    vae = VaeConfig.from_dict(checkout.config("vae"))
+    configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
+    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
+    if faults := _misfits(unet, vae, text, checkout):
+        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
+    return unet, vae, text
 
 
 def _encoders(checkout: Checkout) -> list[str]:
