@@ -7,6 +7,7 @@ import jax
 from canvax.attention import attention
 from canvax.nn import (
     conv2d,
+    conv2d_of_doubled,
     conv2d_spec,
     gated_linear,
     gelu,
@@ -158,4 +159,6 @@ upsample_spec = downsample_spec
 
 def upsample(p: Params, x: Array, height: int, width: int) -> Array:
     """Nearest resize to ``height`` x ``width``, then a 3x3 convolution."""
+    if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
+        return conv2d_of_doubled(p["conv"], x)
     return conv2d(p["conv"], upsample_nearest(x, height, width))
