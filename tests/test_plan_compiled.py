@@ -164,3 +164,11 @@ def test_kernels_and_collectives_in_real_text() -> None:
     assert float(kernel.split()[0]) == pytest.approx(1e-3, rel=0.05)
     assert kernel.split()[1] == "1"
     assert [int(number) > 0 for number in numbers.split()] == [True, False]
+
+
+def test_weights_split_over_the_chips(compiled: tuple[Plan, Any]) -> None:
+    """Half of what is split on each chip, and the price: an all-reduce for each pair of layers, in the loop."""
+    plan = canvax.plan("tiny", "v5e:2x2", height=16, width=16, batch=2, mesh={"data": 2, "model": 2})
+    whole, split = compiled[0].programs[1], plan.programs[1]
+    assert split.argument_bytes < whole.argument_bytes
+    assert split.collectives_in_loop["all-reduce"] > 0
