@@ -112,7 +112,7 @@ def window_rows(table: SamplerTable, start: int, length: int, batch: int) -> tup
         The rows, each column [B, length, ...], and which of them use noise, [length] bool.
     """
     rows = table.window(start, length)
-    noisy = rows["M"][:, :, NOISE].any(axis=1)
+    noisy = np.asarray(rows["M"][:, :, NOISE].any(axis=1))
     return {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in rows.items()}, noisy
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from canvax._version import __version__
 from canvax.errors import InputError, nearest
 
-COMMANDS = {"generate": "generate", "info": "info", "samplers": "samplers"}
+COMMANDS = {name: name for name in ("generate", "compile", "info", "samplers", "cache")}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -24,6 +24,7 @@ examples:
   canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
   canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
+  canvax compile owner/name --size 1024x1024 --batch 1 4   so that no picture has to wait for it
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
@@ -124,6 +125,11 @@ def build_parser() -> Parser:
     _model(generate)
     _devices(generate)
     _where_to(generate)
+    _compile(commands.add_parser(
+        "compile",
+        help="compile a model before it is needed",
+        description="Compile the programs of a model and keep them, without reading its weights or drawing anything.",
+    ))  # fmt: skip
     info = commands.add_parser(
         "info",
         help="describe a model or a picture",
@@ -135,7 +141,33 @@ def build_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
     samplers.add_argument("--json", action="store_true", help="print one JSON object")
+    _cache(commands.add_parser(
+        "cache",
+        help="list or clear the compiled programs that are kept",
+        description="The compiled programs that are kept, their folder (path), or their removal (clear).",
+    ))  # fmt: skip
     return parser
+
+
+def _compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
+    parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's own)")
+    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
+    parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _source(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "path", "clear"], default="list", help="list, if not said"
+    )
+    parser.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="with clear: only what has not been used for so many days"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _what_to_draw(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ BATCH_PIXELS = 512 * 512
 """Pixels that a device draws at once unless --batch-size says otherwise: safe for a full-size model anywhere."""
 
 MAX_BATCH = 64
-STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "total")
+STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -216,13 +216,17 @@ def _draw_all(
 ) -> list[Image]:
     """Draw and save batch by batch; returns the pictures if a grid was asked for."""
     size = arguments.batch_size or _batch_size(pipe, pictures)
+    from canvax.compile.monitor import process_age
+
     evaluations, images = 0.0, []
     timings = report["timings"]
     for done, batch in batches(pictures, size):
         if not arguments.quiet and len(pictures) > len(batch):
             which = f"pictures {done + 1} to {done + len(batch)}" if len(batch) > 1 else f"picture {done + 1}"
             complain(f"{which} of {len(pictures)}")
+        age = process_age()
         result = _draw(pipe, batch, size if len(pictures) > size else len(batch), not arguments.quiet)
+        timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
@@ -285,8 +289,11 @@ def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: 
 
 def _summarise(report: Mapping[str, Any]) -> None:
     timings = report["timings"]
-    parts = [f"{stage} {seconds(timings[stage])}" for stage in ("load", "compile", "encode", "denoise")]
+    compiled = "compile" if report["compilations"] else "programs from the cache"
+    names = {"load": "load", "compile": compiled, "encode": "encode", "denoise": "denoise"}
+    parts = [f"{name} {seconds(timings[stage])}" for stage, name in names.items()]
     parts[-1] += f" ({seconds(timings['step'])} a step)"
     parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
+    parts += [f"first step {seconds(timings['first_step'])} after the start"]
     count = len(report["files"])
     complain(f"{count} picture{'s' if count > 1 else ''}; " + ", ".join(parts))

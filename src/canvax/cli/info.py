@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.pictures import OPTIONS
-from canvax.cli.terminal import command_line, complain, say, table
+from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
 
@@ -192,7 +192,7 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
     )
     batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
     found = estimate(
-        checkpoint, dtype=dtype, height=height, width=width, batch=batch, sizes=sizes, platform=platform,
+        checkpoint, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
         limit=free_bytes(mesh),
     )  # fmt: skip
     return {
@@ -211,11 +211,11 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
 
 def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
-    rows = [("on each device", ""), ("weights", _bytes(memory["weights"]))]
-    rows += [(f"{name}, while it runs", f"about {_bytes(size)}") for name, size in memory["programs"].items()]
-    rows.append(("largest sum", f"about {_bytes(memory['total'])}"))
+    rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
+    rows += [(f"{name}, while it runs", f"about {byte_size(size)}") for name, size in memory["programs"].items()]
+    rows.append(("largest sum", f"about {byte_size(memory['total'])}"))
     if memory["free"] is not None:
-        rows.append((f"free on this machine's {memory['platform']}", _bytes(memory["free"])))
+        rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     return [
         f"{memory['batch']} images of {memory['width']} x {memory['height']} at once, {memory['dtype']}, mesh {mesh}:",
         *table(rows, right=(1,)),
@@ -243,11 +243,11 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     for name, part in report["components"].items():
         size = sum(part["files"].values()) if "files" in part else 0
         count = f"{part['parameters']:,}" if "parameters" in part else ""
-        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), _bytes(size) if size else ""))
+        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), byte_size(size) if size else ""))
     rows.append(("total", "", f"{report['parameters']:,}", "", ""))
     commit = f" at {report['revision']}" if report["revision"] else ""
     sampler, text, latents, defaults = (report[name] for name in ("sampler", "text", "latents", "defaults"))
-    memory = ", ".join(f"{_bytes(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
+    memory = ", ".join(f"{byte_size(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
     facts = {
         "memory": f"{memory} (weights alone)",
         "size": f"{report['width']} x {report['height']} pixels",
@@ -263,13 +263,3 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     lines += [f"{name:<10}  {value}" for name, value in facts.items()]
     lines += [f"{name}: recognised, not used yet" for name in report["not_used"]]
     return lines
-
-
-def _bytes(size: int) -> str:
-    """A size for people, in powers of ten as disks are sold."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.2f} GB"

@@ -230,8 +230,8 @@ class FlaxPipeline:
                 negative = jax.tree.map(jnp.zeros_like, conditions)
             else:
                 negative = encode(jnp.broadcast_to(self.prepare_inputs(""), prompt_ids.shape))
-        told = _about_the_picture(self.checkpoint, shape)
-        conditions, negative = conditions | told, negative and negative | told
+        about = jax.tree.map(jnp.asarray, _about_the_picture(self.checkpoint, shape))
+        conditions, negative = conditions | about, negative and negative | about
 
         rows, noisy = window_rows(table, 0, len(table), batch)
         guidance = jnp.maximum(jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1), 1.0)

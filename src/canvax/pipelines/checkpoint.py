@@ -20,7 +20,7 @@ from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
-from canvax.parallel.rules import device_bytes, place
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
 from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
@@ -155,8 +155,12 @@ def open_checkpoint(
     mesh: Mesh | None = None,
     precision: str | None = None,
     progress: bool = True,
+    weights: bool = True,
 ) -> tuple[Checkpoint, Programs, Params]:
-    """Everything of a model; see :func:`canvax.load` for the arguments."""
+    """Everything of a model; see :func:`canvax.load` for the arguments.
+
+    Without ``weights`` the parameters are shapes, dtypes and shardings, enough to compile for.
+    """
     if dtype is not None:
         dtype = parse_dtype(dtype)
     checkout = resolve(
@@ -172,14 +176,17 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
-    check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
-    params = load_components(
-        checkout,
-        checkpoint.components,
-        dtype=dtype,
-        place=lambda param, array: place(param, array, mesh),
-    )
+    if weights:
+        needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
+        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
+        params = load_components(
+            checkout,
+            checkpoint.components,
+            dtype=dtype,
+            place=lambda param, array: place(param, array, mesh),
+        )
+    else:
+        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
 

@@ -27,8 +27,10 @@ class Result:
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to draw it again.
-        timings: seconds of each stage: ``compile``, ``encode``, ``denoise``, ``step``, ``decode``, ``total``.
-        compilations: programs compiled by this call; 0 after the first picture of a size and batch.
+        timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``,
+            ``decode``, ``total``; ``first_step`` is from the call to the end of its first step.
+        compilations: programs compiled by this call; 0 after the first picture of a size and batch, and in a process
+            that finds them in the cache.
         indices: which images of the call these are, counted from 0.
     """
 

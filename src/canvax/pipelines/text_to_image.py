@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from canvax._version import __version__
+from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, initial_state, window_rows
@@ -181,20 +182,77 @@ class StableDiffusion:
             batch: images of one call.
             guided: whether the guidance scale is above 1.
         """
-        mesh, side = self.programs.mesh, self.checkpoint.native_size
         found = estimate(
             self.checkpoint,
             dtype=self.checkpoint.dtype,
-            height=check_size("height", height, side[0]),
-            width=check_size("width", width, side[1]),
-            batch=padded_batch(batch, mesh),
-            sizes=mesh.shape,
-            platform=mesh.devices.flat[0].platform,
+            size=(height, width),
+            batch=batch,
+            sizes=self.programs.mesh.shape,
+            platform=self.programs.mesh.devices.flat[0].platform,
             guided=guided,
         )
-        free = free_bytes(mesh)
+        free = free_bytes(self.programs.mesh)
         held = found.weights if self.params is not None else 0
         return replace(found, limit=None if free is None else free + held)
+
+    def compile(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        *,
+        guidance: bool = True,
+        progress: bool = True,
+        params: Params | None = None,
+    ) -> tuple[Build, ...]:
+        """Make the three programs of a size and batch ready, without running them.
+
+        They come from the cache if they are there, and are compiled and kept there if not.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: number of images, rounded up to the number of devices.
+            guidance: with it on; a guidance scale of 1 or less is another program.
+            progress: show what is done on stderr.
+            params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
+                (``jax.ShapeDtypeStruct``).
+
+        Returns:
+            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        params = self._params(params)
+        side, factor = self.checkpoint.native_size, self.programs.vae.factor
+        height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise InputError(f"batch={batch!r} is not a whole number of at least 1")
+        images = padded_batch(batch, self.programs.mesh)
+        shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
+        table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
+        display = Display(shown=progress and multihost.leads(self.programs.mesh))
+        self._build(params, shape, guidance, table, display)
+        return tuple(display.builds)
+
+    def _build(
+        self,
+        params: Params,
+        shape: tuple[int, int, int, int],
+        guided: bool,
+        table: SamplerTable,
+        display: Display,
+        *,
+        decoder: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        """The three programs for latents of ``shape``; None in place of a decoder that is not wanted."""
+        programs, tell = self.programs, display.announce
+        return (
+            programs.encode_text(params, shape[0], tell),
+            programs.denoise(params, shape, guided=guided, clip=table.clip, announce=tell),
+            programs.decode(params, shape, tell) if decoder else None,
+        )
 
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
@@ -206,12 +264,8 @@ class StableDiffusion:
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
         padded = (padded_batch(shape[0], mesh), *shape[1:])
-        encode = self.programs.encode_text(params, padded[0], display.announce)
-        denoise = self.programs.denoise(
-            params, padded, guided=request.guided, clip=table.clip, announce=display.announce
-        )
         whole = request.options.denoising_end == 1
-        decode = self.programs.decode(params, padded, display.announce) if whole else None
+        encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
 
         programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
         check_programs(programs, mesh, cure)
@@ -235,6 +289,7 @@ class StableDiffusion:
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
+        timings["first_step"] = display.first_step - began
         timings["total"] = time.perf_counter() - began
         metadata = self._metadata(request)
         metadata = [metadata[i] for i in indices]
@@ -271,6 +326,7 @@ class StableDiffusion:
                 jax.block_until_ready(state)
                 done += count
                 bar.advance(count)
+                display.stepped()
                 if callback:
                     _, noisy_state = own_rows(state, batch)
                     step = Step(done - 1, total, noisy_state[:, 0], own_rows(denoised, batch)[1])
