@@ -145,10 +145,10 @@ def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:
         firsts = {name for name in placed if name.endswith(f"{pair[0]}.weight")}
         for name in firsts:
             assert placed[name].whole == placed[name.replace(*pair)].whole, name
-    # What is not split is what blocks hand on to each other: a quarter of SD 1.5 and less of SDXL.
+    # Hardly anything but what resizes, and the projections around transformers, is whole.
     if model == 2:
         share = device_bytes(spec, 2, sizes) / (2 * count(spec))
-        assert share < (0.66 if cfg is SD15_UNET else 0.57), share
+        assert share < (0.57 if cfg is SD15_UNET else 0.52), share
 
 
 def test_gate_stays_with_its_values() -> None:
@@ -354,4 +354,4 @@ def test_liveness() -> None:
 
     assert peak_bytes(chain, x) < 100
     assert peak_bytes(products, x) == 2 * size
-    assert peak_bytes(loop, x) == 3 * size
+    assert 3 * size <= peak_bytes(loop, x) < 3 * size + 100  # and the loop's counter

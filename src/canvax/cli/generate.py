@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import OUTPUT, versions
 from canvax.cli.pictures import Picture, Source, check_table, gather
-from canvax.cli.terminal import complain, say, seconds
+from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_numbered, save_png
@@ -69,6 +69,7 @@ def _join(arguments: argparse.Namespace) -> bool:
         return False
     if arguments.grid:
         raise InputError("--grid: no process of --distributed has all pictures; leave it out")
+    keep_stdout_for_results()
     multihost.initialize(*said)
     return True
 

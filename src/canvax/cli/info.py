@@ -192,7 +192,7 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
     )
     batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
     found = estimate(
-        checkpoint, dtype=dtype, height=height, width=width, batch=batch, sizes=sizes, platform=platform,
+        checkpoint, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
         limit=free_bytes(mesh),
     )  # fmt: skip
     return {

@@ -102,6 +102,14 @@ def tolerant_streams() -> None:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
+def keep_stdout_for_results() -> None:
+    """Send to stderr what libraries print on stdout below Python, as JAX's collectives on the CPU (Gloo) do."""
+    with suppress(OSError, ValueError, AttributeError):
+        results = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
+
+
 def hush_stdout() -> None:
     """Send what is left for stdout nowhere, so that Python does not complain about a closed pipe when it exits."""
     with suppress(OSError, ValueError, AttributeError):

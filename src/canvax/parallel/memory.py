@@ -82,7 +82,11 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
 
 def program_bytes(program: Any) -> int | None:
     """What a compiled program takes on a device beside its arguments, as its compiler says; None if it does not."""
-    analysis = getattr(program, "memory_analysis", lambda: None)()
+    program = getattr(program, "__wrapped__", program)
+    try:
+        analysis = getattr(program, "memory_analysis", lambda: None)()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):  # a backend that does not tell
+        analysis = None
     if analysis is None:
         return None
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

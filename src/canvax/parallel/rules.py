@@ -95,10 +95,10 @@ def place(param: Param, leaf: Any, mesh: Mesh) -> Array:
 
 
 def is_on(params: Params, mesh: Mesh) -> bool:
-    """Whether all parameters lie on the devices of a mesh, split in whatever way."""
+    """Whether all parameters, or their abstract shapes, lie on the devices of a mesh, split in whatever way."""
 
     def one(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh
+        return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and getattr(leaf.sharding, "mesh", None) == mesh
 
     return all(map(one, jax.tree.leaves(params)))
 

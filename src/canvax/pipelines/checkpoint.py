@@ -176,9 +176,7 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    if not weights:
-        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
-    else:
+    if weights:
         needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
         check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
         params = load_components(
@@ -187,6 +185,8 @@ def open_checkpoint(
             dtype=dtype,
             place=lambda param, array: place(param, array, mesh),
         )
+    else:
+        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
 

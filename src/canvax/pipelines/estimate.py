@@ -10,11 +10,13 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from canvax.compile.programs import Programs
+from canvax.errors import InputError
 from canvax.parallel.liveness import peak_bytes
 from canvax.parallel.memory import Memory
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params, device_bytes
 from canvax.pipelines.checkpoint import Checkpoint
+from canvax.pipelines.request import check_size
 from canvax.target import compiling_for
 from canvax.types import DType
 
@@ -28,8 +30,7 @@ def estimate(
     checkpoint: Checkpoint,
     *,
     dtype: DType,
-    height: int,
-    width: int,
+    size: tuple[int | None, int | None],
     batch: int,
     sizes: Mapping[str, int],
     platform: str,
@@ -43,14 +44,20 @@ def estimate(
     Args:
         checkpoint: the model.
         dtype: dtype of the weights.
-        height: of an image, in pixels.
-        width: likewise.
+        size: height and width of an image in pixels; None for what the model was trained for.
         batch: images drawn at once, on all devices.
         sizes: sizes of the mesh, ``{"data": 4, "model": 2}``.
         platform: "cpu", "gpu" or "tpu", which decides the kernels.
         guided: whether guidance is on.
         limit: bytes that a device has, to be told in the result.
+
+    Raises:
+        InputError: size or batch cannot be used.
     """
+    native = checkpoint.native_size
+    height, width = check_size("height", size[0], native[0]), check_size("width", size[1], native[1])
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InputError(f"batch={batch!r} is not a whole number of at least 1")
     mesh: Any = AbstractMesh((1, 1), AXES)
     each = -(-batch // sizes.get("data", 1))
     factor = checkpoint.vae.factor

@@ -182,18 +182,16 @@ class StableDiffusion:
             batch: images of one call.
             guided: whether the guidance scale is above 1.
         """
-        mesh, side = self.programs.mesh, self.checkpoint.native_size
         found = estimate(
             self.checkpoint,
             dtype=self.checkpoint.dtype,
-            height=check_size("height", height, side[0]),
-            width=check_size("width", width, side[1]),
-            batch=padded_batch(batch, mesh),
-            sizes=mesh.shape,
-            platform=mesh.devices.flat[0].platform,
+            size=(height, width),
+            batch=batch,
+            sizes=self.programs.mesh.shape,
+            platform=self.programs.mesh.devices.flat[0].platform,
             guided=guided,
         )
-        free = free_bytes(mesh)
+        free = free_bytes(self.programs.mesh)
         held = found.weights if self.params is not None else 0
         return replace(found, limit=None if free is None else free + held)
 
@@ -234,7 +232,7 @@ class StableDiffusion:
         images = padded_batch(batch, self.programs.mesh)
         shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
         table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
-        display = Display(shown=progress)
+        display = Display(shown=progress and multihost.leads(self.programs.mesh))
         self._build(params, shape, guidance, table, display)
         return tuple(display.builds)
 
