@@ -24,7 +24,7 @@ ROWS: list[set[str]] = [
     {"parallel"},
     {"compile"},
     {"pipelines"},
-    {"flax_api"},
+    {"flax_api", "train"},
     {"cli"},
 ]
 FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate"}
