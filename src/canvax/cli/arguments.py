@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
+from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError, nearest
 
-COMMANDS = {"generate": "generate", "info": "info", "samplers": "samplers"}
+COMMANDS = {"generate": "generate", "info": "info", "samplers": "samplers", "train": "train"}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -133,6 +134,7 @@ def build_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
     samplers.add_argument("--json", action="store_true", help="print one JSON object")
+    add_train(commands)
     return parser
 
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.models.clip import text_encoder, text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.text import FIRST
-from canvax.models.clip import text_encoder, text_encoder_spec
 from canvax.models.unet import unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule

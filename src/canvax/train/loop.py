@@ -42,7 +42,7 @@ class Plan:
         batch: samples of one update.
         learning_rate: at its highest, after the warm-up.
         warmup: steps until then.
-        final: learning rate at the end of the cosine, as a share of the highest (Loshchilov and Hutter 2017); 1 keeps it.
+        final: learning rate at the end of the cosine, as a share of the highest (Loshchilov & Hutter 2017).
         b2: decay of Adam's second moment.
         weight_decay: of matrices and convolutions alone (Loshchilov and Hutter 2019).
         clip: bound on the norm of the gradient.
@@ -67,9 +67,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "chunk", "learning_rate", "clip")
-        faults = [
-            f"{name} = {getattr(self, name)} must be more than 0" for name in positive if getattr(self, name) <= 0
-        ]
+        faults = [f"{n} = {getattr(self, n)} must be more than 0" for n in positive if getattr(self, n) <= 0]
         if self.minutes is not None and self.minutes <= 0:
             faults.append(f"minutes = {self.minutes} must be more than 0")
         if not 0 <= self.average < 1:

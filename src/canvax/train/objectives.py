@@ -32,9 +32,9 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """Weight of the loss at each training timestep [num_train_timesteps] float32; ones where ``gamma`` is None.
 
     Min-SNR (Hang et al. 2023, section 3.4): the loss on x0 is weighted by min(SNR, gamma), which becomes, with the SNR
-    a / (1 - a), min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v that goes to nothing where there
-    is only noise, and a schedule of zero terminal SNR would never learn to begin; so there SNR + 1 takes the place of
-    SNR, which leaves v as it is up to the bound.
+    a / (1 - a), min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v that goes to nothing where
+    there is only noise, and a schedule of zero terminal SNR would never learn to begin; so there SNR + 1 takes the
+    place of SNR, which leaves v as it is up to the bound.
     """
     a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
     if gamma is None:

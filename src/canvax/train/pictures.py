@@ -1,7 +1,7 @@
 """Captioned pictures from a folder or a zip file, in the layout that the field calls ``imagefolder``.
 
-Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or the name given), or each in
-a .txt file beside its picture. Other columns are kept as they are.
+Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or the name given), or each
+in a .txt file beside its picture. Other columns are kept as they are.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ class Progress:
             return
         self._shown = now
         pace = (done - self._first) / max(now - self._began, 1e-9)
+        speed = pace * self.batch
         left = duration(max(self.steps - done, 0) / max(pace, 1e-9))
-        text = (
-            f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {pace * self.batch:.1f} samples/s, {left} left"
-        )
+        text = f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {speed:.1f} samples/s, {left} left"
         sys.stderr.write(f"\r{text:<100}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from canvax.tokenizers.clip import BOS, EOS
@@ -83,7 +84,7 @@ def _count(
     parts: list[str], word: str, times: int, pairs: Counter[tuple[str, str]], holders: dict[tuple[str, str], set[str]]
 ) -> None:
     """Add ``times`` to every pair of neighbours of a word; forget pairs that no word has."""
-    for pair in zip(parts, parts[1:], strict=False):
+    for pair in pairwise(parts):
         pairs[pair] += times
         if times > 0:
             holders.setdefault(pair, set()).add(word)

@@ -1,7 +1,7 @@
 """The drawings: four sets of emoji as SVG from npm packages, rendered and captioned into one file.
 
-The file is a zip in the ``imagefolder`` layout (pictures beside ``metadata.jsonl``), the same bytes every time: packages
-are pinned by version and hash, and the renderer works on the CPU.
+The file is a zip in the ``imagefolder`` layout (pictures beside ``metadata.jsonl``), the same bytes every time:
+packages are pinned by version and hash, and the renderer works on the CPU.
 """
 
 from __future__ import annotations
@@ -218,9 +218,8 @@ def _read_icons(folder: Path, package: Package) -> dict[str, str]:
 
 def _svg(icon: dict[str, Any]) -> str:
     box = " ".join(str(icon[key]) for key in ("left", "top", "width", "height"))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{SIZE}" height="{SIZE}">{icon["body"]}</svg>'
-    )
+    frame = f'xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{SIZE}" height="{SIZE}"'
+    return f"<svg {frame}>{icon['body']}</svg>"
 
 
 def _member(folder: Path, package: Package, name: str) -> bytes:

@@ -1,7 +1,6 @@
 """The recipe of the model in the package: vocabulary, autoencoder, latents, diffusion, finished folder.
 
-Each stage leaves its result in the run's folder and is skipped when it is there, so the same call goes on where the last
-one stopped.
+Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ RECIPES = {
     "cpu": Recipe(
         size=64,
         crop=32,
-        autoencoder=Plan(steps=12_000, batch=16, learning_rate=1e-3, chunk=50),
+        autoencoder=Plan(steps=8_000, batch=16, learning_rate=1e-3, chunk=50),
         diffusion=Plan(steps=40_000, batch=32, learning_rate=8e-4, average=0.9995, chunk=10),
         shift=1,
     ),
@@ -148,7 +147,7 @@ RECIPES = {
         vocabulary=700,
     ),
 }
-"""By name: ``gpu`` makes 128-pixel pictures in minutes, ``cpu`` 64-pixel ones in hours, ``smoke`` nothing, in seconds."""
+"""By name: ``gpu`` makes 128-pixel pictures, ``cpu`` 64-pixel ones, ``smoke`` nothing to look at, in seconds."""
 
 
 @dataclass(frozen=True)
