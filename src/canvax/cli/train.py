@@ -20,7 +20,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
         result: Path | None = prepare_drawings(arguments.output, packages=arguments.packages, progress=complain)
     else:
-        Path(arguments.output).mkdir(parents=True, exist_ok=True)
         try:
             result = (_finetune if arguments.task == "finetune" else _emoji)(arguments)
         except KeyboardInterrupt:

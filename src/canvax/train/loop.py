@@ -33,6 +33,9 @@ Loss = Callable[[Params, Any, Array, Array], tuple[Array, dict[str, Array]]]
 """``(params, data, indices [B], key) -> (loss, what else to log)``."""
 
 
+Program = Callable[[TrainState, Any, HostArray, Any], tuple[TrainState, dict[str, Any]]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """How long to train, and how.
@@ -124,7 +127,7 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     data = jax.device_put(data, everywhere)
-    program = _compile(partial(_steps, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
+    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
     if path.is_file():
         facts = read_facts(path)
         steps = _check_same(path, facts["plan"], plan)
@@ -201,38 +204,58 @@ def _optimizer(plan: Plan) -> Any:
     )
 
 
-def _steps(
-    state: TrainState, data: Any, indices: Array, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
+def _update(
+    state: TrainState, data: Any, chosen: Array, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update for each row of ``indices`` [n, B]; returns the means of what the loss logs."""
-    key = jax.random.key(plan.seed)
-
-    def update(state: TrainState, chosen: Array) -> tuple[TrainState, dict[str, Array]]:
-        value_and_grad = jax.value_and_grad(loss, has_aux=True)
-        (value, more), gradient = value_and_grad(state.params, data, chosen, jax.random.fold_in(key, state.step))
-        changes, memory = optimizer.update(gradient, state.optimizer, state.params)
-        rate = learning_rate(state.step, steps, plan)
-        params = jax.tree.map(lambda p, change: p - rate * change, state.params, changes)
-        # A short memory at first, so that the average forgets the random beginning (as in Karras et al. 2024, 3.1).
-        done = state.step.astype(jnp.float32)
-        decay = jnp.minimum(plan.average, (1.0 + done) / (10.0 + done))
-        average = state.average
-        if average is not None:
-            average = jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, params)
-        return TrainState(state.step + 1, params, average, memory), {"loss": value, **more}
-
-    state, metrics = jax.lax.scan(update, state, indices)
-    return state, jax.tree.map(jnp.mean, metrics)
+    """One update from the samples ``chosen`` [B]; also returns what the loss logs."""
+    key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
+    (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, data, chosen, key)
+    changes, memory = optimizer.update(gradient, state.optimizer, state.params)
+    rate = learning_rate(state.step, steps, plan)
+    params = jax.tree.map(lambda p, change: p - rate * change, state.params, changes)
+    # A short memory at first, so that the average forgets the random beginning.
+    done = state.step.astype(jnp.float32)
+    decay = jnp.minimum(plan.average, (1.0 + done) / (10.0 + done))
+    average = state.average
+    if average is not None:
+        average = jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, params)
+    return TrainState(state.step + 1, params, average, memory), {"loss": value, **more}
 
 
-def _compile(function: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) -> Any:
-    """The program of one chunk; the state it is given is used up."""
-    everywhere, by_sample = replicated(mesh), NamedSharding(mesh, PartitionSpec(None, "data"))
-    indices = jax.ShapeDtypeStruct((plan.chunk, plan.batch), jnp.int32)
-    shardings = (everywhere, everywhere, by_sample, everywhere)
-    with compiling_for(mesh.devices.flat[0].platform):
-        jitted = jax.jit(function, in_shardings=shardings, out_shardings=everywhere, donate_argnums=0)
-        return jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) -> Program:
+    """``(state, data, indices [chunk, B], steps) -> (state, means of what is logged)``; the state given is used up.
+
+    On GPU and TPU the chunk is one program, so that Python never keeps the device waiting. On the CPU it is one program
+    a step: there a call costs nothing, and in a loop XLA takes ten times as long over the gradient of convolutions (jax 0.10.2).
+    """
+    everywhere, platform = replicated(mesh), mesh.devices.flat[0].platform
+    rows = () if platform == "cpu" else (plan.chunk,)
+    split = NamedSharding(mesh, PartitionSpec(*(None for _ in rows), "data"))
+
+    def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
+        state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
+        return state, jax.tree.map(jnp.mean, metrics)
+
+    with compiling_for(platform):
+        jitted = jax.jit(
+            chunk if rows else update,
+            in_shardings=(everywhere, everywhere, split, everywhere),
+            out_shardings=everywhere,
+            donate_argnums=0,
+        )
+        indices = jax.ShapeDtypeStruct((*rows, plan.batch), jnp.int32)
+        program = jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    if rows:
+        return program
+
+    def one_by_one(state: TrainState, data: Any, indices: HostArray, steps: Any) -> tuple[TrainState, dict[str, Any]]:
+        logged = []
+        for chosen in indices:
+            state, metrics = program(state, data, chosen, steps)
+            logged.append(metrics)
+        return state, {name: np.mean([float(row[name]) for row in logged]) for name in logged[0]}
+
+    return one_by_one
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
