@@ -226,17 +226,17 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
     """``(state, data, indices [chunk, B], steps) -> (state, means of what is logged)``; the state given is used up.
 
     On GPU and TPU the chunk is one program, so that Python never keeps the device waiting. On the CPU it is one program
-    a step: there a call costs nothing, and in a loop XLA takes ten times as long over the gradient of convolutions (jax 0.10.2).
+    a step: there a call costs nothing, and in a loop XLA takes ten times as long over the gradient of convolutions.
     """
-    everywhere, platform = replicated(mesh), mesh.devices.flat[0].platform
-    rows = () if platform == "cpu" else (plan.chunk,)
+    everywhere = replicated(mesh)
+    rows = () if is_cpu(mesh) else (plan.chunk,)
     split = NamedSharding(mesh, PartitionSpec(*(None for _ in rows), "data"))
 
     def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    with compiling_for(platform):
+    with compiling_for(mesh.devices.flat[0].platform):
         jitted = jax.jit(
             chunk if rows else update,
             in_shardings=(everywhere, everywhere, split, everywhere),
@@ -256,6 +256,11 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
         return state, {name: np.mean([float(row[name]) for row in logged]) for name in logged[0]}
 
     return one_by_one
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    """Whether a mesh is of the host's own processors."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
