@@ -222,9 +222,8 @@ def test_pytorch_diffusers_draws_the_same(smoke: Path) -> None:
     theirs.set_progress_bar_config(disable=True)
     noise = np.random.default_rng(0).standard_normal((2, 8, 8, 4), np.float32)
     prompts = ["a red apple in the style of noto", "cherries"]
-    ours = pipe(
-        prompts, latents=noise, num_inference_steps=8, guidance_scale=3.0, options=canvax.Options(progress=False)
-    )
+    how = {"num_inference_steps": 8, "guidance_scale": 3.0}
+    ours = pipe(prompts, latents=noise, options=canvax.Options(progress=False), **how)
     latents = torch.from_numpy(np.ascontiguousarray(np.moveaxis(noise, -1, 1)))
     want = theirs(prompts, latents=latents, output_type="np", **how).images
     error = np.square(ours.pixels - want).mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -114,22 +114,13 @@ def encode_pictures(
         flip: mirror them.
         batch: pictures encoded at once.
     """
-    batch = padded_batch(batch, mesh)
-
-    def encode(p: Params, images: Array) -> Array:
-        mean, _ = vae_encode(p, as_input(images), cfg)
-        return (mean - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
-
-    return _by_batches(encode, p, _moved(pixels, shift, flip), mesh, batch)
+    return _by_batches(_encoder(cfg, mesh), p, _moved(pixels, shift, flip), mesh, padded_batch(batch, mesh))
 
 
 def decode_latents(p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
     """Pictures [N, H, W, 3] float32 in 0..1 from latents as the UNet sees them."""
 
-    def decode(p: Params, latents: Array) -> Array:
-        return jnp.clip(vae_decode(p, latents, cfg) / 2 + 0.5, 0.0, 1.0)
-
-    return _by_batches(decode, p, latents, mesh, padded_batch(batch, mesh))
+    return _by_batches(_decoder(cfg, mesh), p, latents, mesh, padded_batch(batch, mesh))
 
 
 def reconstruction_psnr(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> HostArray:
@@ -152,14 +143,36 @@ def _moved(pixels: HostArray, shift: tuple[int, int], flip: bool) -> HostArray:
     return pixels[:, :, ::-1] if flip else pixels
 
 
-def _by_batches(function: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
-    """``function(p, part)`` over parts of ``inputs``, the last one filled up."""
+@lru_cache(maxsize=4)
+def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+    """Kept, because a new function would be compiled again for every set of pictures."""
+
+    def encode(p: Params, images: Array) -> Array:
+        mean, _ = vae_encode(p, as_input(images), cfg)
+        return (mean - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
+
+    return _jitted(encode, mesh)
+
+
+@lru_cache(maxsize=4)
+def _decoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+    def decode(p: Params, latents: Array) -> Array:
+        return jnp.clip(vae_decode(p, latents, cfg) / 2 + 0.5, 0.0, 1.0)
+
+    return _jitted(decode, mesh)
+
+
+def _jitted(function: Any, mesh: Mesh) -> Any:
+    return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
+
+
+def _by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
+    """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
     if not len(inputs):
         raise InputError("there are no pictures to encode")
+    p = jax.device_put(p, replicated(mesh))
+    parts: list[HostArray] = []
     with compiling_for(mesh.devices.flat[0].platform):
-        program = jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
-        p = jax.device_put(p, replicated(mesh))
-        parts: list[HostArray] = []
         for start in range(0, len(inputs), batch):
             part = inputs[start : start + batch]
             missing = batch - len(part)

@@ -124,13 +124,14 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     if plan.batch % session.mesh.shape["data"]:
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
+    if path.is_file():
+        check_same_plan(path, plan)
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     data = jax.device_put(data, everywhere)
     program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
     if path.is_file():
-        facts = read_facts(path)
-        steps = _check_same(path, facts["plan"], plan)
+        steps = read_facts(path)["steps"]
         state = load_state(path, state)
     else:
         steps = -(-plan.steps // plan.chunk) * plan.chunk
@@ -275,13 +276,12 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: i
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
-def _check_same(path: Path, begun: Mapping[str, Any], plan: Plan) -> int:
-    """The number of steps of the run that a folder holds, which must have been begun with this plan."""
-    now = asdict(plan)
+def check_same_plan(path: Path, plan: Plan) -> None:
+    """Refuse to go on with a file that was begun with another plan."""
+    begun, now = read_facts(path)["plan"], asdict(plan)
     changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
     if changed:
         raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")
-    return read_facts(path)["steps"]
 
 
 def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:

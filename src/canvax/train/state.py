@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from canvax.errors import CheckpointError
 from canvax.params import Params
 from canvax.types import Array, HostArray
 from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
+
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
@@ -44,8 +46,11 @@ def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
-def save_state(path: Path, state: TrainState, facts: Mapping[str, Any]) -> None:
-    """Write a state under a temporary name, then rename it: a kill leaves the file before or the file after."""
+def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
+    """Write a state, or any tree of arrays, under a temporary name, then rename it.
+
+    A kill leaves the file before or the file after.
+    """
     arrays = [
         Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
         for name, leaf in _named(state)
@@ -62,8 +67,8 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not a state of a training run; delete it to begin again.") from error
 
 
-def load_state(path: Path, like: TrainState) -> TrainState:
-    """Read a state of the same structure as ``like``.
+def load_state(path: Path, like: Tree) -> Tree:
+    """Read what has the structure of ``like``, device arrays, onto the same devices.
 
     Raises:
         CheckpointError: it belongs to another model or optimiser.
@@ -82,7 +87,7 @@ def load_state(path: Path, like: TrainState) -> TrainState:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _named(state: TrainState) -> list[tuple[str, Array]]:
+def _named(state: Any) -> list[tuple[str, Array]]:
     """Every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
     found = jax.tree_util.tree_leaves_with_path(state)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]

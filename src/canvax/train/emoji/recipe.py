@@ -5,8 +5,9 @@ Each stage leaves its state in the run's folder, so the same call goes on where 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
-from canvax.params import Params
+from canvax.params import Params, init_params
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
 from canvax.train.autoencoder import encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
-from canvax.train.loop import Plan, Session, fit
+from canvax.train.loop import Plan, Session, check_same_plan, fit
 from canvax.train.pictures import Pictures, read_pictures
+from canvax.train.state import load_state, save_state
 from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
 from canvax.types import DType, HostArray
 
@@ -215,7 +218,11 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
 
 
 def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) -> tuple[Params, bool]:
-    cfg = recipe.design.vae
+    """The whitened autoencoder; a finished one is read, so that going on does not begin with compiling its training."""
+    cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
+    if path.is_file():
+        check_same_plan(path, recipe.autoencoder)
+        return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
     params, finished = train_autoencoder(
         train.pixels, cfg, recipe.autoencoder, run.session("autoencoder"), crop=recipe.crop, dtype=recipe.dtype
     )
@@ -225,6 +232,8 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
     if len(held_out):
         psnr = reconstruction_psnr(params, held_out.pixels, cfg, run.mesh)
         run.say(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings (lowest {psnr.min():.1f})")
+    params = jax.device_put(params, replicated(run.mesh))
+    save_state(path, params, {"plan": asdict(recipe.autoencoder)})
     return params, True
 
 
@@ -232,7 +241,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
     design = recipe.design
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     (tokenizer,) = pipe.checkpoint.tokenizers.values()
-    latents = _latents(recipe, train.pixels, vae, run.mesh)
+    latents = _latents(run, recipe, train.pixels, vae)
     data = denoising_data(tokenizer, latents, caption_ids(tokenizer, train.captions, 77))
 
     def preview(step: int, params: Params) -> None:
@@ -243,14 +252,25 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
         (run.folder / "previews").mkdir(exist_ok=True)
         grid.save(run.folder / "previews" / f"{step:07d}.png")
 
-    vae = jax.device_put(vae, replicated(run.mesh))
     loss = denoising_loss(design.text, design.unet, design.schedule, dtype=recipe.dtype)
     start = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     return fit(start, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
 
 
-def _latents(recipe: Recipe, pixels: HostArray, vae: Params, mesh: Mesh) -> HostArray:
+def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
     """Latents of every drawing, moved about: [N, 9, h, w, C] in float16, whose rounding is below their own noise."""
+    path, cfg = run.folder / "latents.npy", recipe.design.vae
+    if path.is_file():
+        return np.load(path)
+    run.say(f"encoding {len(pixels)} drawings in 9 places each")
     moves = shifts(1, recipe.shift)
-    cfg = recipe.design.vae
-    return np.stack([encode_pictures(vae, pixels, cfg, mesh, shift=s).astype(np.float16) for s in moves], axis=1)
+    forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
+    latents = np.stack(forms, axis=1)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            np.save(file, latents)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return latents
