@@ -94,9 +94,10 @@ class _Files:
             self.names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
         else:
             raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
+        self._known = frozenset(self.names)
 
     def read(self, name: str) -> bytes:
-        if name not in self.names:
+        if name not in self._known:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
         return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
 

@@ -29,6 +29,8 @@ from canvax.errors import CanvaxError, InputError
 from canvax.train.emoji.captions import STYLES, captions
 from canvax.train.pictures import METADATA
 
+LICENCES = "LICENCES.txt"
+
 SIZE = 128
 """Pixels of a rendered drawing along each side."""
 
@@ -140,7 +142,7 @@ def prepare_drawings(
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, "LICENCES.txt", licences().encode())
+            _add(archive, LICENCES, licences().encode())
             _add(archive, METADATA, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
             for done, row in enumerate(rows):
                 _add(archive, row["file_name"], _encoded(render(bodies[row["style"]][slug(row["label"])])))

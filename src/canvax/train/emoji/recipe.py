@@ -26,6 +26,7 @@ from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
 from canvax.train.autoencoder import encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.emoji.drawings import LICENCES, licences
 from canvax.train.loop import Plan, Session, check_same_plan, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.state import load_state, save_state
@@ -201,7 +202,9 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
     if not finished:
         return None
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
-    return save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    (target / LICENCES).write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
+    return target
 
 
 def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
@@ -260,10 +263,12 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
     """Latents of every drawing, moved about: [N, 9, h, w, C] in float16, whose rounding is below their own noise."""
     path, cfg = run.folder / "latents.npy", recipe.design.vae
+    moves, side = shifts(1, recipe.shift), recipe.size // cfg.factor
     if path.is_file():
-        return np.load(path)
-    run.say(f"encoding {len(pixels)} drawings in 9 places each")
-    moves = shifts(1, recipe.shift)
+        kept = np.load(path)
+        if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
+            return kept
+    run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
     forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
     latents = np.stack(forms, axis=1)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
