@@ -132,10 +132,18 @@ def task(model: Path, folder: Path, pictures: Path, **more: Any) -> FineTuning:
     return FineTuning(model, pictures, folder, **{"plan": PLAN, "size": 64, **more})
 
 
-def test_only_the_unet_changes(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("run")
     mesh = make_mesh(jax.devices()[:1])
-    done = finetune(task(model, tmp_path / "run", write_pictures(tmp_path / "p"), flip=True, gamma=5.0), mesh)
-    assert done == tmp_path / "run" / "model"
+    result = finetune(task(model, folder / "run", write_pictures(folder / "p"), flip=True, gamma=5.0), mesh)
+    assert result == folder / "run" / "model"
+    return result
+
+
+def test_only_the_unet_changes(model: Path, done: Path) -> None:
+    mesh = make_mesh(jax.devices()[:1])
     before, after = canvax.load(model, mesh=mesh), canvax.load(done, mesh=mesh)
     assert before.params is not None
     assert after.params is not None
@@ -149,23 +157,25 @@ def test_only_the_unet_changes(model: Path, tmp_path: Path) -> None:
 
 
 def test_it_learns_from_the_pictures(model: Path, tmp_path: Path) -> None:
+    """Four flat pictures are soon known; and drawing along the way leaves grids."""
     plan = Plan(steps=60, batch=4, chunk=20, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
-    finetune(task(model, tmp_path / "run", write_pictures(tmp_path / "p"), plan=plan), make_mesh(jax.devices()[:1]))
+    pictures = write_pictures(tmp_path / "p")
+    finetune(
+        task(model, tmp_path / "run", pictures, plan=plan, prompts=("a red picture",)), make_mesh(jax.devices()[:1])
+    )
     losses = [line["loss"] for line in read_log(tmp_path / "run" / "unet" / LOG)]
     assert losses[-1] < 0.8 * losses[0]
+    assert (tmp_path / "run" / "previews" / "0000060.png").is_file()
 
 
-def test_stopping_going_on_and_previews(model: Path, tmp_path: Path) -> None:
+def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
-    whole = finetune(task(model, tmp_path / "whole", pictures), mesh)
-    parts = task(model, tmp_path / "parts", pictures, prompts=("a red picture",))
+    parts = task(model, tmp_path / "parts", pictures, flip=True, gamma=5.0)
     assert finetune(parts, mesh, deadline=0.0) is None
     again = finetune(parts, mesh)
-    assert whole is not None
     assert again is not None
     weights = Path("unet") / "diffusion_pytorch_model.safetensors"
-    assert (whole / weights).read_bytes() == (again / weights).read_bytes()
-    assert (tmp_path / "parts" / "previews" / "0000004.png").is_file()
+    assert (done / weights).read_bytes() == (again / weights).read_bytes()
     with pytest.raises(InputError, match="this run is finished"):
         finetune(parts, mesh)
 

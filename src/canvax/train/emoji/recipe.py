@@ -119,6 +119,7 @@ SCHEDULER = {
     # On a white ground the mean of a picture matters: training must have seen pure noise, which sampling begins with.
     "rescale_betas_zero_snr": True,
     "set_alpha_to_one": True,
+    "steps_offset": 1,  # means nothing with trailing spacing, but diffusers warns of any other number
     "timestep_spacing": "trailing",
 }
 """The noise of Stable Diffusion with zero terminal SNR (Lin et al. 2024), drawn with DDIM."""
