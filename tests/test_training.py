@@ -19,7 +19,7 @@ import pytest
 from small_checkpoint import TEXT, UNET, VAE
 
 from canvax.attention import attention
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
 from canvax.models.unet import unet_spec
@@ -133,6 +133,22 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
     toy(tmp_path, deadline=time.monotonic())
     with pytest.raises(InputError, match=r"batch was 4, now 2"):
         toy(tmp_path, replace(PLAN, batch=2))
+    with pytest.raises(InputError, match=r"steps was 8, now 10"):
+        toy(tmp_path, replace(PLAN, steps=10))
+    with pytest.raises(InputError, match=r"samples was 10, now 7"):
+        fit({"w": np.zeros(3)}, toy_loss, {"x": np.zeros((7, 3))}, 7, PLAN, Session(tmp_path, "toy", one_device()))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    toy(tmp_path, deadline=time.monotonic())
+    before = (tmp_path / STATE).read_bytes()
+
+    def broken(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+        return p["w"].sum() * jnp.nan, {"distance": jnp.zeros(())}
+
+    with pytest.raises(CanvaxError, match="loss is nan at step 4"):
+        fit({"w": np.zeros(3, np.float32)}, broken, {}, 10, PLAN, Session(tmp_path, "toy", one_device()))
+    assert (tmp_path / STATE).read_bytes() == before
 
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:

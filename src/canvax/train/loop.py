@@ -7,6 +7,7 @@ program, so a run that was killed goes on with the very same numbers.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
 from canvax.target import compiling_for
@@ -119,19 +120,20 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         The averaged parameters, and whether the run is finished (or was stopped by the deadline).
 
     Raises:
-        InputError: the folder holds a run with another plan.
+        InputError: the folder holds a run with another plan or number of samples.
+        CanvaxError: the loss is not a finite number any more.
     """
     if plan.batch % session.mesh.shape["data"]:
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
-        check_same_plan(path, plan)
+        check_same(path, plan, samples)
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     data = jax.device_put(data, everywhere)
     program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
     if path.is_file():
-        steps = read_facts(path)["steps"]
+        steps = read_facts(path)["total"]
         state = load_state(path, state)
     else:
         steps = -(-plan.steps // plan.chunk) * plan.chunk
@@ -139,13 +141,18 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
             steps = _steps_in(plan, program, state, data, samples)
     done = int(state.step)
     _cut_log(session.folder / LOG, done)
-    facts = {"plan": asdict(plan), "steps": steps}
+    facts = facts_of(plan, samples) | {"total": steps}
     progress = Progress(session.name, steps, plan.batch, done)
     saved = shown = time.monotonic()
     while done < steps:
         indices = batch_indices(plan.seed, done, plan.chunk, plan.batch, samples)
         state, metrics = program(state, data, indices, np.int32(steps))
         done += plan.chunk
+        if not math.isfinite(metrics["loss"]):
+            raise CanvaxError(
+                f"{session.name}: the loss is {float(metrics['loss'])} at step {done}; the last good state is kept. Train "
+                "with a lower learning rate in another folder."
+            )
         _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
         progress.advance(done, float(metrics["loss"]))
         now = time.monotonic()
@@ -276,9 +283,14 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: i
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
-def check_same_plan(path: Path, plan: Plan) -> None:
-    """Refuse to go on with a file that was begun with another plan."""
-    begun, now = read_facts(path)["plan"], asdict(plan)
+def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
+    """What a run must be gone on with."""
+    return {**asdict(plan), "samples": samples}
+
+
+def check_same(path: Path, plan: Plan, samples: int) -> None:
+    """Refuse to go on with a file that was begun with another plan or other data."""
+    begun, now = read_facts(path), facts_of(plan, samples)
     changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
     if changed:
         raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")

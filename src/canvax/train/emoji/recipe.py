@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_m
 from canvax.train.autoencoder import encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
 from canvax.train.emoji.drawings import LICENCES, licences
-from canvax.train.loop import Plan, Session, check_same_plan, fit
+from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.state import load_state, save_state
 from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
@@ -225,7 +225,7 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
     """The whitened autoencoder; a finished one is read, so that going on does not begin with compiling its training."""
     cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
     if path.is_file():
-        check_same_plan(path, recipe.autoencoder)
+        check_same(path, recipe.autoencoder, len(train))
         return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
     params, finished = train_autoencoder(
         train.pixels, cfg, recipe.autoencoder, run.session("autoencoder"), crop=recipe.crop, dtype=recipe.dtype
@@ -237,7 +237,7 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
         psnr = reconstruction_psnr(params, held_out.pixels, cfg, run.mesh)
         run.say(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings (lowest {psnr.min():.1f})")
     params = jax.device_put(params, replicated(run.mesh))
-    save_state(path, params, {"plan": asdict(recipe.autoencoder)})
+    save_state(path, params, facts_of(recipe.autoencoder, len(train)))
     return params, True
 
 
