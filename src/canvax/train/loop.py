@@ -150,8 +150,8 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         done += plan.chunk
         if not math.isfinite(metrics["loss"]):
             raise CanvaxError(
-                f"{session.name}: the loss is {float(metrics['loss'])} at step {done}; the last good state is kept. Train "
-                "with a lower learning rate in another folder."
+                f"{session.name}: the loss is {float(metrics['loss'])} at step {done}; the last good state is kept. "
+                "Train with a lower learning rate in another folder."
             )
         _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
         progress.advance(done, float(metrics["loss"]))
