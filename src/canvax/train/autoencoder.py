@@ -22,8 +22,8 @@ from canvax.train.objectives import autoencoder_loss, cast
 from canvax.types import Array, DType, HostArray
 
 KL, EDGES = 3e-4, 0.05
-"""Weights of the divergence and of the outlines beside the squared error. With latents of unit variance this KL makes
-the encoder's noise about 0.03: enough for the decoder to be smooth, too little to cost 0.2 dB."""
+"""Weights of the divergence and of the outlines beside the squared error. The divergence is only there to keep the
+encoder's noise from vanishing, so that near latents mean near pictures."""
 
 
 def train_autoencoder(

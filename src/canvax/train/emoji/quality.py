@@ -93,7 +93,6 @@ def nearest(pictures: HostArray, drawings: HostArray) -> HostArray:
     for i in range(-REACH, REACH + 1):
         for j in range(-REACH, REACH + 1):
             drawn = _features(pictures, (i, j))
-            # |a - b|^2 without |a|^2, which differs between shifts only by what leaves at the rim: so it is needed.
             distance = np.square(drawn).sum(1)[:, None] + lengths - 2 * drawn @ true.T
             distances = np.minimum(distances, distance)
     return distances.argmin(1)
