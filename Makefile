@@ -11,7 +11,7 @@ REFERENCE ?= yes
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint parity bench clean
+.PHONY: demo test lint parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a cat" "a lemon" "a hamburger" --seed 1 --grid --output out/demo
@@ -32,6 +32,15 @@ parity: .venv/test-yes
 bench: .venv/test-yes
 	$(BIN)/python benchmarks/sd15.py
 
+# The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
+# as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.
+emoji-model: .venv/train out/emoji.zip
+	$(BIN)/canvax train emoji out/emoji.zip --output out/emoji-model $(TRAIN)
+	$(BIN)/python benchmarks/emoji_quality.py --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality
+
+out/emoji.zip: | .venv/train
+	$(BIN)/canvax train emoji-data $@
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canvax needs Python 3.11 or newer; make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
@@ -39,6 +48,10 @@ bench: .venv/test-yes
 .venv/runtime: pyproject.toml | .venv/bin/python
 	$(PIP) --editable .
 	touch $@
+
+.venv/train: pyproject.toml | .venv/bin/python
+	$(PIP) --editable '.[train]'
+	touch $@ .venv/runtime
 
 .venv/test-no: pyproject.toml | .venv/bin/python
 	$(PIP) --editable '.[test]'

@@ -25,7 +25,7 @@ ROWS: list[set[str]] = [
     {"compile"},
     {"pipelines"},
     {"planning"},
-    {"flax_api"},
+    {"flax_api", "train"},
     {"cli"},
 ]
 FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate"}

@@ -88,7 +88,8 @@ def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
             sums = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
             return (sums[:, :-1] / sums[:, -1:]).astype(v.dtype)
 
-        return jax.lax.map(one, chunks)
+        # The gradient computes a chunk's weights again; kept, they would be the whole score matrix after all.
+        return jax.lax.map(jax.checkpoint(one), chunks)
 
     out = jax.lax.map(head, (chunks, by_head(k), by_head(jnp.concatenate([v, ones], axis=-1))))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)

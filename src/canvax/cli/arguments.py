@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
+from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError, nearest
 
-COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "samplers", "cache")}
+COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "samplers", "cache", "train")}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -160,6 +161,7 @@ def build_parser() -> Parser:
         help="list or clear the compiled programs that are kept",
         description="The compiled programs that are kept, their folder (path), or their removal (clear).",
     ))  # fmt: skip
+    add_train(commands)
     return parser
 
 

@@ -132,6 +132,8 @@ def unet(
     cfg: UNetConfig,
     pooled: Array | None = None,
     time_ids: Array | None = None,
+    *,
+    remat: bool = False,
 ) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
 
@@ -143,6 +145,7 @@ def unet(
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the picture [B, n] float32, ``cfg.time_ids(P)`` of them.
+        remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
@@ -159,6 +162,8 @@ def unet(
     def attend_text(block: Params, h: Array, heads: int) -> Array:
         return transformer(block, h, text, heads=heads, groups=groups, upcast=cfg.upcast_attention)
 
+    if remat:
+        level_step = jax.checkpoint(level_step, static_argnums=(1, 2))
     h = conv2d(p["conv_in"], x)
     skips = [h]
     for i, level in enumerate(_down_levels(cfg)):

@@ -1,0 +1,187 @@
+"""Training an ``AutoencoderKL`` on pictures, giving its latents unit variance, and encoding pictures with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.errors import InputError
+from canvax.models.configs import VaeConfig
+from canvax.models.vae import vae_decode, vae_encode, vae_spec
+from canvax.parallel.mesh import over_batch, padded_batch, replicated
+from canvax.params import Params, init_params
+from canvax.target import compiling_for
+from canvax.train.loop import Plan, Session, fit
+from canvax.train.objectives import autoencoder_loss, cast
+from canvax.types import Array, DType, HostArray
+
+KL, EDGES = 3e-4, 0.05
+"""Weights of the divergence and of the outlines beside the squared error. The divergence is only there to keep the
+encoder's noise from vanishing, so that near latents mean near pictures."""
+
+
+def train_autoencoder(
+    pixels: HostArray, cfg: VaeConfig, plan: Plan, session: Session, *, crop: int, dtype: DType = jnp.float32
+) -> tuple[Params, bool]:
+    """Train on random ``crop`` x ``crop`` pieces of pictures [N, H, W, 3] uint8.
+
+    Pieces make small batches of many pictures cheap, and a convolutional network draws whole ones as well.
+
+    Args:
+        pixels: the pictures.
+        cfg: the config.
+        plan: how long and how.
+        session: where the run is kept.
+        crop: pixels of a piece, divisible by the autoencoder's factor.
+        dtype: dtype computed in; parameters are kept in float32.
+
+    Returns:
+        The parameters, and whether the run is finished.
+    """
+    if crop % cfg.factor or crop > min(pixels.shape[1:3]):
+        raise InputError(f"crop = {crop} must be divisible by {cfg.factor} and at most {min(pixels.shape[1:3])}")
+    params = init_params(vae_spec(cfg), plan.seed)
+    loss = partial(_crop_loss, cfg=cfg, crop=crop, dtype=dtype)
+    return fit(params, loss, {"pixels": pixels}, len(pixels), plan, session)
+
+
+def _crop_loss(
+    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, crop: int, dtype: DType
+) -> tuple[Array, dict[str, Array]]:
+    rows_key, columns_key, noise_key = jax.random.split(key, 3)
+    _, height, width, _ = data["pixels"].shape
+    rows = jax.random.randint(rows_key, chosen.shape, 0, height - crop + 1)
+    columns = jax.random.randint(columns_key, chosen.shape, 0, width - crop + 1)
+
+    def piece(picture: Array, row: Array, column: Array) -> Array:
+        return jax.lax.dynamic_slice(data["pixels"], (picture, row, column, 0), (1, crop, crop, 3))[0]
+
+    images = as_input(jax.vmap(piece)(chosen, rows, columns)).astype(dtype)
+    side = crop // cfg.factor
+    noise = jax.random.normal(noise_key, (chosen.shape[0], side, side, cfg.latent_channels), jnp.float32)
+    return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=KL, edges=EDGES)
+
+
+def whitened(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> Params:
+    """The same autoencoder with latents of mean 0 and variance 1 in every channel over ``pixels``.
+
+    The change is folded into the 1x1 convolutions around the latents, so the scaling factor is 1 and no reader has to
+    know of it.
+
+    Raises:
+        InputError: the autoencoder lacks those convolutions, or has a scaling factor.
+    """
+    if not (cfg.use_quant_conv and cfg.use_post_quant_conv) or cfg.scaling_factor != 1 or cfg.shift_factor:
+        raise InputError("whitening needs use_quant_conv, use_post_quant_conv and scaling_factor 1 in the VAE's config")
+    latents = encode_pictures(p, pixels, cfg, mesh).astype(np.float64)
+    mean, std = latents.mean((0, 1, 2)), latents.std((0, 1, 2))
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
+    before, after = p["quant_conv"], p["post_quant_conv"]
+    scale = np.concatenate([1 / std, np.ones_like(std)])  # log-variances are shifted, not scaled
+    shift = np.concatenate([-mean / std, -2 * np.log(std)])
+    p["quant_conv"] = {"weight": before["weight"] * scale, "bias": before["bias"] * scale + shift}
+    p["post_quant_conv"] = {
+        "weight": after["weight"] * std[:, None],
+        "bias": after["bias"] + mean @ after["weight"],
+    }
+    return jax.tree.map(lambda leaf: leaf.astype(np.float32), p)
+
+
+def encode_pictures(
+    p: Params,
+    pixels: HostArray,
+    cfg: VaeConfig,
+    mesh: Mesh,
+    *,
+    shift: tuple[int, int] = (0, 0),
+    flip: bool = False,
+    batch: int = 32,
+) -> HostArray:
+    """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
+
+    Args:
+        p: parameters of the autoencoder.
+        pixels: the pictures.
+        cfg: its config.
+        mesh: the devices.
+        shift: pixels by which the pictures are moved down and to the right; the rim is repeated.
+        flip: mirror them.
+        batch: pictures encoded at once.
+    """
+    return _by_batches(_encoder(cfg, mesh), p, _moved(pixels, shift, flip), mesh, padded_batch(batch, mesh))
+
+
+def decode_latents(p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
+    """Pictures [N, H, W, 3] float32 in 0..1 from latents as the UNet sees them."""
+
+    return _by_batches(_decoder(cfg, mesh), p, latents, mesh, padded_batch(batch, mesh))
+
+
+def reconstruction_psnr(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> HostArray:
+    """Peak signal-to-noise ratio in dB of each picture after encoding and decoding [N]."""
+    drawn = decode_latents(p, encode_pictures(p, pixels, cfg, mesh), cfg, mesh)
+    error = np.square(drawn - pixels.astype(np.float32) / 255).mean((1, 2, 3))
+    return -10 * np.log10(np.maximum(error, 1e-12))
+
+
+def as_input(pixels: Array) -> Array:
+    """uint8 pixels -> -1..1 float32."""
+    return pixels.astype(jnp.float32) / 127.5 - 1.0
+
+
+def _moved(pixels: HostArray, shift: tuple[int, int], flip: bool) -> HostArray:
+    for axis, by in zip((1, 2), shift, strict=True):
+        if by:
+            size = pixels.shape[axis]
+            pixels = np.take(pixels, np.clip(np.arange(size) - by, 0, size - 1), axis=axis)
+    return pixels[:, :, ::-1] if flip else pixels
+
+
+@lru_cache(maxsize=4)
+def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+    """Kept, because a new function would be compiled again for every set of pictures."""
+
+    def encode(p: Params, images: Array) -> Array:
+        mean, _ = vae_encode(p, as_input(images), cfg)
+        return (mean - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
+
+    return _jitted(encode, mesh)
+
+
+@lru_cache(maxsize=4)
+def _decoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+    def decode(p: Params, latents: Array) -> Array:
+        return jnp.clip(vae_decode(p, latents, cfg) / 2 + 0.5, 0.0, 1.0)
+
+    return _jitted(decode, mesh)
+
+
+def _jitted(function: Any, mesh: Mesh) -> Any:
+    return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
+
+
+def _by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
+    """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
+    if not len(inputs):
+        raise InputError("there are no pictures to encode")
+    p = jax.device_put(p, replicated(mesh))
+    parts: list[HostArray] = []
+    with compiling_for(mesh.devices.flat[0].platform):
+        for start in range(0, len(inputs), batch):
+            part = inputs[start : start + batch]
+            missing = batch - len(part)
+            filled = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)]) if missing else part
+            parts.append(np.asarray(program(p, np.ascontiguousarray(filled)))[: len(part)])
+    return np.concatenate(parts)
+
+
+def shifts(reach: int, step: int) -> Sequence[tuple[int, int]]:
+    """All moves of up to ``reach`` times ``step`` pixels along both axes, none first."""
+    moves = [(i * step, j * step) for i in range(-reach, reach + 1) for j in range(-reach, reach + 1)]
+    return sorted(moves, key=lambda move: (abs(move[0]) + abs(move[1]), move))

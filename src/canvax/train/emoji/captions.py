@@ -1,0 +1,59 @@
+"""Captions of a drawing, in the forms people write, from its label, its tags and its style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STYLES = ("noto", "twemoji", "fluent", "fluent flat")
+"""The drawing styles, as captions and prompts name them."""
+
+FORMS = 16
+"""Captions of each drawing; training draws one of them at random."""
+
+
+def captions(label: str, tags: Sequence[str], style: str) -> list[str]:
+    """The ``FORMS`` captions of a drawing.
+
+    Ten name the style, four leave it open, two know only a tag, so that a general word ("fruit") is not unknown.
+
+    Args:
+        label: the concept, such as "red apple".
+        tags: words about it, such as "fruit".
+        style: one of :data:`STYLES`.
+    """
+    name = label.lower()
+    one = with_article(name)
+    tags = [tag.lower() for tag in tags if tag.lower() not in name] or [name]
+    first, second, third = (tags[i % len(tags)] for i in range(3))
+    return [
+        plain_caption(label, style),
+        f"{one} in {style} style",
+        f"{one}, {style} style",
+        f"{name} in the style of {style}",
+        f"{name}, {style} style",
+        f"{name} {style}",
+        f"{style} {name}",
+        f"{first}: {name} in the style of {style}",
+        f"{name}, {second}, {third}, {style} style",
+        f"an emoji of {one} in the style of {style}",
+        one,
+        name,
+        f"{first}: {name}",
+        f"{name}, {second}",
+        f"{first} in the style of {style}",
+        f"{second}, {third}, {style} style",
+    ]
+
+
+def plain_caption(label: str, style: str) -> str:
+    """The caption that a model is tested with: "a red apple in the style of noto"."""
+    return f"{with_article(label.lower())} in the style of {style}"
+
+
+def with_article(name: str) -> str:
+    """ "an apple", "a cat"; plurals and names that come with a number stay as they are."""
+    last = name.rsplit(" ", 1)[-1]
+    plural = last.endswith("s") and not last.endswith(("ss", "us", "is"))
+    if plural or name[0].isdigit():
+        return name
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

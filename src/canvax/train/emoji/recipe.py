@@ -1,0 +1,282 @@
+"""The recipe of the model in the package: vocabulary, autoencoder, latents, diffusion, finished folder.
+
+Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from PIL import Image
+
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.vae import vae_spec
+from canvax.parallel.mesh import replicated
+from canvax.params import Params, init_params
+from canvax.pipelines.options import Options
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
+from canvax.train.autoencoder import encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.emoji.drawings import LICENCES, licences
+from canvax.train.loop import Plan, Session, check_same, facts_of, fit
+from canvax.train.pictures import Pictures, read_pictures
+from canvax.train.state import load_state, save_state
+from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
+from canvax.types import DType, HostArray
+
+PREVIEW = (
+    "a red apple", "a slice of pizza in the style of noto", "a cat face in the style of twemoji", "an octopus",
+    "a hamburger in the style of fluent", "a red heart in the style of fluent flat", "a house", "a rocket",
+)  # fmt: skip
+"""Prompts of the grids that are drawn along the way."""
+
+_DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+_UP = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes and plans.
+
+    Attributes:
+        size: pixels of a picture along each side.
+        crop: pixels of the pieces that the autoencoder learns from.
+        autoencoder: plan of the autoencoder.
+        diffusion: plan of text encoder and UNet.
+        shift: pixels by which the drawings are moved about, in latents of their own.
+        channels: of the UNet's levels; the first, where there are most pixels, has no attention.
+        vae_channels: of the autoencoder's levels.
+        width: of the text encoder.
+        vocabulary: entries of the tokenizer.
+        mixed: compute in bfloat16.
+    """
+
+    size: int
+    crop: int
+    autoencoder: Plan
+    diffusion: Plan
+    shift: int
+    channels: tuple[int, int, int] = (64, 128, 144)
+    vae_channels: tuple[int, int, int] = (32, 64, 128)
+    width: int = 160
+    vocabulary: int = 2500
+    mixed: bool = False
+
+    @property
+    def design(self) -> Design:
+        """The model it makes."""
+        groups = min(16, *self.channels)
+        unet = UNetConfig(
+            sample_size=self.size // 4,
+            down_block_types=_DOWN,
+            up_block_types=_UP,
+            block_out_channels=self.channels,
+            layers_per_block=1,
+            attention_head_dim=4,
+            cross_attention_dim=self.width,
+            norm_num_groups=groups,
+        )
+        vae = VaeConfig(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=self.vae_channels,
+            norm_num_groups=min(16, *self.vae_channels),
+            scaling_factor=1.0,
+        )
+        text = ClipTextConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=4 * self.width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            eos_token_id=self.vocabulary - 1,
+        )
+        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype computed in."""
+        return jnp.bfloat16 if self.mixed else jnp.float32
+
+
+SCHEDULER = {
+    "_class_name": "DDIMScheduler",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    # On a white ground the mean of a picture matters: training must have seen pure noise, which sampling begins with.
+    "rescale_betas_zero_snr": True,
+    "set_alpha_to_one": True,
+    "steps_offset": 1,  # means nothing with trailing spacing, but diffusers warns of any other number
+    "timestep_spacing": "trailing",
+}
+"""The noise of Stable Diffusion with zero terminal SNR (Lin et al. 2024), drawn with DDIM."""
+
+RECIPES = {
+    "gpu": Recipe(
+        size=128,
+        crop=64,
+        autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
+        diffusion=Plan(steps=20_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=50),
+        shift=2,
+        mixed=True,
+    ),
+    "cpu": Recipe(
+        size=64,
+        crop=32,
+        autoencoder=Plan(steps=8_000, batch=16, learning_rate=1e-3, chunk=50),
+        diffusion=Plan(steps=40_000, batch=32, learning_rate=8e-4, average=0.9995, chunk=10),
+        shift=1,
+    ),
+    "smoke": Recipe(
+        size=32,
+        crop=16,
+        autoencoder=Plan(steps=8, batch=8, chunk=4, warmup=2),
+        diffusion=Plan(steps=8, batch=8, chunk=4, warmup=2),
+        shift=1,
+        channels=(16, 16, 16),
+        vae_channels=(8, 8, 8),
+        width=16,
+        vocabulary=700,
+    ),
+}
+"""By name: ``gpu`` makes 128-pixel pictures, ``cpu`` 64-pixel ones, ``smoke`` nothing to look at, in seconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe at work.
+
+    Attributes:
+        recipe: the sizes and plans.
+        data: the file of drawings.
+        folder: where everything is kept.
+        mesh: the devices.
+        deadline: ``time.monotonic()`` at which to stop, to go on another time.
+        say: told what is going on.
+    """
+
+    recipe: Recipe
+    data: Path
+    folder: Path
+    mesh: Mesh
+    deadline: float | None = None
+    say: Callable[[str], None] = field(default=lambda _: None, repr=False)
+
+    def session(self, stage: str, **more: Any) -> Session:
+        """The session of a stage."""
+        return Session(self.folder / stage, stage, self.mesh, deadline=self.deadline, **more)
+
+
+def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
+    """Do, or go on with, all stages; the finished model is in ``run.folder / "model"``.
+
+    Returns:
+        The model's folder, or None if the deadline came first.
+
+    Raises:
+        InputError: the folder holds a run of another recipe.
+    """
+    target = run.folder / "model"
+    if target.exists():
+        return target
+    pictures = read_pictures(run.data, run.recipe.size)
+    train = pictures.split("train")
+    run.say(f"{len(pictures)} drawings of {run.recipe.size} pixels, {len(pictures) - len(train)} of them held out")
+    recipe = _with_vocabulary(run, train)
+    vae, finished = _autoencoder(run, recipe, train, pictures.split("test"))
+    if not finished:
+        return None
+    denoiser, finished = _diffusion(run, recipe, train, vae)
+    if not finished:
+        return None
+    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+    save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    (target / LICENCES).write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
+    return target
+
+
+def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
+    """Learn the tokenizer and write all but the weights; the recipe with the size that the vocabulary came out at."""
+    folder = run.folder / "skeleton"
+    if not (folder / "tokenizer" / "tokenizer_config.json").is_file():
+        vocabulary, merges = learn_vocabulary((c for texts in train.captions for c in texts), run.recipe.vocabulary)
+        save_vocabulary(folder / "tokenizer", vocabulary, merges, 77)
+    tokenizer = ClipTokenizer.from_folder(folder / "tokenizer")
+    recipe = replace(run.recipe, vocabulary=tokenizer.backend.get_vocab_size())
+    check_tokenizer(tokenizer, recipe.design.text)
+    write_skeleton(folder, recipe.design)
+    return recipe
+
+
+def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) -> tuple[Params, bool]:
+    """The whitened autoencoder; a finished one is read, so that going on does not begin with compiling its training."""
+    cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
+    if path.is_file():
+        check_same(path, recipe.autoencoder, len(train))
+        return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
+    params, finished = train_autoencoder(
+        train.pixels, cfg, recipe.autoencoder, run.session("autoencoder"), crop=recipe.crop, dtype=recipe.dtype
+    )
+    if not finished:
+        return params, False
+    params = whitened(jax.device_get(params), train.pixels, cfg, run.mesh)
+    if len(held_out):
+        psnr = reconstruction_psnr(params, held_out.pixels, cfg, run.mesh)
+        run.say(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings (lowest {psnr.min():.1f})")
+    params = jax.device_put(params, replicated(run.mesh))
+    save_state(path, params, facts_of(recipe.autoencoder, len(train)))
+    return params, True
+
+
+def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[Params, bool]:
+    design = recipe.design
+    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+    (tokenizer,) = pipe.checkpoint.tokenizers.values()
+    latents = _latents(run, recipe, train.pixels, vae)
+    data = denoising_data(tokenizer, latents, caption_ids(tokenizer, train.captions, 77))
+
+    def preview(step: int, params: Params) -> None:
+        options = Options(progress=False)
+        result = pipe(list(PREVIEW), seed=list(range(len(PREVIEW))), params={**params, "vae": vae}, options=options)
+        rows = [np.concatenate(list(half), axis=1) for half in np.split(result.pixels, 2)]
+        grid = Image.fromarray((255 * np.concatenate(rows, axis=0) + 0.5).astype(np.uint8))
+        (run.folder / "previews").mkdir(exist_ok=True)
+        grid.save(run.folder / "previews" / f"{step:07d}.png")
+
+    loss = denoising_loss(design.text, design.unet, design.schedule, dtype=recipe.dtype)
+    start = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
+    return fit(start, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
+
+
+def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
+    """Latents of every drawing, moved about: [N, 9, h, w, C] in float16, whose rounding is below their own noise."""
+    path, cfg = run.folder / "latents.npy", recipe.design.vae
+    moves, side = shifts(1, recipe.shift), recipe.size // cfg.factor
+    if path.is_file():
+        kept = np.load(path)
+        if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
+            return kept
+    run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
+    forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
+    latents = np.stack(forms, axis=1)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            np.save(file, latents)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return latents

@@ -1,0 +1,320 @@
+"""The training loop: many steps in one compiled call, on any mesh, stopped and resumed at any moment.
+
+Every random choice is a function of the seed and the step, and a state is only written between two calls of the one
+program, so a run that was killed goes on with the very same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from canvax.errors import CanvaxError, InputError
+from canvax.parallel.mesh import replicated
+from canvax.params import Params
+from canvax.target import compiling_for
+from canvax.train.progress import Progress
+from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
+from canvax.types import Array, HostArray
+
+STATE, LOG = "state.safetensors", "log.jsonl"
+
+Loss = Callable[[Params, Any, Array, Array], tuple[Array, dict[str, Array]]]
+"""``(params, data, indices [B], key) -> (loss, what else to log)``."""
+
+
+Program = Callable[[TrainState, Any, HostArray, Any], tuple[TrainState, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train, and how.
+
+    Attributes:
+        steps: updates, rounded up to a multiple of ``chunk``.
+        batch: samples of one update.
+        learning_rate: at its highest, after the warm-up.
+        warmup: steps until then.
+        final: learning rate at the end of the cosine, as a share of the highest (Loshchilov & Hutter 2017).
+        b2: decay of Adam's second moment.
+        weight_decay: of matrices and convolutions alone (Loshchilov and Hutter 2019).
+        clip: bound on the norm of the gradient.
+        average: decay of the moving average of the parameters; 0 for none.
+        seed: decides every random choice.
+        chunk: steps of one call of the program.
+        minutes: choose ``steps`` so that they take about this long; measured once, at the beginning of the run.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float = 1e-3
+    warmup: int = 500
+    final: float = 0.01
+    b2: float = 0.99
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    average: float = 0.999
+    seed: int = 0
+    chunk: int = 50
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch", "chunk", "learning_rate", "clip")
+        faults = [f"{n} = {getattr(self, n)} must be more than 0" for n in positive if getattr(self, n) <= 0]
+        if self.minutes is not None and self.minutes <= 0:
+            faults.append(f"minutes = {self.minutes} must be more than 0")
+        if not 0 <= self.average < 1:
+            faults.append(f"average = {self.average} must be in 0..1, 1 excluded")
+        if self.warmup < 0 or self.seed < 0:
+            faults.append(f"warmup = {self.warmup} and seed = {self.seed} must not be negative")
+        if faults:
+            raise InputError("; ".join(faults))
+
+
+@dataclass(frozen=True)
+class Session:
+    """Where a run is kept, and when to look up from it.
+
+    Attributes:
+        folder: its state and its log.
+        name: what is trained, for the progress line.
+        mesh: the devices; the batch is split over ``data``.
+        deadline: ``time.monotonic()`` at which to write the state and stop; None to go on to the end.
+        save_every: seconds between two states on disk.
+        preview: called with the step and the averaged parameters.
+        preview_every: seconds between two calls.
+    """
+
+    folder: Path
+    name: str
+    mesh: Mesh
+    deadline: float | None = None
+    save_every: float = 300.0
+    preview: Callable[[int, Params], None] | None = None
+    preview_every: float = 900.0
+
+
+def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session) -> tuple[Params, bool]:
+    """Train, or go on with a run that ``session.folder`` holds.
+
+    Args:
+        params: where to begin, host or device arrays.
+        loss: what to minimise.
+        data: a pytree of arrays, put on every device.
+        samples: how many samples ``loss`` can be asked for by index.
+        plan: how long and how. Another plan than the one the folder was begun with is refused.
+        session: where and when.
+
+    Returns:
+        The averaged parameters, and whether the run is finished (or was stopped by the deadline).
+
+    Raises:
+        InputError: the folder holds a run with another plan or number of samples.
+        CanvaxError: the loss is not a finite number any more.
+    """
+    if plan.batch % session.mesh.shape["data"]:
+        raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
+    path, everywhere = session.folder / STATE, replicated(session.mesh)
+    if path.is_file():
+        check_same(path, plan, samples)
+    optimizer = _optimizer(plan)
+    state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
+    data = jax.device_put(data, everywhere)
+    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
+    if path.is_file():
+        steps = read_facts(path)["total"]
+        state = load_state(path, state)
+    else:
+        steps = -(-plan.steps // plan.chunk) * plan.chunk
+        if plan.minutes is not None:
+            steps = _steps_in(plan, program, state, data, samples)
+    done = int(state.step)
+    _cut_log(session.folder / LOG, done)
+    facts = facts_of(plan, samples) | {"total": steps}
+    progress = Progress(session.name, steps, plan.batch, done)
+    saved = shown = time.monotonic()
+    while done < steps:
+        indices = batch_indices(plan.seed, done, plan.chunk, plan.batch, samples)
+        state, metrics = program(state, data, indices, np.int32(steps))
+        done += plan.chunk
+        if not math.isfinite(metrics["loss"]):
+            raise CanvaxError(
+                f"{session.name}: the loss is {float(metrics['loss'])} at step {done}; the last good state is kept. "
+                "Train with a lower learning rate in another folder."
+            )
+        _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
+        progress.advance(done, float(metrics["loss"]))
+        now = time.monotonic()
+        stop = session.deadline is not None and now >= session.deadline
+        if done >= steps or stop or now - saved >= session.save_every:
+            save_state(path, state, facts)
+            saved = now
+        if session.preview and (done >= steps or now - shown >= session.preview_every):
+            session.preview(done, _drawn_with(state))
+            shown = time.monotonic()
+        if stop:
+            break
+    progress.close()
+    return _drawn_with(state), done >= steps
+
+
+def _drawn_with(state: TrainState) -> Params:
+    return state.params if state.average is None else state.average
+
+
+def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
+    """Samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
+
+    Epoch after epoch, each a random order of all samples: a function of the seed and the position alone.
+    """
+    first, last = start * batch, (start + steps) * batch
+    out = np.empty(last - first, np.int32)
+    for epoch in range(first // samples, -(-last // samples)):
+        order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(samples)
+        begin, end = max(first, epoch * samples), min(last, (epoch + 1) * samples)
+        out[begin - first : end - first] = order[begin - epoch * samples : end - epoch * samples]
+    return out.reshape(steps, batch)
+
+
+def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
+    """Linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
+    step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
+    rise = jnp.minimum(1.0, (step + 1.0) / max(plan.warmup, 1))
+    part = jnp.clip((step - plan.warmup) / jnp.maximum(steps - plan.warmup, 1.0), 0.0, 1.0)
+    return plan.learning_rate * rise * (plan.final + (1.0 - plan.final) * 0.5 * (1.0 + jnp.cos(jnp.pi * part)))
+
+
+def _optimizer(plan: Plan) -> Any:
+    """AdamW but for the learning rate, which depends on a number of steps that is data."""
+    try:
+        import optax
+    except ImportError as error:
+        raise InputError("training needs optax: pip install 'canvax[train]'") from error
+
+    def matrices(params: Params) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(plan.clip),
+        optax.scale_by_adam(b2=plan.b2),
+        optax.add_decayed_weights(plan.weight_decay, mask=matrices),
+    )
+
+
+def _update(
+    state: TrainState, data: Any, chosen: Array, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update from the samples ``chosen`` [B]; also returns what the loss logs."""
+    key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
+    (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, data, chosen, key)
+    changes, memory = optimizer.update(gradient, state.optimizer, state.params)
+    rate = learning_rate(state.step, steps, plan)
+    params = jax.tree.map(lambda p, change: p - rate * change, state.params, changes)
+    # A short memory at first, so that the average forgets the random beginning.
+    done = state.step.astype(jnp.float32)
+    decay = jnp.minimum(plan.average, (1.0 + done) / (10.0 + done))
+    average = state.average
+    if average is not None:
+        average = jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, params)
+    return TrainState(state.step + 1, params, average, memory), {"loss": value, **more}
+
+
+def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) -> Program:
+    """``(state, data, indices [chunk, B], steps) -> (state, means of what is logged)``; the state given is used up.
+
+    On GPU and TPU the chunk is one program, so that Python never keeps the device waiting. On the CPU it is one program
+    a step: there a call costs nothing, and in a loop XLA takes ten times as long over the gradient of convolutions.
+    """
+    everywhere = replicated(mesh)
+    rows = () if is_cpu(mesh) else (plan.chunk,)
+    split = NamedSharding(mesh, PartitionSpec(*(None for _ in rows), "data"))
+
+    def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
+        state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
+        return state, jax.tree.map(jnp.mean, metrics)
+
+    with compiling_for(mesh.devices.flat[0].platform):
+        jitted = jax.jit(
+            chunk if rows else update,
+            in_shardings=(everywhere, everywhere, split, everywhere),
+            out_shardings=everywhere,
+            donate_argnums=0,
+        )
+        indices = jax.ShapeDtypeStruct((*rows, plan.batch), jnp.int32)
+        program = jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    if rows:
+        return program
+
+    def one_by_one(state: TrainState, data: Any, indices: HostArray, steps: Any) -> tuple[TrainState, dict[str, Any]]:
+        logged = []
+        for chosen in indices:
+            state, metrics = program(state, data, chosen, steps)
+            logged.append(metrics)
+        return state, {name: np.mean([float(row[name]) for row in logged]) for name in logged[0]}
+
+    return one_by_one
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    """Whether a mesh is of the host's own processors."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
+    """As many steps as fit into ``plan.minutes``, by the time of a chunk that is then thrown away."""
+    indices = batch_indices(plan.seed, 0, plan.chunk, plan.batch, samples)
+    seconds = []
+    for _ in range(2):
+        copy = jax.tree.map(jnp.copy, state)
+        began = time.perf_counter()
+        jax.block_until_ready(program(copy, data, indices, np.int32(plan.steps)))
+        seconds.append(time.perf_counter() - began)
+    return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
+
+
+def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
+    """What a run must be gone on with."""
+    return {**asdict(plan), "samples": samples}
+
+
+def check_same(path: Path, plan: Plan, samples: int) -> None:
+    """Refuse to go on with a file that was begun with another plan or other data."""
+    begun, now = read_facts(path), facts_of(plan, samples)
+    changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
+    if changed:
+        raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")
+
+
+def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The lines of a log; a last line that a kill cut short is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _cut_log(path: Path, done: int) -> None:
+    """Drop what was logged after the state that the run goes on from."""
+    if path.is_file():
+        kept = [line for line in read_log(path) if line["step"] <= done]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,84 @@
+"""What training minimises: the denoising loss of a diffusion model and the reconstruction loss of an autoencoder."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from canvax.models.configs import VaeConfig
+from canvax.models.vae import vae_decode, vae_encode
+from canvax.params import Params
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.types import Array
+
+
+def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
+    """x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
+    a = alphas_cumprod[:, None, None, None]
+    return jnp.sqrt(a) * x0 + jnp.sqrt(1.0 - a) * noise
+
+
+def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
+    """What the network shall say: eps, v (Salimans and Ho 2022, section 4) or x0."""
+    a = alphas_cumprod[:, None, None, None]
+    if prediction_type == "epsilon":
+        return noise
+    if prediction_type == "v_prediction":
+        return jnp.sqrt(a) * noise - jnp.sqrt(1.0 - a) * x0
+    return x0
+
+
+def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
+    """Weight of the loss at each training timestep [num_train_timesteps] float32; ones where ``gamma`` is None.
+
+    Min-SNR (Hang et al. 2023, section 3.4): the loss on x0 is weighted by min(SNR, gamma), which becomes, with the SNR
+    a / (1 - a), min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v that goes to nothing where
+    there is only noise, and a schedule of zero terminal SNR would never learn to begin; so there SNR + 1 takes the
+    place of SNR, which leaves v as it is up to the bound.
+    """
+    a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
+    if gamma is None:
+        return jnp.ones_like(a)
+    snr = a / jnp.maximum(1.0 - a, 1e-8)
+    if schedule.prediction_type == "v_prediction":
+        return jnp.minimum(snr + 1.0, gamma) / (snr + 1.0)
+    if schedule.prediction_type == "epsilon":
+        return jnp.minimum(snr, gamma) / jnp.maximum(snr, 1e-8)
+    return jnp.minimum(snr, gamma)
+
+
+def squared_error(output: Array, target: Array) -> Array:
+    """Mean squared error of each image [B], in float32."""
+    return jnp.square(output.astype(jnp.float32) - target.astype(jnp.float32)).mean((1, 2, 3))
+
+
+def autoencoder_loss(
+    p: Params, images: Array, noise: Array, cfg: VaeConfig, *, kl: float, edges: float
+) -> tuple[Array, dict[str, Array]]:
+    """Reconstruction and a small pull towards the standard normal (Kingma and Welling 2014, appendix B).
+
+    Args:
+        p: parameters of the autoencoder.
+        images: [B, H, W, 3] in -1..1, in the dtype computed in.
+        noise: standard normal [B, h, w, C].
+        cfg: its config; latents are taken as they come, before any scaling factor.
+        kl: weight of the divergence, a mean over the numbers of the latents.
+        edges: weight of the mean absolute error of differences between neighbours, which keeps outlines sharp.
+
+    Returns:
+        The loss and its parts, ``mse`` in the units of ``images``.
+    """
+    mean, logvar = (part.astype(jnp.float32) for part in vae_encode(p, images, cfg))
+    latents = mean + jnp.exp(0.5 * logvar) * noise
+    # The decoder's input convention: what it is given is scaled.
+    drawn = vae_decode(p, ((latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor).astype(images.dtype), cfg)
+    error = drawn.astype(jnp.float32) - images.astype(jnp.float32)
+    mse = jnp.square(error).mean()
+    outline = jnp.abs(jnp.diff(error, axis=1)).mean() + jnp.abs(jnp.diff(error, axis=2)).mean()
+    divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
+    return mse + edges * outline + kl * divergence, {"mse": mse, "kl": divergence}
+
+
+def cast(params: Params, dtype: jnp.dtype) -> Params:
+    """The parameters in the dtype computed in; gradients come back in the dtype they are kept in."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

@@ -1,0 +1,154 @@
+"""Captioned pictures from a folder or a zip file, in the layout that the field calls ``imagefolder``.
+
+Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or the name given), or each
+in a .txt file beside its picture. Other columns are kept as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from canvax.errors import InputError
+from canvax.types import HostArray
+
+METADATA = "metadata.jsonl"
+TABLES = (METADATA, "metadata.csv")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Pictures and what is known of them.
+
+    Attributes:
+        pixels: [N, H, W, 3] uint8.
+        captions: one or more of each picture.
+        rows: the other columns of each picture, ``file_name`` among them.
+    """
+
+    pixels: HostArray
+    captions: Sequence[Sequence[str]]
+    rows: Sequence[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def select(self, chosen: Sequence[int]) -> Pictures:
+        """Some of them, in the order given."""
+        return Pictures(self.pixels[list(chosen)], [self.captions[i] for i in chosen], [self.rows[i] for i in chosen])
+
+    def split(self, name: str) -> Pictures:
+        """Those whose column ``split`` is ``name``; a picture without one is of "train"."""
+        return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
+
+
+def read_pictures(source: str | Path, size: int, *, caption_column: str = "text", limit: int | None = None) -> Pictures:
+    """Read captioned pictures, each resized to cover ``size`` x ``size`` pixels and cropped to its middle.
+
+    Args:
+        source: folder, or zip file of one.
+        size: pixels along each side.
+        caption_column: the column of the captions; a cell of a ``.jsonl`` may be a list of captions.
+        limit: read the first ones alone.
+
+    Raises:
+        InputError: there is nothing to read, a picture is missing or damaged, or a caption is missing.
+    """
+    source = Path(source)
+    if size < 8:
+        raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
+    files = _Files(source)
+    rows = _rows(files, source, caption_column)[:limit]
+    if not rows:
+        raise InputError(f"{source}: no captioned pictures; it needs {' or '.join(TABLES)}, or .txt beside pictures")
+    pixels = np.empty((len(rows), size, size, 3), np.uint8)
+    for out, row in zip(pixels, rows, strict=True):
+        out[...] = _fitted(files.read(row["file_name"]), f"{source}: {row['file_name']}", size)
+    texts = [row.pop(caption_column) for row in rows]
+    return Pictures(pixels, [[text] if isinstance(text, str) else list(text) for text in texts], rows)
+
+
+class _Files:
+    """Reads a folder and a zip file alike."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.archive = None
+        if source.is_file():
+            try:
+                self.archive = zipfile.ZipFile(source)
+            except zipfile.BadZipFile as error:
+                raise InputError(f"{source}: is neither a folder nor a zip file") from error
+            self.names = sorted(name for name in self.archive.namelist() if not name.endswith("/"))
+        elif source.is_dir():
+            self.names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
+        else:
+            raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
+        self._known = frozenset(self.names)
+
+    def read(self, name: str) -> bytes:
+        if name not in self._known:
+            raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
+        return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
+
+
+def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
+    """The table of captions, every row checked."""
+    table = next((name for name in TABLES if name in files.names), None)
+    if table is None:
+        texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.endswith(".txt")}
+        pictures = [name for name in files.names if name.lower().endswith(SUFFIXES)]
+        return [
+            {"file_name": name, column: files.read(texts[stem]).decode("utf-8").strip()}
+            for name in pictures
+            if (stem := PurePosixPath(name).with_suffix("")) in texts
+        ]
+    try:
+        text = files.read(table).decode("utf-8-sig")
+        if table.endswith(".csv"):
+            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise InputError(f"{source}: {table} cannot be read: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+            raise InputError(f"{source}: {table}: row {number} has no file_name")
+        caption = row.get(column)
+        good = isinstance(caption, str) or (
+            isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
+        )
+        if not good:
+            known = ", ".join(sorted(str(key) for key in row))
+            raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
+    return rows
+
+
+def _fitted(data: bytes, name: str, size: int) -> HostArray:
+    """[size, size, 3] uint8, transparent parts on white."""
+    try:
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        picture = picture.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"{name}: is not a picture that can be read: {error}") from error
+    if picture.size != (size, size):
+        # An integer reduction is an exact box filter: a 128-pixel drawing at 64 is the mean of 2 x 2 pixels.
+        width, height = picture.size
+        exact = width == height and width % size == 0
+        picture = (
+            picture.reduce(width // size) if exact else ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+        )
+    return np.asarray(picture)

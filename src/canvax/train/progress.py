@@ -1,0 +1,43 @@
+"""The progress line of training."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """One line on stderr that is written over on a terminal, a line a minute elsewhere."""
+
+    def __init__(self, name: str, steps: int, batch: int, done: int) -> None:
+        self.name, self.steps, self.batch = name, steps, batch
+        self._first, self._began = done, time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._shown = -60.0
+
+    def advance(self, done: int, loss: float) -> None:
+        """``done`` steps are done in all."""
+        now = time.monotonic()
+        if now - self._shown < (0.5 if self._terminal else 60.0) and done < self.steps:
+            return
+        self._shown = now
+        pace = (done - self._first) / max(now - self._began, 1e-9)
+        speed = pace * self.batch
+        left = duration(max(self.steps - done, 0) / max(pace, 1e-9))
+        text = f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {speed:.1f} samples/s, {left} left"
+        sys.stderr.write(f"\r{text:<100}" if self._terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        if self._terminal:
+            sys.stderr.write("\n")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds for people: "2 h 05 min", "3 min 10 s"."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

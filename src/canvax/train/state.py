@@ -1,0 +1,97 @@
+"""The state of a run, and its file: everything that the next step depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.params import Params
+from canvax.types import Array, HostArray
+from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What changes from step to step.
+
+    Attributes:
+        step: steps done, int32.
+        params: what is trained, float32.
+        average: their exponential moving average, which is what one draws with; None if there is none.
+        optimizer: the optimiser's own state.
+    """
+
+    step: Array
+    params: Params
+    average: Params | None
+    optimizer: Any
+
+
+def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
+    """The state before the first step; a copy of ``params``, because a step uses the state up that it is given."""
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+    average = jax.tree.map(jnp.copy, params) if averaged else None
+    return TrainState(jnp.int32(0), params, average, optimizer.init(params))
+
+
+def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
+    """Write a state, or any tree of arrays, under a temporary name, then rename it.
+
+    A kill leaves the file before or the file after.
+    """
+    arrays = [
+        Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
+        for name, leaf in _named(state)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_safetensors(path, arrays, {"canvax": json.dumps(dict(facts))})
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What :func:`save_state` wrote beside the arrays."""
+    try:
+        return json.loads(read_metadata(path)["canvax"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a state of a training run; delete it to begin again.") from error
+
+
+def load_state(path: Path, like: Tree) -> Tree:
+    """Read what has the structure of ``like``, device arrays, onto the same devices.
+
+    Raises:
+        CheckpointError: it belongs to another model or optimiser.
+    """
+    entries = {entry.name: entry for entry in open_safetensors(path)}
+    wanted = _named(like)
+    faults = [
+        name
+        for name, leaf in wanted
+        if name not in entries or (entries[name].shape, entries[name].dtype) != (leaf.shape or (1,), leaf.dtype)
+    ]
+    if faults or len(entries) != len(wanted):
+        first = faults[0] if faults else "more arrays than the model has"
+        raise CheckpointError(f"{path}: belongs to another model ({first}); delete it to begin again.")
+    leaves = [jax.device_put(entries[name].read().reshape(leaf.shape), leaf.sharding) for name, leaf in wanted]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _named(state: Any) -> list[tuple[str, Array]]:
+    """Every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
+    found = jax.tree_util.tree_leaves_with_path(state)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
+
+
+def _on_host(leaf: Array) -> HostArray:
+    return np.asarray(leaf).reshape(leaf.shape or (1,))

@@ -1,0 +1,275 @@
+"""How the model in the package is made: drawings, captions, vocabulary, recipe, and the measure of its quality."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+import zipfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import canvax
+from canvax.errors import CanvaxError, InputError
+from canvax.models.clip import text_encoder_spec
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.params import count
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.train.emoji import drawings
+from canvax.train.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
+from canvax.train.emoji.quality import check_measure, choose_pairs, draw_and_score, nearest, score
+from canvax.train.emoji.recipe import RECIPES, Run, make_model
+from canvax.train.pictures import read_pictures
+from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
+
+DATA = Path(__file__).parent / "data" / "drawings.zip"
+
+
+# Captions and drawings
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("red apple", "a red apple"), ("apple", "an apple"), ("cherries", "cherries"), ("octopus", "an octopus"),
+     ("8 ball", "8 ball"), ("drinking glass", "a drinking glass")],
+)  # fmt: skip
+def test_articles(name: str, want: str) -> None:
+    assert with_article(name) == want
+
+
+def test_captions_of_a_drawing() -> None:
+    texts = captions("red apple", ["fruit", "apple", "food"], "noto")
+    assert len(texts) == FORMS
+    assert {"a red apple in the style of noto", "red apple, noto style", "fruit: red apple", "a red apple"} <= {*texts}
+    assert sum("noto" in text for text in texts) == 12
+    assert texts[0] == plain_caption("red apple", "noto")
+    assert len(captions("cat", [], "fluent flat")) == FORMS
+
+
+def test_the_split_hides_one_style_of_a_concept() -> None:
+    concepts = [{"label": f"thing {i}", "group": 7, "tags": ["a"]} for i in range(1015)]
+    rows = drawings.describe(concepts)
+    assert len(rows) == 4060
+    hidden = [row for row in rows if row["split"] == "test"]
+    assert len(hidden) == 203
+    assert max(Counter(row["label"] for row in hidden).values()) == 1
+    styles = Counter(row["style"] for row in hidden)
+    assert set(styles) == set(STYLES)
+    assert min(styles.values()) >= 50
+    assert rows == drawings.describe(concepts)
+
+
+def write_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tarballs like the real ones, of two concepts that all have and one that a style lacks."""
+    folder.mkdir()
+    square = '<rect width="16" height="16" fill="#{:06x}"/>'
+    labels = [
+        {"label": "red square", "group": 7, "tags": ["red"]},
+        {"label": "cat’s eye", "group": 3, "tags": []},
+        {"label": "lonely", "group": 3, "tags": []},
+        {"label": "person", "group": 1, "tags": []},
+    ]
+
+    def pack(package: drawings.Package, name: str, content: Any) -> drawings.Package:
+        data = json.dumps(content).encode()
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        with tarfile.open(folder / package.file, "w:gz") as archive:
+            archive.addfile(info, io.BytesIO(data))
+        return replace(package, sha256=hashlib.sha256((folder / package.file).read_bytes()).hexdigest())
+
+    styles = {}
+    for i, (style, package) in enumerate(drawings.DRAWINGS.items()):
+        names = ["red-square", "cats-eye", "person", *(["lonely"] if i else [])]
+        icons = {name: {"body": square.format(0x400000 * i + 255 * j)} for j, name in enumerate(names)}
+        styles[style] = pack(package, "package/icons.json", {"icons": icons, "width": 16, "height": 16})
+    monkeypatch.setattr(drawings, "DRAWINGS", styles)
+    monkeypatch.setattr(drawings, "LABELS", pack(drawings.LABELS, "package/en/data.json", labels))
+    monkeypatch.setattr(drawings, "PACKAGES", (drawings.LABELS, *styles.values()))
+
+
+def test_drawings_are_the_same_file_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("resvg_py")
+    write_packages(tmp_path / "npm", monkeypatch)
+    files = [drawings.prepare_drawings(tmp_path / f"{i}.zip", packages=tmp_path / "npm") for i in range(2)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    pictures = read_pictures(files[0], 128)
+    assert [row["label"] for row in pictures.rows] == ["red square"] * 4 + ["cat’s eye"] * 4
+    assert (pictures.pixels[0] == (0, 0, 0)).all()
+    assert (pictures.pixels[1] == (64, 0, 0)).all()
+    with zipfile.ZipFile(files[0]) as archive:
+        text = archive.read("LICENCES.txt").decode()
+    assert all(licence in text for licence in ("Apache-2.0", "CC-BY-4.0", "MIT", "Google", "Twitter", "Microsoft"))
+    with pytest.raises(InputError, match="exists already"):
+        drawings.prepare_drawings(files[0], packages=tmp_path / "npm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.zip", "1.zip", "npm"]
+
+
+def test_a_package_that_is_not_the_pinned_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("resvg_py")
+    write_packages(tmp_path / "npm", monkeypatch)
+    path = tmp_path / "npm" / drawings.LABELS.file
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(InputError, match="sha256"):
+        drawings.prepare_drawings(tmp_path / "x.zip", packages=tmp_path / "npm")
+    path.unlink()
+    with pytest.raises(InputError, match="npm pack emojibase-data"):
+        drawings.prepare_drawings(tmp_path / "x.zip", packages=tmp_path / "npm")
+    assert not (tmp_path / "x.zip").exists()
+
+
+def test_npm_is_asked_for_pinned_versions_and_no_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def npm(command: list[str], **_: Any) -> Any:
+        asked.append(command[1:])
+        return subprocess.CompletedProcess(command, 0 if len(asked) < 3 else 1, "", "npm error 404 not found")
+
+    monkeypatch.setattr(drawings.shutil, "which", lambda _: "npm")
+    monkeypatch.setattr(drawings.subprocess, "run", npm)
+    with pytest.raises(CanvaxError, match=r"npm pack .* failed: npm error 404"):
+        drawings.fetch_packages(tmp_path)
+    assert asked[0] == ["pack", "--silent", f"emojibase-data@{drawings.LABELS.version}"]
+    monkeypatch.setattr(drawings.shutil, "which", lambda _: None)
+    with pytest.raises(CanvaxError, match="--packages FOLDER"):
+        drawings.fetch_packages(tmp_path)
+
+
+# The vocabulary
+
+
+def test_vocabulary_spells_everything(tmp_path: Path) -> None:
+    texts = ["a red apple", "a green apple", "it's a cat’s café", "apple pie"] * 3
+    vocabulary, merges = learn_vocabulary(texts, 530)
+    assert (vocabulary, merges) == learn_vocabulary(reversed(texts), 530)
+    assert len(vocabulary) == 530
+    assert sorted(vocabulary.values()) == list(range(530))
+    save_vocabulary(tmp_path, vocabulary, merges, 77)
+    tokenizer = ClipTokenizer.from_folder(tmp_path)
+    assert (tokenizer.bos, tokenizer.eos) == (528, 529)
+    (ids,) = tokenizer(["apple"])
+    assert list(ids[:4]) == [528, vocabulary["apple</w>"], 529, 529]
+    for text in ("zebra", "日本 🍎", "x_y 7"):
+        assert tokenizer.overflow(text) == ""
+
+
+def test_vocabulary_is_that_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    texts = list(read_pictures(DATA, 16).captions)
+    save_vocabulary(tmp_path, *learn_vocabulary((t for many in texts for t in many), 700), 77)
+    theirs = transformers.CLIPTokenizer.from_pretrained(tmp_path)
+    prompts = ["a red apple in the style of fluent flat", "", "It's 3 cats, naïve!", "a " * 90]
+    want = theirs(prompts, padding="max_length", truncation=True, max_length=77)["input_ids"]
+    with pytest.warns(UserWarning, match="cut off"):
+        np.testing.assert_array_equal(ClipTokenizer.from_folder(tmp_path)(prompts), want)
+
+
+# The recipe
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smoke recipe, stopped once on the way."""
+    folder = tmp_path_factory.mktemp("smoke")
+    run = Run(RECIPES["smoke"], DATA, folder, make_mesh(jax.devices()[:1]))
+    assert make_model(replace(run, deadline=0.0)) is None
+    model = make_model(run)
+    assert model == folder / "model"
+    assert make_model(run) == model  # nothing is left to do
+    return folder
+
+
+def test_the_recipe_makes_a_model(smoke: Path) -> None:
+    pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
+    assert pipe.checkpoint.native_size == (32, 32)
+    assert pipe("a red apple", seed=1, options=canvax.Options(progress=False)).images[0].size == (32, 32)
+    assert (smoke / "previews" / "0000008.png").is_file()
+
+
+def test_its_latents_have_unit_variance(smoke: Path) -> None:
+    from canvax.train.autoencoder import encode_pictures
+
+    pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
+    assert pipe.params is not None
+    train = read_pictures(DATA, 32).split("train")
+    latents = encode_pictures(pipe.params["vae"], train.pixels, pipe.checkpoint.vae, pipe.programs.mesh)
+    np.testing.assert_allclose(latents.std((0, 1, 2)), 1, atol=0.02)  # weights are float16 on disk
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu"])
+def test_the_model_fits_into_the_package(name: str) -> None:
+    """24 MB in float16, with a megabyte for the tokenizer, pictures and words beside it."""
+    design = RECIPES[name].design
+    specs = (unet_spec(design.unet), vae_spec(design.vae), text_encoder_spec(design.text))
+    assert 2 * sum(map(count, specs)) < 23_000_000
+
+
+def test_pytorch_diffusers_draws_the_same(smoke: Path) -> None:
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(smoke / "model", torch_dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    noise = np.random.default_rng(0).standard_normal((2, 8, 8, 4), np.float32)
+    prompts = ["a red apple in the style of noto", "cherries"]
+    how = {"num_inference_steps": 8, "guidance_scale": 3.0}
+    ours = pipe(prompts, latents=noise, options=canvax.Options(progress=False), **how)
+    latents = torch.from_numpy(np.ascontiguousarray(np.moveaxis(noise, -1, 1)))
+    want = theirs(prompts, latents=latents, output_type="np", **how).images
+    error = np.square(ours.pixels - want).mean()
+    assert -10 * np.log10(error) >= 40
+
+
+# The measure
+
+
+def test_the_measure_finds_spoiled_drawings() -> None:
+    pictures = read_pictures(DATA, 64)
+    found = check_measure(pictures, range(len(pictures)))
+    assert found["as they are"].both == 1
+    assert found["noise of 0.1"].both == 1
+    assert found["moved by 1/32"].both == 1
+    assert found["noise of 0.3"].concepts >= 0.9
+
+
+def test_the_measure_finds_nothing_in_noise() -> None:
+    """A model that draws nothing must not pass."""
+    pictures = read_pictures(DATA, 64)
+    noise = np.random.default_rng(0).random((48, 64, 64, 3), np.float32)
+    assert score(noise, range(48), pictures).concepts < 0.3
+    grey = np.full((48, 64, 64, 3), 0.8, np.float32)
+    assert score(grey, range(48), pictures).concepts < 0.3
+
+
+def test_nearest_works_at_any_size() -> None:
+    small, large = read_pictures(DATA, 32), read_pictures(DATA, 64)
+    np.testing.assert_array_equal(nearest(small.pixels / np.float32(255), large.pixels), np.arange(48))
+    with pytest.raises(InputError, match="divisible by 32"):
+        nearest(np.zeros((1, 40, 40, 3), np.float32), large.pixels)
+
+
+def test_pairs_are_chosen_once_and_for_all() -> None:
+    pictures = read_pictures(DATA, 16)
+    trained, held_out = choose_pairs(pictures, 10)
+    assert (len(trained), len(held_out)) == (10, 1)
+    assert pictures.rows[held_out[0]]["style"] == "twemoji"
+    assert choose_pairs(pictures, 10) == (trained, held_out)
+
+
+def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.StableDiffusion) -> None:
+    """A small version of benchmarks/emoji_quality.py: among twelve concepts, chance is one in twelve."""
+    pictures = read_pictures(DATA, emoji.checkpoint.native_size[0])
+    asked = list(range(0, 48, 3))
+    options = canvax.Options(progress=False)
+    drawn = draw_and_score(emoji, pictures, asked, num_inference_steps=15, options=options)
+    assert drawn.concepts >= 0.6

@@ -1,0 +1,210 @@
+"""Fine-tuning on a folder of captioned pictures, and reading such folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from small_checkpoint import write_small_checkpoint
+
+import canvax
+from canvax.cli import main
+from canvax.errors import InputError
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
+from canvax.train.finetune import FineTuning, finetune
+from canvax.train.loop import LOG, Plan, read_log
+from canvax.train.pictures import read_pictures
+
+PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0)
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
+
+
+def write_pictures(folder: Path, form: str = "jsonl") -> Path:
+    folder.mkdir(parents=True)
+    rows = []
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (48, 32), colour).save(folder / f"{name}.png")
+        rows.append({"file_name": f"{name}.png", "text": f"a {name} picture"})
+        if form == "txt":
+            (folder / f"{name}.txt").write_text(f"a {name} picture\n")
+    if form == "jsonl":
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if form == "csv":
+        lines = ["file_name,text", *(f'{row["file_name"]},"{row["text"]}"' for row in rows)]
+        (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd")
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "txt"])
+def test_three_forms_of_captions(tmp_path: Path, form: str) -> None:
+    pictures = read_pictures(write_pictures(tmp_path / "p", form), 32)
+    found = {
+        captions[0]: tuple(picture[16, 16])
+        for captions, picture in zip(pictures.captions, pictures.pixels, strict=True)
+    }
+    assert found == {f"a {name} picture": colour for name, colour in COLOURS.items()}
+
+
+def test_a_zip_file_is_a_folder(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "p")
+    shutil.make_archive(str(tmp_path / "p"), "zip", folder)
+    np.testing.assert_array_equal(read_pictures(tmp_path / "p.zip", 32).pixels, read_pictures(folder, 32).pixels)
+
+
+def test_pictures_are_fitted_turned_and_put_on_white(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    folder.mkdir()
+    wide = np.zeros((20, 60, 3), np.uint8)
+    wide[:, 20:40] = 255  # the middle
+    turned = Image.fromarray(wide)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    turned.save(folder / "a.jpg", exif=exif, quality=95)
+    Image.new("RGBA", (16, 16), (255, 0, 0, 0)).save(folder / "b.png")
+    palette = Image.new("P", (16, 16), 0)
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.save(folder / "c.png", transparency=0)
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(name)
+    pictures = read_pictures(folder, 16)
+    assert pictures.pixels[0][2:-2].min() > 200
+    assert (pictures.pixels[1:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "red.png").unlink(), r"'red.png' is in the table of captions, but the file is not there"),
+        (lambda f: (f / "red.png").write_bytes(b"no"), r"red.png: is not a picture"),
+        (lambda f: (f / "metadata.jsonl").write_text("{"), r"metadata.jsonl cannot be read"),
+        (lambda f: (f / "metadata.jsonl").write_text('{"file_name": "red.png"}'), r"row 1 has no caption 'text'"),
+        (lambda f: (f / "metadata.jsonl").write_text('{"text": "a"}'), r"row 1 has no file_name"),
+        (lambda f: (f / "metadata.jsonl").unlink(), r"no captioned pictures"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, spoil: Any, message: str) -> None:
+    folder = write_pictures(tmp_path / "p")
+    spoil(folder)
+    with pytest.raises(InputError, match=message):
+        read_pictures(folder, 32)
+
+
+def test_a_table_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    folder = write_pictures(tmp_path / "p")
+    (folder / "metadata.jsonl").write_text('{"file_name": "../secret.png", "text": "a"}')
+    with pytest.raises(InputError, match="the file is not there"):
+        read_pictures(folder, 8)
+
+
+def test_no_such_folder_and_no_zip(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        read_pictures(tmp_path / "nothing", 32)
+    (tmp_path / "x.zip").write_text("text")
+    with pytest.raises(InputError, match="neither a folder nor a zip"):
+        read_pictures(tmp_path / "x.zip", 32)
+    with zipfile.ZipFile(tmp_path / "empty.zip", "w"):
+        pass
+    with pytest.raises(InputError, match="no captioned pictures"):
+        read_pictures(tmp_path / "empty.zip", 32)
+
+
+# Fine-tuning
+
+
+def task(model: Path, folder: Path, pictures: Path, **more: Any) -> FineTuning:
+    return FineTuning(model, pictures, folder, **{"plan": PLAN, "size": 64, **more})
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("run")
+    mesh = make_mesh(jax.devices()[:1])
+    result = finetune(task(model, folder / "run", write_pictures(folder / "p"), flip=True, gamma=5.0), mesh)
+    assert result == folder / "run" / "model"
+    return result
+
+
+def test_only_the_unet_changes(model: Path, done: Path) -> None:
+    mesh = make_mesh(jax.devices()[:1])
+    before, after = canvax.load(model, mesh=mesh), canvax.load(done, mesh=mesh)
+    assert before.params is not None
+    assert after.params is not None
+    for part in ("vae", "text_encoder"):
+        for (_, a), (_, b) in zip(flatten(before.params[part]), flatten(after.params[part]), strict=True):
+            np.testing.assert_array_equal(a, b)
+    changed = [(a != b).any() for (_, a), (_, b) in
+               zip(flatten(before.params["unet"]), flatten(after.params["unet"]), strict=True)]  # fmt: skip
+    assert all(changed)
+    assert after.checkpoint.scheduler.config == before.checkpoint.scheduler.config
+
+
+def test_it_learns_from_the_pictures(model: Path, tmp_path: Path) -> None:
+    """Four flat pictures are soon known; and drawing along the way leaves grids."""
+    plan = Plan(steps=60, batch=4, chunk=20, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
+    pictures = write_pictures(tmp_path / "p")
+    finetune(
+        task(model, tmp_path / "run", pictures, plan=plan, prompts=("a red picture",)), make_mesh(jax.devices()[:1])
+    )
+    losses = [line["loss"] for line in read_log(tmp_path / "run" / "unet" / LOG)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert (tmp_path / "run" / "previews" / "0000060.png").is_file()
+
+
+def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, tmp_path: Path) -> None:
+    mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
+    parts = task(model, tmp_path / "parts", pictures, flip=True, gamma=5.0)
+    assert finetune(parts, mesh, deadline=0.0) is None
+    again = finetune(parts, mesh)
+    assert again is not None
+    weights = Path("unet") / "diffusion_pytorch_model.safetensors"
+    assert (done / weights).read_bytes() == (again / weights).read_bytes()
+    with pytest.raises(InputError, match="this run is finished"):
+        finetune(parts, mesh)
+
+
+def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
+    with pytest.raises(InputError, match="size = 60"):
+        finetune(task(model, tmp_path / "run", pictures, size=60), mesh)
+    with pytest.raises(InputError, match="no such folder"):
+        finetune(task(model, tmp_path / "run", tmp_path / "nothing"), mesh)
+    with pytest.raises(InputError, match="gamma"):
+        task(model, tmp_path / "run", pictures, gamma=0.0)
+    xl = tmp_path / "xl"
+    shutil.copytree(model, xl)
+    index = json.loads((xl / "model_index.json").read_text())
+    (xl / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionXLPipeline"}))
+    with pytest.raises(InputError, match="SDXL"):
+        finetune(task(xl, tmp_path / "run", pictures), mesh)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "p", "txt")
+    words = ["train", "finetune", str(pictures), "-m", str(model), "-o", str(tmp_path / "run"), "--size", "64"]
+    assert main([*words, "--steps", "2", "-b", "8", "--lr", "1e-4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == {"output": str(tmp_path / "run" / "model"), "finished": True}
+    assert main([*words, "--lr", "0"]) == 2
+    assert "learning_rate = 0.0 must be more than 0" in capsys.readouterr().err
+    assert main(["train", "emoji", str(pictures), "-o", str(tmp_path / "e"), "--recipe", "cpus"]) == 2
+    assert "did you mean 'cpu'?" in capsys.readouterr().err
+    assert not (tmp_path / "e").exists()

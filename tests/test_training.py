@@ -1,0 +1,358 @@
+"""Training: exact resume, any mesh, gradients on every path, losses by their definitions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_checkpoint import TEXT, UNET, VAE
+
+from canvax.attention import attention
+from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.models.clip import text_encoder_spec
+from canvax.models.configs import VaeConfig
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten, init_params
+from canvax.samplers.schedule import NoiseSchedule, make_betas
+from canvax.target import compiling_for
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.train.autoencoder import (
+    decode_latents,
+    encode_pictures,
+    reconstruction_psnr,
+    shifts,
+    train_autoencoder,
+    whitened,
+)
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
+from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
+from canvax.weights.hub import BUNDLED
+
+SMALL_VAE = VaeConfig(
+    down_block_types=("DownEncoderBlock2D",) * 2,
+    up_block_types=("UpDecoderBlock2D",) * 2,
+    block_out_channels=(8, 8),
+    norm_num_groups=4,
+    scaling_factor=1.0,
+)
+PLAN = Plan(steps=8, batch=4, chunk=2, warmup=2, average=0.9)
+SCHEDULE = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction")
+
+
+def pixels(count: int = 12, size: int = 16) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (count, size, size, 3), np.uint8)
+
+
+def one_device() -> Any:
+    return make_mesh(jax.devices()[:1])
+
+
+def toy_loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+    """A quadratic whose samples are noisy, so that a wrong key or index shows in the loss."""
+    wanted = data["x"][chosen] + 0.1 * jax.random.normal(key, (chosen.shape[0], 3))
+    value = jnp.square(p["w"] - wanted).mean()
+    return value, {"distance": jnp.abs(p["w"] - wanted).mean()}
+
+
+def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
+    data = {"x": np.random.default_rng(1).standard_normal((10, 3), np.float32)}
+    where = Session(folder, "toy", mesh or one_device(), save_every=0, **session)
+    return fit({"w": np.zeros(3, np.float32)}, toy_loss, data, 10, plan, where)
+
+
+# The loop
+
+
+def test_training_finds_the_minimum(tmp_path: Path) -> None:
+    trained, _ = toy(tmp_path, replace(PLAN, steps=400, chunk=20, learning_rate=0.05, weight_decay=0.0))
+    wanted = np.random.default_rng(1).standard_normal((10, 3), np.float32).mean(0)
+    np.testing.assert_allclose(trained["w"], wanted, atol=0.05)
+
+
+def test_stop_and_resume_is_bitwise_the_same(tmp_path: Path) -> None:
+    whole, finished = toy(tmp_path / "whole")
+    assert finished
+    for _ in range(3):
+        _, finished = toy(tmp_path / "parts", deadline=time.monotonic())
+        assert not finished
+    parts, finished = toy(tmp_path / "parts")
+    assert finished
+    np.testing.assert_array_equal(whole["w"], parts["w"])
+    assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "parts" / LOG).read_text()
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+
+
+def test_work_after_the_last_state_is_done_again(tmp_path: Path) -> None:
+    """A kill between two states leaves a log that is ahead, and perhaps half a line."""
+    toy(tmp_path / "whole")
+    toy(tmp_path / "parts", deadline=time.monotonic())
+    with (tmp_path / "parts" / LOG).open("a") as file:
+        file.write(json.dumps({"step": 4, "loss": 99.0}) + '\n{"step": 6, "lo')
+    toy(tmp_path / "parts")
+    assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "parts" / LOG).read_text()
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """SIGKILL at random moments until the run is through; losses and state as if nothing had happened."""
+    script = Path(__file__).parent / "training_process.py"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, str(script)]
+    subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True, capture_output=True)
+    rng = np.random.default_rng(2)
+    for wait in (*rng.uniform(0, 0.4, 4), None):
+        with subprocess.Popen(
+            [*command, str(tmp_path / "parts")], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the training has begun
+            if wait is None:
+                assert process.wait() == 0
+            else:
+                time.sleep(wait)
+                process.send_signal(signal.SIGKILL)
+    for name in (LOG, STATE):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    toy(tmp_path, deadline=time.monotonic())
+    with pytest.raises(InputError, match=r"batch was 4, now 2"):
+        toy(tmp_path, replace(PLAN, batch=2))
+    with pytest.raises(InputError, match=r"steps was 8, now 10"):
+        toy(tmp_path, replace(PLAN, steps=10))
+    with pytest.raises(InputError, match=r"samples was 10, now 7"):
+        fit({"w": np.zeros(3)}, toy_loss, {"x": np.zeros((7, 3))}, 7, PLAN, Session(tmp_path, "toy", one_device()))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    toy(tmp_path, deadline=time.monotonic())
+    before = (tmp_path / STATE).read_bytes()
+
+    def broken(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+        return p["w"].sum() * jnp.nan, {"distance": jnp.zeros(())}
+
+    with pytest.raises(CanvaxError, match="loss is nan at step 4"):
+        fit({"w": np.zeros(3, np.float32)}, broken, {}, 10, PLAN, Session(tmp_path, "toy", one_device()))
+    assert (tmp_path / STATE).read_bytes() == before
+
+
+def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    toy(tmp_path, deadline=time.monotonic())
+    start = {"v": np.zeros(3, np.float32)}
+    with pytest.raises(CheckpointError, match="another model"):
+        fit(start, lambda p, *_: (p["v"].sum(), {}), {}, 10, PLAN, Session(tmp_path, "toy", one_device()))
+
+
+def test_eight_devices_learn_what_one_does(tmp_path: Path) -> None:
+    plan = replace(PLAN, batch=8)
+    one, _ = toy(tmp_path / "1", plan)
+    eight, _ = toy(tmp_path / "8", plan, make_mesh(jax.devices()))
+    np.testing.assert_allclose(one["w"], eight["w"], rtol=1e-6)
+    with pytest.raises(InputError, match="batch = 4 cannot be split over 8 devices"):
+        toy(tmp_path / "4", PLAN, make_mesh(jax.devices()))
+
+
+def test_the_accelerators_loop_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPU and TPU a chunk is one program; here it is run on the CPU by saying that it is no CPU."""
+    one, _ = toy(tmp_path / "steps")
+    import canvax.train.loop as loop
+
+    monkeypatch.setattr(loop, "is_cpu", lambda mesh: False)
+    chunked, _ = toy(tmp_path / "scan")
+    np.testing.assert_allclose(one["w"], chunked["w"], rtol=1e-6)
+
+
+def test_minutes_choose_the_steps_once(tmp_path: Path) -> None:
+    plan = replace(PLAN, minutes=0.001)
+    _, finished = toy(tmp_path, plan)
+    assert finished
+    steps = read_log(tmp_path / LOG)[-1]["step"]
+    assert steps % PLAN.chunk == 0
+    _, finished = toy(tmp_path, plan)
+    assert finished
+    assert read_log(tmp_path / LOG)[-1]["step"] == steps
+
+
+def test_no_average_gives_the_parameters_themselves(tmp_path: Path) -> None:
+    toy(tmp_path / "a", replace(PLAN, average=0.0))
+    from canvax.weights.safetensors import open_safetensors
+
+    names = {entry.name for entry in open_safetensors(tmp_path / "a" / STATE)}
+    assert "params.w" in names
+    assert not any(name.startswith("average") for name in names)
+
+
+def test_every_sample_once_an_epoch_wherever_one_begins() -> None:
+    whole = batch_indices(3, 0, 30, 4, 10).reshape(-1)
+    for epoch in range(12):
+        assert sorted(whole[10 * epoch : 10 * epoch + 10]) == list(range(10))
+    np.testing.assert_array_equal(batch_indices(3, 7, 5, 4, 10).reshape(-1), whole[28:48])
+    assert (batch_indices(4, 0, 30, 4, 10).reshape(-1) != whole).any()
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    plan = Plan(steps=100, batch=1, learning_rate=2.0, warmup=10, final=0.1)
+    rates = np.asarray(learning_rate(jnp.arange(101), jnp.int32(100), plan))
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[10] == pytest.approx(2.0)
+    assert rates[55] == pytest.approx(1.1)  # the middle of the cosine
+    assert rates[100] == pytest.approx(0.2)
+    constant = learning_rate(jnp.arange(101), jnp.int32(100), replace(plan, warmup=0, final=1.0))
+    np.testing.assert_allclose(constant, 2.0)
+
+
+@pytest.mark.parametrize("values", [{"steps": 0}, {"batch": 0}, {"average": 1.0}, {"minutes": 0}, {"warmup": -1}])
+def test_a_plan_that_cannot_be(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        replace(PLAN, **values)
+
+
+# Objectives
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+def test_the_target_gives_back_the_picture(kind: str) -> None:
+    """What the sampler makes of a perfect answer is x0: the two sides agree on what a prediction means."""
+    from canvax.samplers import build_table, from_scheduler_config
+
+    rng = np.random.default_rng(0)
+    x0, noise = rng.standard_normal((2, 1, 4, 4, 3), np.float32)
+    config = {"_class_name": "DDIMScheduler", "prediction_type": kind, "clip_sample": False}
+    table = build_table(from_scheduler_config(config), 4)
+    schedule = from_scheduler_config(config).schedule
+    for row in range(4):
+        a = np.float32([schedule.alphas_cumprod[int(table.timestep[row])]])
+        x = add_noise(x0, noise, jnp.asarray(a))
+        answer = target_of(x0, noise, jnp.asarray(a), kind)
+        np.testing.assert_allclose(table.p[row] * x + table.q[row] * answer, x0, atol=2e-4)
+
+
+def test_min_snr_weights_bound_the_weight_of_x0() -> None:
+    """Hang et al. 2023, eq. 4: seen as a loss on x0, no timestep counts more than gamma."""
+    a = SCHEDULE.alphas_cumprod
+    snr = a / (1 - a)
+    eps = NoiseSchedule(a, "epsilon")
+    np.testing.assert_allclose(loss_weights(eps, 5.0) * snr, np.minimum(snr, 5), rtol=1e-4)
+    np.testing.assert_allclose(loss_weights(SCHEDULE, 5.0) * (snr + 1), np.minimum(snr + 1, 5), rtol=1e-4)
+    np.testing.assert_array_equal(loss_weights(eps, None), 1)
+    zero = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction",
+                                    zero_terminal_snr=True)  # fmt: skip
+    assert loss_weights(zero, 5.0)[-1] == 1.0  # pure noise is learnt from
+
+
+def test_autoencoder_loss_by_hand() -> None:
+    params = init_params(vae_spec(SMALL_VAE), 0)
+    images = jnp.asarray(pixels(2)).astype(jnp.float32) / 127.5 - 1
+    noise = jnp.zeros((2, 8, 8, 4))
+    value, parts = autoencoder_loss(params, images, noise, SMALL_VAE, kl=0.5, edges=0.0)
+    assert value == pytest.approx(float(parts["mse"] + 0.5 * parts["kl"]))
+    sharper, _ = autoencoder_loss(params, images, noise, SMALL_VAE, kl=0.5, edges=1.0)
+    assert sharper > value
+
+
+# Gradients
+
+
+def test_gradients_reach_every_parameter() -> None:
+    """No path through text encoder and UNet is cut, and computing blocks again changes nothing."""
+    params = {"text_encoder": init_params(text_encoder_spec(TEXT), 0), "unet": init_params(unet_spec(UNET), 1)}
+    tokenizer = ClipTokenizer.from_folder(BUNDLED["emoji"] / "tokenizer")
+    captions = [["a cat", "cat"], ["a dog"], ["a red apple"], ["a lemon"]]
+    latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
+    data = jax.device_put(denoising_data(tokenizer, latents, caption_ids(tokenizer, captions, 77)))
+    plain = None
+    for remat in (False, True):
+        loss = denoising_loss(TEXT, UNET, SCHEDULE, remat=remat, empty=0.0)
+        gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, data, jnp.arange(4), jax.random.key(0))[0]))(params)
+        still = [name for name, leaf in flatten(gradient) if not np.abs(leaf).max() > 0]
+        # Keys are compared with queries, so a number added to all of them changes nothing.
+        assert [name for name in still if not name.endswith("k_proj.bias")] == []
+        if plain is not None:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), gradient, plain)
+        plain = gradient
+
+
+def test_gradient_of_attention_in_chunks() -> None:
+    """The CPU kernel for long sequences differentiates like the plain one."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1200, 2, 8), np.float32)
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        return jnp.square(attention(q, k, v)).sum()
+
+    with compiling_for("cpu"):
+        got = jax.grad(total, (0, 1, 2))(q, k, v)
+    with compiling_for("tpu"):
+        want = jax.grad(total, (0, 1, 2))(q, k, v)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_gradient_of_attention_in_chunks_keeps_no_score_matrix() -> None:
+    """4,096 tokens and 8 heads: the scores alone would be 512 MiB."""
+    x = jax.ShapeDtypeStruct((1, 4096, 8, 40), jnp.float32)
+    with compiling_for("cpu"):
+        compiled = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))).lower(x, x, x).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 200 * 2**20
+
+
+def test_a_new_denoiser_begins_as_a_short_one() -> None:
+    """Its residual branches and its output are zero, and training can leave that."""
+    params = new_denoiser(TEXT, UNET, 0)
+    zeros = {name for name, leaf in flatten(params["unet"]) if name.endswith("weight") and not leaf.any()}
+    assert {"conv_out.weight", "mid_block.resnets.0.conv2.weight", "mid_block.attentions.0.proj_out.weight"} <= zeros
+    assert all(name.rsplit(".", 2)[-2] in ("conv2", "proj_out", "conv_out") for name in zeros)
+
+
+# The autoencoder
+
+
+def test_autoencoder_learns_and_is_whitened(tmp_path: Path) -> None:
+    pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)
+    plan = Plan(steps=120, batch=8, chunk=20, warmup=5, learning_rate=3e-3, average=0.9)
+    session = Session(tmp_path, "autoencoder", one_device())
+    params, finished = train_autoencoder(pictures, SMALL_VAE, plan, session, crop=8)
+    assert finished
+    losses = [line["mse"] for line in read_log(tmp_path / LOG)]
+    assert losses[-1] < 0.7 * losses[0]
+    white = whitened(jax.device_get(params), pictures, SMALL_VAE, one_device())
+    latents = encode_pictures(white, pictures, SMALL_VAE, one_device())
+    np.testing.assert_allclose(latents.mean((0, 1, 2)), 0, atol=1e-4)
+    np.testing.assert_allclose(latents.std((0, 1, 2)), 1, atol=1e-4)
+    before = reconstruction_psnr(params, pictures, SMALL_VAE, one_device())
+    np.testing.assert_allclose(reconstruction_psnr(white, pictures, SMALL_VAE, one_device()), before, atol=1e-3)
+
+
+def test_encoding_moves_mirrors_and_fills_up_batches() -> None:
+    params = init_params(vae_spec(VAE), 0)
+    pictures = pixels(3, 32)
+    mesh = make_mesh(jax.devices())
+    whole = encode_pictures(params, pictures, VAE, mesh, batch=2)
+    assert whole.shape == (3, 4, 4, 4)
+    np.testing.assert_allclose(whole[:1], encode_pictures(params, pictures[:1], VAE, mesh), rtol=1e-4, atol=1e-5)
+    mirrored = encode_pictures(params, pictures[:, :, ::-1], VAE, mesh)
+    np.testing.assert_allclose(encode_pictures(params, pictures, VAE, mesh, flip=True), mirrored)
+    moved = np.concatenate([pictures[:, :1], pictures[:, :-1]], axis=1)
+    np.testing.assert_allclose(
+        encode_pictures(params, pictures, VAE, mesh, shift=(1, 0)), encode_pictures(params, moved, VAE, mesh)
+    )
+    assert decode_latents(params, whole, VAE, mesh).shape == pictures.shape
+    assert shifts(1, 2)[0] == (0, 0)
+    assert len(set(shifts(1, 2))) == 9
