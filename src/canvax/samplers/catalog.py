@@ -186,7 +186,13 @@ def build_table(
 
 
 def _restarted(
-    spec: SamplerSpec, schedule: NoiseSchedule, steps: int, options: SamplerOptions, part: SamplerTable, lo: int, hi: int
+    spec: SamplerSpec,
+    schedule: NoiseSchedule,
+    steps: int,
+    options: SamplerOptions,
+    part: SamplerTable,
+    lo: int,
+    hi: int,
 ) -> SamplerTable:
     """Steps lo..hi as a run that remembers nothing of the steps before, guided like `part`."""
     fresh = spec.solver(schedule, steps, replace(options, restart=lo))
@@ -223,7 +229,9 @@ def _guided(
     """The table with its guidance, 1 outside of the interval."""
     low, high = interval
     if not 0 <= low < high <= 1:
-        raise InputError(f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1")
+        raise InputError(
+            f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1"
+        )
     table = table.with_guidance(guidance, rescale)
     if (low, high) == (0.0, 1.0):
         return table

@@ -303,6 +303,8 @@ def options_of(config: Mapping[str, Any], class_name: str) -> SamplerOptions:
             said["clip_sample"] = said["thresholding"] = False  # which the class declares and does not do
         case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
             said["sigma_min"] = said["sigma_max"] = None  # they are the ends of the schedule
+            if class_name == "EDMEulerScheduler" and said["final_sigmas_type"] == "sigma_min":
+                said["final_sigmas_type"] = "repeated"
         case "HeunDiscreteScheduler" | "LMSDiscreteScheduler" | "EulerDiscreteScheduler" | "DPMSolverSDEScheduler":
             said["round_timesteps"] = False
         case _:

@@ -29,12 +29,16 @@ class Curve:
 
 CURVES = (
     Curve("automatic", ("Automatic", "default"), "what sampler, checkpoint and `spacing` say", "diffusers"),
-    Curve("karras", ("Karras", "k"), "more steps at low noise; the usual choice for few steps", "arXiv:2206.00364 eq. 5"),
+    Curve(
+        "karras", ("Karras", "k"), "more steps at low noise; the usual choice for few steps", "arXiv:2206.00364 eq. 5"
+    ),
     Curve("exponential", ("Exponential",), "even in log sigma; many steps at low noise", "k-diffusion"),
     Curve("polyexponential", ("Polyexponential",), "even in (log sigma)^(1/rho); rho 1 is exponential", "k-diffusion"),
     Curve("lu", ("Lu",), "even in log SNR, for DPM++", "arXiv:2206.00927 section 3.4"),
     Curve("beta_sigmas", ("Beta sigmas",), "diffusers' use_beta_sigmas: beta quantiles of sigma itself", "diffusers"),
-    Curve("normal", ("Normal", "Uniform", "discrete"), "timesteps even from the noisiest to the cleanest", "k-diffusion"),
+    Curve(
+        "normal", ("Normal", "Uniform", "discrete"), "timesteps even from the noisiest to the cleanest", "k-diffusion"
+    ),
     Curve("simple", ("Simple",), "every n-th training timestep, counted from the noisiest", "ComfyUI"),
     Curve("sgm_uniform", ("SGM Uniform",), "even timesteps that stop short of the cleanest; Lightning models", "sgm"),
     Curve("ddim_uniform", ("DDIM Uniform", "DDIM"), "every n-th training timestep, counted from 1", "ComfyUI"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
-from canvax.samplers.path import Frame, Path
+from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
 from canvax.samplers.table import DENOISED, NOISE as NOISE_COLUMN, SLOTS, Clip, SamplerTable
 
@@ -41,9 +41,22 @@ def pairs(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray
     return merged[np.stack([np.ones_like(both), both], axis=1).ravel()]
 
 
-def history(orders: int, begin: int, limit: int) -> np.ndarray:
-    """How many values each row [orders] may combine: what it has seen since row `begin`, at most `limit`."""
-    return np.minimum(np.arange(orders) - begin + 1, limit)
+def history(count: int, limit: int) -> np.ndarray:
+    """How many values each row [count] may combine: what it has seen so far, at most `limit`."""
+    return np.minimum(np.arange(count) + 1, limit)
+
+
+def before(values: np.ndarray, k: int) -> np.ndarray:
+    """The value of k rows before, NaN where there is none."""
+    return np.concatenate([np.full(k, np.nan), values])[: len(values)]
+
+
+def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
+    """The table of rows M, one a step, written for x."""
+    if path.schedule.sigma_data is not None:
+        M[-1, 0] /= path.alpha[-1]  # EDM models hand over y
+    clip = clip_of(options, thresholding_only=True)
+    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)
 
 
 def framed(
@@ -63,15 +76,15 @@ def framed(
     The last row leaves y itself, which is what such solvers hand over. y starts at noise of the first level.
     """
     alpha, std = frame.alpha_std(level)
-    before, behind = frame.scale(level), frame.scale(after)
+    now, behind = frame.scale(level), frame.scale(after)
     if frame.exploding and path.schedule.is_flow:
-        before = np.maximum(before, 2.0**-24)
+        now = np.maximum(now, SMALLEST_ALPHA)
     behind[-1] = 1.0
     M = N.copy()
     M[:, 0] *= col(behind)
-    M[:, :, 0] /= col(before)
+    M[:, :, 0] /= col(now)
     start = float(level[0]) if init_scale is None else init_scale
-    return table_of(path.schedule, told, alpha, std, M, step=step, init_scale=start * float(before[0]), clip=clip)
+    return table_of(path.schedule, told, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
 
 
 def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
@@ -145,7 +158,11 @@ def _reading(
     if schedule.sigma_data is not None:
         total = np.hypot(level, schedule.sigma_data)
         sign = -1 if schedule.prediction_type == "v_prediction" else 1
-        return 1 / (alpha * total), (schedule.sigma_data / total) ** 2 / alpha, sign * level * schedule.sigma_data / total
+        return (
+            1 / (alpha * total),
+            (schedule.sigma_data / total) ** 2 / alpha,
+            sign * level * schedule.sigma_data / total,
+        )
     match schedule.prediction_type:
         case "epsilon":
             return one, 1 / alpha, -std / alpha

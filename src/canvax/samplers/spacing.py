@@ -166,9 +166,7 @@ def _distilled_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions
     return timesteps, _level_at(schedule, timesteps, exact=True)
 
 
-def _flow(
-    schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str) -> tuple[np.ndarray, np.ndarray]:
     """Timesteps and times of a flow model. Each family of diffusers has its own even times; all are then shifted."""
     train, shift = schedule.num_train_timesteps, schedule.shift
     if options.use_dynamic_shifting:
@@ -189,7 +187,7 @@ def _flow(
         sigmas = shifted(np.linspace(1.0, 1 / train, steps + 1)[:-1], shift)
     else:
         sigmas = shifted(1 - np.linspace(1.0, 1 / train, steps + 1), shift)[:0:-1]
-    if options.shift_terminal:
+    if options.shift_terminal and sigmas[-1] < 1:
         left = 1 - sigmas
         sigmas = 1 - left * ((1 - options.shift_terminal) / left[-1])
     if options.sigmas != "automatic":
@@ -222,7 +220,7 @@ def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.nda
             return 0.0
         case "sigma_min" if not schedule.is_flow:
             return float(schedule.sigmas[0])
-        case "repeated" if options.sigmas == "automatic" and not schedule.is_flow:
+        case "repeated" if options.sigmas == "automatic" and schedule.told == "index" and not schedule.is_flow:
             return float(schedule.sigmas[0])
         case "sigma_min" | "repeated":
             return float(sigmas[-1])

@@ -85,14 +85,14 @@ SAMPLERS = (
         settings=("set_alpha_to_one",),
     ),
     SamplerSpec(
-        *("pndm_prk", "PNDM", "PNDMScheduler", None, None, solvers.pndm),
+        *("pndm_prk", "PNDM PRK", "PNDMScheduler", None, None, solvers.pndm),
         order="2",
         stochastic=False,
         evaluations="n + 9",
         when="PNDM with its Runge-Kutta start, as in the paper; at least 4 steps.",
         source="Liu et al. 2022, arXiv:2202.09778",
         implied={"skip_prk_steps": False},
-        also=("PNDM PRK", "prk"),
+        also=("prk",),
         settings=("set_alpha_to_one",),
     ),
     SamplerSpec(

@@ -108,8 +108,12 @@ class SamplerTable:
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance", scale), ("rescale", rescale)):
             if np.shape(value) not in ((), (steps,)):
-                raise InputError(f"{name} has shape {np.shape(value)}; give one number, or one for each of {steps} steps")
-        each = [np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)]
+                raise InputError(
+                    f"{name} has shape {np.shape(value)}; give one number, or one for each of {steps} steps"
+                )
+        each = [
+            np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
+        ]
         return replace(self, guidance=each[0], rescale=each[1])
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:

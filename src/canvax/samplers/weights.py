@@ -38,9 +38,9 @@ def exponential_moments(h: np.ndarray, rate: np.ndarray | float, count: int) -> 
         for k in range(count):
             terms = np.arange(24)
             factorials = np.array([math.factorial(int(m)) for m in terms], np.float64)
-            series = h ** (k + 1) * (
-                np.where(small, -z, 0.0)[..., None] ** terms / factorials / (terms + k + 1)
-            ).sum(axis=-1)
+            series = h ** (k + 1) * (np.where(small, -z, 0.0)[..., None] ** terms / factorials / (terms + k + 1)).sum(
+                axis=-1
+            )
             tail = np.array([1 / math.factorial(m) for m in range(k + 1)])
             decayed = np.where(np.isposinf(z), 0.0, np.exp(-z) * (z[..., None] ** np.arange(k + 1) @ tail))
             closed = math.factorial(k) / rate ** (k + 1) * (1 - decayed)

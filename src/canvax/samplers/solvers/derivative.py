@@ -12,7 +12,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame, Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, col, framed, history, pairs, rows
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, clip_of, col, framed, history, pairs, rows
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import euler_path
 from canvax.samplers.table import SamplerTable
@@ -48,7 +48,9 @@ def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     noise = col(c.up) * NOISE
     first = rows(len(c), {0: X + dt * c.slope + col(~both) * noise, 1: X, 2: c.slope})
     second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _some(c.after)) + noise})
-    return _two_stages(c, first, second, c.after, c.left, both)
+    onward = np.append(c.path.timesteps[1:], np.nan)
+    told = np.where(np.isnan(onward), c.frame.timestep(np.where(both, c.after, c.level)), onward)
+    return _two_stages(c, first, second, c.after, c.left, both, told)
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -121,9 +123,9 @@ def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     """
     path = euler_path(schedule, steps, options)
     level, after = path.sigmas[:-1], path.sigmas[1:]
-    nodes = np.stack([_earlier(level, k) - level for k in range(4)], axis=1)
+    nodes = np.stack([before(level, k) - level for k in range(4)], axis=1)
     moments = np.stack([(after - level) ** (k + 1) / (k + 1) for k in range(4)], axis=1)
-    weights = lagrange_weights(nodes, moments, history(len(path), 0, 4))
+    weights = lagrange_weights(nodes, moments, history(len(path), 4))
     return _slopes(path, options, weights)
 
 
@@ -133,7 +135,7 @@ def ipndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     Source: Zhang and Chen 2023 (DEIS), section 3.4 (iPNDM). Slots 1 to 3: earlier slopes, newest first.
     """
     path = euler_path(schedule, steps, options)
-    weights = ADAMS_BASHFORTH[history(len(path), 0, 4) - 1] * col(path.sigmas[1:] - path.sigmas[:-1])
+    weights = ADAMS_BASHFORTH[history(len(path), 4) - 1] * col(path.sigmas[1:] - path.sigmas[:-1])
     return _slopes(path, options, weights)
 
 
@@ -153,11 +155,6 @@ def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> Sampler
     moved = X + col(weights[:, 0]) * walk.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
     N = rows(len(path), {0: moved, 1: walk.slope, 2: S1, 3: S2})
     return walk.table(walk.told, walk.level, walk.after, N)
-
-
-def _earlier(values: np.ndarray, k: int) -> np.ndarray:
-    """The value of k rows before, NaN where there is none."""
-    return np.concatenate([np.full(k, np.nan), values])[: len(values)]
 
 
 class _Walk:
@@ -184,7 +181,9 @@ class _Walk:
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.told != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
-        return framed(self.path, self.frame, told, level, left, N, step=step, init_scale=start)
+        return framed(
+            self.path, self.frame, told, level, left, N, step=step, init_scale=start, clip=clip_of(self.options)
+        )
 
 
 class _Churned(_Walk):
@@ -239,10 +238,14 @@ def _two_stages(
     middle: np.ndarray,
     left: np.ndarray,
     both: np.ndarray,
+    middle_told: np.ndarray | None = None,
 ) -> SamplerTable:
     """The table of steps of two rows: from `level` to `middle`, and from there to `left`."""
     level = pairs(walk.level, middle, both)
     inner = np.where(both, middle, left)
-    told = pairs(walk.told, walk.frame.timestep(np.where(both, middle, walk.level)), both)
+    if middle_told is None:
+        middle_told = walk.frame.timestep(np.where(both, middle, walk.level))
     step = pairs(np.arange(len(walk)), np.arange(len(walk)), both)
-    return walk.table(told, level, pairs(inner, left, both), pairs(first, second, both), step)
+    return walk.table(
+        pairs(walk.told, middle_told, both), level, pairs(inner, left, both), pairs(first, second, both), step
+    )

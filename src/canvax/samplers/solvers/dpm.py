@@ -13,7 +13,7 @@ import numpy as np
 from canvax.errors import InputError, nearest
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, clip_of, col, history, rows, table_of
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, col, history, rows, stepped
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import dpm_path
 from canvax.samplers.table import SamplerTable
@@ -35,12 +35,11 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     orders = orders_of(path, options, options.solver_order)
     with np.errstate(all="ignore"):  # a last level of 0 has infinite h; what is not finite is not used
         h = np.diff(path.lambdas)
-        before = np.append(np.nan, h[:-1])
         on_x, c, up = _coefficients(path, np.arange(len(path)), h, algorithm, options)
-        weights = _differences(orders, before / h, np.append(np.nan, before[:-1]) / h, c)
+        weights = _differences(orders, before(h, 1) / h, before(h, 2) / h, c)
     value = model_value(path, picture=algorithm.endswith("++"))
     moved = col(on_x) * X + col(weights[0]) * value + col(weights[1]) * S1 + col(weights[2]) * S2 + col(up) * NOISE
-    return _table(path, options, rows(len(path), {0: moved, 1: value, 2: S1}))
+    return stepped(path, options, rows(len(path), {0: moved, 1: value, 2: S1}))
 
 
 def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -77,8 +76,13 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
     first = col(orders == 1)
     moved = col(on_x) * np.where(first, X, S1) + col(now) * value + col(up) * NOISE
     moved = moved + col(old) * S2 + col(middle) * S3
-    slots = {0: moved, 1: np.where(first, X, S1), 2: np.where(first, value, S2), 3: np.where(col(orders == 2), value, S3)}
-    return _table(path, options, rows(count, slots))
+    slots = {
+        0: moved,
+        1: np.where(first, X, S1),
+        2: np.where(first, value, S2),
+        3: np.where(col(orders == 2), value, S3),
+    }
+    return stepped(path, options, rows(count, slots))
 
 
 def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -92,12 +96,12 @@ def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     orders = orders_of(path, options, options.solver_order)
     # u = log(rho_0 / rho), the way in lambda; rho falls from rho_0 as exp(-u).
     lambdas, level = path.lambdas, path.ratios
-    nodes = np.stack([_shift(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
+    nodes = np.stack([before(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
     moments = -col(level[:-1]) * exponential_moments(np.diff(lambdas), 1.0, 3)
     weights = lagrange_weights(nodes, moments, orders)
     value = model_value(path, picture=False)
     moved = X / col(path.alpha[:-1]) + col(weights[:, 0]) * value + weights[:, 1:] @ np.stack([S1, S2])
-    return _table(path, options, rows(len(path), {0: col(path.alpha[1:]) * moved, 1: value, 2: S1}))
+    return stepped(path, options, rows(len(path), {0: col(path.alpha[1:]) * moved, 1: value, 2: S1}))
 
 
 def model_value(path: Path, *, picture: bool) -> np.ndarray:
@@ -109,7 +113,7 @@ def model_value(path: Path, *, picture: bool) -> np.ndarray:
 
 def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
     """The order of each row: no more than the history allows, and low again near the end of short runs."""
-    orders = history(len(path), 0, limit)
+    orders = history(len(path), limit)
     short = options.lower_order_final and path.total < 15
     if short or options.euler_at_final or path.sigmas[-1] == 0:
         orders[-1:] = 1
@@ -187,13 +191,3 @@ def _checked(options: SamplerOptions) -> str:
     if options.eta is not None and not 0.0 <= options.eta <= 1.0:
         raise InputError(f"eta={options.eta} is outside 0..1; 0 is deterministic, 1 is the usual SDE solver")
     return algorithm
-
-
-def _shift(values: np.ndarray, k: int) -> np.ndarray:
-    """The value of k rows before, NaN where there is none."""
-    return np.concatenate([np.full(k, np.nan), values])[: len(values)]
-
-
-def _table(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
-    clip = clip_of(options, thresholding_only=True)
-    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)

@@ -7,7 +7,7 @@ import numpy as np
 from canvax.errors import InputError, nearest
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, D, X, clip_of, col, history, rows, table_of
+from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, D, X, before, col, history, rows, stepped
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.solvers.dpm import model_value
 from canvax.samplers.spacing import dpm_path
@@ -25,7 +25,7 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         raise InputError(f"solver_order={options.solver_order} is not 1, 2 or 3; 2 is right for guided sampling")
     path = dpm_path(schedule, steps, options)
     count = len(path)
-    orders = history(count, 0, options.solver_order)
+    orders = history(count, options.solver_order)
     if options.lower_order_final:
         orders = np.minimum(orders, np.arange(count, 0, -1))
     if path.sigmas[-1] == 0:
@@ -45,7 +45,7 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         moved = col(on_x) * corrected + col(first) * value
         moved = moved + sum(col(weight) * form for weight, form in zip(old, stored[:2], strict=True))
     M = rows(count, {0: moved, 1: corrected, 2: value, 3: S2, 4: S3})
-    return _table(path, options, M)
+    return stepped(path, options, M)
 
 
 def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -73,7 +73,7 @@ def _uni_weights(
             B = np.expm1(hh)
         case other:
             raise InputError(f"solver_type={other!r} is not known; {nearest(str(other), ('bh1', 'bh2'))}")
-    ratios = np.stack([(_before(lambdas[:-1], j) - lambdas[:-1]) / h for j in (1, 2)], axis=1)
+    ratios = np.stack([(before(lambdas[:-1], j) - lambdas[:-1]) / h for j in (1, 2)], axis=1)
     phi, factorial, targets = np.expm1(hh) / hh - 1, 1, []
     for i in range(1, 4):
         targets.append(phi * factorial / B)
@@ -123,7 +123,7 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
         raise InputError(f"eta={eta} is outside 0..1; 0 is deterministic, 1 is the usual SA-Solver")
     tau = eta * ((path.timesteps >= 200) & (path.timesteps <= 800))
     left = np.arange(count, 0, -1) if options.lower_order_final else np.full(count, 9)
-    predictor = np.minimum(history(count, 0, options.predictor_order), left)
+    predictor = np.minimum(history(count, options.predictor_order), left)
     corrector = np.minimum(np.minimum(np.arange(count) + 2, options.corrector_order), left + 1)
     if path.sigmas[-1] == 0:
         predictor[-1] = 1
@@ -138,7 +138,7 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
             corrected[1:] = made + weights[:, 1:] @ stored
         weights = _sa_weights(path, tau, predictor, options, corrects=False)
         moved = col(on_x) * corrected + col(weights[:, 0]) * value + weights[:, 1:] @ stored + col(up) * NOISE
-    return _table(path, options, rows(count, {0: moved, 1: corrected, 2: NOISE, 3: value, 4: S3, 5: S4}))
+    return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: NOISE, 3: value, 4: S3, 5: S4}))
 
 
 def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
@@ -161,25 +161,15 @@ def _sa_weights(
     h, c = np.diff(lambdas), 1 + tau[:count] ** 2
     # u = lambda_to - lambda, from 0 at the end of the step.
     known = slice(1, None) if corrects else slice(None, -1)
-    nodes = np.stack([lambdas[1:] - _before(lambdas, j)[known] for j in range(4)], axis=1)
+    nodes = np.stack([lambdas[1:] - before(lambdas, j)[known] for j in range(4)], axis=1)
     moments = exponential_moments(h, c if options.predict_x0 else -1.0, 4)
     nodes[~np.isfinite(nodes) & (np.arange(4) < col(orders))] = 1.0  # a step to zero: of order 1, any node will do
     weights = lagrange_weights(nodes, moments, orders)
     if not options.predict_x0:
         return -col(c * path.std[1 : count + 1]) * weights
-    gap = h if corrects else lambdas[:-1] - _before(lambdas[:-1], 1)
+    gap = h if corrects else lambdas[:-1] - before(lambdas[:-1], 1)
     change = (h**2 / 2 - (h * c - 1 + np.exp(-c * h)) / c**2) / gap
     change = np.where(orders == 2, change, 0.0)
     weights[:, 0] += change
     weights[:, 1] -= change
     return col(c * path.alpha[1 : count + 1]) * weights
-
-
-def _before(values: np.ndarray, k: int) -> np.ndarray:
-    """The value of k rows before, NaN where there is none."""
-    return np.concatenate([np.full(k, np.nan), values])[: len(values)]
-
-
-def _table(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
-    clip = clip_of(options, thresholding_only=True)
-    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)

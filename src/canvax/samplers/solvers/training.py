@@ -65,7 +65,9 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     """
     demand_numbered(schedule, "ddim_inverse")
     if options.clip_sample or options.thresholding:
-        raise InputError("clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False")
+        raise InputError(
+            "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
+        )
     if options.spacing == "linspace":
         raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
@@ -124,7 +126,9 @@ def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     path = distilled_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
     demand_signal(schedule, a, "lcm")
-    far = np.maximum(path.timesteps, 0.0) * options.timestep_scaling if np.isfinite(options.timestep_scaling) else np.inf
+    far = (
+        np.maximum(path.timesteps, 0.0) * options.timestep_scaling if np.isfinite(options.timestep_scaling) else np.inf
+    )
     seen = 1 / np.hypot(1, 0.5 / np.where(far == 0, 1e-300, far)) * np.ones_like(a)
     picture = col(seen) * D + col(1 - seen**2) * X
     to = np.append(a_to[:-1], 1.0)
