@@ -62,7 +62,9 @@ class Path:
 
     def __init__(self, noises: np.ndarray, table: Any) -> None:
         ends = np.append(table.sigma[1:], 0.0)
-        self.steps = [(float(a), float(b), torch.from_numpy(n)) for a, b, n in zip(table.sigma, ends, noises, strict=True)]
+        self.steps = [
+            (float(a), float(b), torch.from_numpy(n)) for a, b, n in zip(table.sigma, ends, noises, strict=True)
+        ]
 
     def __call__(self, start: Any, end: Any) -> Any:
         start, end = float(start), float(end)
@@ -114,7 +116,11 @@ def compare(ours: str, theirs: Callable[..., Any], steps: int, prediction: str, 
     start = table.init_scale * np.hypot(1, table.sigma[0])
     try:
         final = theirs(
-            network, torch.from_numpy(start * x), torch.tensor([*levels, 0.0], dtype=torch.float64), disable=True, **extra
+            network,
+            torch.from_numpy(start * x),
+            torch.tensor([*levels, 0.0], dtype=torch.float64),
+            disable=True,
+            **extra,
         )
     finally:
         SAMPLING.torch.randn_like = before

@@ -13,6 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from canvax.errors import InputError  # noqa: E402
 from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
+
 from .probe import (  # noqa: E402
     BASE,
     EXPLODING,

@@ -165,9 +165,17 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         help="how closely to follow the prompt (the model's own, else 7.5); 1 or less halves the work",
     )  # fmt: skip
     group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
-    group.add_argument("--sigmas", metavar="CURVE", help="noise levels: normal, karras, exponential, lu")
+    group.add_argument(
+        "--sigmas", metavar="CURVE", help="noise levels: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
+    )
     group.add_argument("--spacing", metavar="KIND", help="timesteps: leading, trailing, linspace")
     group.add_argument("--eta", type=float, metavar="X", help="0..1, randomness of DDIM and ancestral samplers")
+    group.add_argument(
+        "--set", action="append", dest="sampler_settings", metavar="NAME=VALUE",
+        help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
+    )  # fmt: skip
+    group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
+    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1)")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")

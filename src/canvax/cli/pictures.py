@@ -160,17 +160,20 @@ def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
     Raises:
         InputError: naming the setting.
     """
-    options, sampler = picture.options, picture.sampler
+    options, sampler, known = picture.options, picture.sampler, scheduler is not None
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
         scheduler,
-        1 if picture.steps is None else picture.steps,
+        (options.own_steps or 1) if picture.steps is None else picture.steps,
         sampler=sampler,
         eta=options.eta,
         spacing=options.spacing,
         sigmas=options.sigmas,
+        guidance=options.guidance_steps or 1.0,
         rescale=options.guidance_rescale,
+        guidance_interval=options.guidance_interval,
+        settings=options.settings if sampler is not None or known else None,
     )
 
 

@@ -21,7 +21,7 @@ from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import check_mesh, make_mesh, replicated
 from canvax.params import Params
-from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
+from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
 from canvax.weights.hub import Checkout, resolve
@@ -126,7 +126,7 @@ class Checkpoint:
             same = spec.implied.items() <= implied.items()
         curve = implied.get("sigmas")
         if curve:
-            return f"{spec.name}_{curve}", f"{spec.label} {curve.capitalize()}"
+            return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
         return spec.name if same else spec.diffusers_class, spec.label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None) -> Path:

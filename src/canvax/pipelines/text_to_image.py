@@ -119,7 +119,9 @@ class StableDiffusion:
             seeds=check_seeds(seed, len(prompts)),
             height=height,
             width=width,
-            steps=defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+            steps=options.own_steps or defaults.num_inference_steps
+            if num_inference_steps is None
+            else num_inference_steps,
             guidance=check_guidance(guidance_scale, defaults.guidance_scale),
             sampler=sampler,
             latents=check_latents(latents, shape),
@@ -219,10 +221,12 @@ class StableDiffusion:
             eta=options.eta,
             spacing=options.spacing,
             sigmas=options.sigmas,
-            guidance=request.guidance,
+            guidance=options.guidance_steps or request.guidance,
             rescale=options.guidance_rescale,
             start=options.denoising_start,
             end=options.denoising_end,
+            guidance_interval=options.guidance_interval,
+            settings=options.settings,
         )
 
     def _conditions(

@@ -12,7 +12,7 @@ from canvax.samplers.catalog import (
     from_scheduler_config,
     stable_diffusion_config,
 )
-from canvax.samplers.curves import CURVES, Curve
+from canvax.samplers.curves import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
@@ -31,6 +31,7 @@ __all__ = [
     "Scheduler",
     "batched_window",
     "build_table",
+    "curve_label",
     "curve_named",
     "find",
     "from_scheduler_config",

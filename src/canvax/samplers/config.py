@@ -174,6 +174,7 @@ _NOTHING_HERE = (
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
 )
 
+_FLOW_TYPE = "flow_prediction"
 _CURVES = {
     "use_beta_sigmas": "beta_sigmas",
     "use_exponential_sigmas": "exponential",
@@ -214,6 +215,8 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     curves = [key for key in _CURVES if key in fields and config.get(key)]
     if len(curves) > 1:
         faults.append(f"{' and '.join(curves)} together (keep one)")
+    if "use_flow_sigmas" in fields and config.get("use_flow_sigmas") and config.get("prediction_type") != _FLOW_TYPE:
+        faults.append(f"use_flow_sigmas=True (of models whose prediction_type is {_FLOW_TYPE!r} alone)")
     betas, train = config.get("trained_betas"), config.get("num_train_timesteps", 1000)
     if isinstance(betas, list | tuple) and len(betas) != train:
         faults.append(f"trained_betas has {len(betas)} values (num_train_timesteps={train!r} must be the same)")

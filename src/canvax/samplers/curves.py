@@ -48,6 +48,12 @@ CURVES = (
     Curve("ays_sdxl", ("Align Your Steps SDXL", "AYS SDXL"), "the same for SDXL", "arXiv:2404.14507"),
 )
 
+
+def curve_label(name: str) -> str:
+    """What A1111 calls the curve `name`."""
+    return next(curve.also[0] for curve in CURVES if curve.name == name)
+
+
 NAMES = tuple(curve.name for curve in CURVES)
 
 # Sigmas of 10 steps as the authors publish them.

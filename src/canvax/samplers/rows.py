@@ -15,7 +15,8 @@ from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
-from canvax.samplers.table import DENOISED, NOISE as NOISE_COLUMN, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import DENOISED, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import NOISE as NOISE_COLUMN
 
 X, S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)
 D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]

@@ -176,7 +176,9 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
                 "use_dynamic_shifting=False and a shift in the config)"
             )
         shift = float(np.exp(options.mu)) if options.time_shift_type == "exponential" else options.mu
-    if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta", "ays", "ays_sdxl"):
+    if options.sigmas in ("ays", "ays_sdxl"):
+        raise InputError(f"sigmas={options.sigmas!r} was made for Stable Diffusion, not for flow models; use 'beta'")
+    if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = curve_levels(schedule, steps, options, 1.0, 1.0)
         return schedule.timestep_of(sigmas), sigmas
     if family != "dpm":

@@ -185,10 +185,10 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("dpmpp_3m", "DPM++ 3M", "DPMSolverMultistepScheduler", None, None, solvers.dpm_multistep),
-        order="3",
+        order="2",
         stochastic=False,
         evaluations="n",
-        when="Of higher order than DPM++ 2M: for unguided or weakly guided pictures.",
+        when="Of smaller error than DPM++ 2M: for unguided or weakly guided pictures.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3},
         settings=DPM,
@@ -222,7 +222,7 @@ SAMPLERS = (
     SamplerSpec(
         *("dpmpp_3m_sde", "DPM++ 3M SDE", "DPMSolverMultistepScheduler", "sample_dpmpp_3m_sde", "dpmpp_3m_sde"),
         solver=solvers.dpm_multistep,
-        order="3 (eta 0)",
+        order="2 (eta 0)",
         stochastic=True,
         evaluations="n",
         when="DPM++ 2M SDE of third order; best with exponential sigmas, 30 to 50 steps.",
@@ -274,7 +274,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("unipc", "UniPC", "UniPCMultistepScheduler", None, "uni_pc", solvers.unipc),
-        order="3",
+        order="4",
         stochastic=False,
         evaluations="n",
         when="Corrects each step with the next evaluation; converged in 15 to 20 steps. B(h) = h.",
@@ -285,7 +285,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("unipc_bh2", "UniPC BH2", "UniPCMultistepScheduler", None, "uni_pc_bh2", solvers.unipc),
-        order="3",
+        order="4",
         stochastic=False,
         evaluations="n",
         when="The same with B(h) = exp(h) - 1, the better choice for guided pictures in 5 to 10 steps.",
@@ -305,7 +305,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("ipndm", "IPNDM", "IPNDMScheduler", None, "ipndm", solvers.ipndm),
-        order="1",
+        order="2",
         stochastic=False,
         evaluations="n",
         when="PNDM without its start, one evaluation a step; 20 to 30 steps of an even schedule.",

@@ -25,6 +25,10 @@ def lagrange_weights(nodes: np.ndarray, moments: np.ndarray, orders: np.ndarray)
     return out
 
 
+_TERMS = np.arange(24)
+_FACTORIALS = np.array([math.factorial(int(m)) for m in _TERMS], np.float64)
+
+
 def exponential_moments(h: np.ndarray, rate: np.ndarray | float, count: int) -> np.ndarray:
     """Integrals of exp(-rate * u) * u^k over 0..h for k < count, [n, count]; rate may have either sign, not 0.
 
@@ -35,14 +39,16 @@ def exponential_moments(h: np.ndarray, rate: np.ndarray | float, count: int) -> 
     small = np.abs(z) < 1.0
     out = np.empty((*h.shape, count))
     with np.errstate(all="ignore"):
+        # Products, since powers of arrays are slow.
+        ones = np.ones((*z.shape, 1))
+        ratios = np.where(small, -z, 0.0)[..., None] / _TERMS[1:]
+        series = np.cumprod(np.concatenate([ones, ratios], axis=-1), axis=-1)
+        partial = np.cumsum(
+            np.cumprod(np.concatenate([ones, z[..., None] / _TERMS[1:count]], axis=-1), axis=-1), axis=-1
+        )
+        decay = np.exp(-z)
         for k in range(count):
-            terms = np.arange(24)
-            factorials = np.array([math.factorial(int(m)) for m in terms], np.float64)
-            series = h ** (k + 1) * (np.where(small, -z, 0.0)[..., None] ** terms / factorials / (terms + k + 1)).sum(
-                axis=-1
-            )
-            tail = np.array([1 / math.factorial(m) for m in range(k + 1)])
-            decayed = np.where(np.isposinf(z), 0.0, np.exp(-z) * (z[..., None] ** np.arange(k + 1) @ tail))
-            closed = math.factorial(k) / rate ** (k + 1) * (1 - decayed)
-            out[..., k] = np.where(small, series, closed)
+            near = h ** (k + 1) * (series / (_TERMS + k + 1)).sum(axis=-1)
+            far = _FACTORIALS[k] / rate ** (k + 1) * (1 - np.where(np.isposinf(z), 0.0, decay * partial[..., k]))
+            out[..., k] = np.where(small, near, far)
     return out

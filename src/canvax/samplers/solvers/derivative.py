@@ -110,7 +110,7 @@ def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
     half_up = half_up * options.s_noise
     shared = np.sqrt((a.level - middle) / np.where(both, a.level - a.after, np.inf))
     whole = col(shared) * S2 + col(np.sqrt(1 - shared**2)) * NOISE
-    first = rows(len(a), {0: _towards(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: NOISE})
+    first = rows(len(a), {0: _towards(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
     second = rows(len(a), {0: _towards(D, S1, a.down / a.level) + col(a.up) * whole})
     return _two_stages(a, first, second, middle, a.after, both)
 

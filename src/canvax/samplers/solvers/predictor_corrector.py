@@ -7,7 +7,7 @@ import numpy as np
 from canvax.errors import InputError, nearest
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, D, X, before, col, history, rows, stepped
+from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, X, before, col, history, rows, stepped
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.solvers.dpm import model_value
 from canvax.samplers.spacing import dpm_path
@@ -138,7 +138,7 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
             corrected[1:] = made + weights[:, 1:] @ stored
         weights = _sa_weights(path, tau, predictor, options, corrects=False)
         moved = col(on_x) * corrected + col(weights[:, 0]) * value + weights[:, 1:] @ stored + col(up) * NOISE
-    return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: NOISE, 3: value, 4: S3, 5: S4}))
+    return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: col(up > 0) * NOISE, 3: value, 4: S3, 5: S4}))
 
 
 def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
