@@ -234,7 +234,10 @@ def test_sigmas_of_the_config_can_be_switched_off() -> None:
     plain = build_table(model, 10, sigmas="normal")
     np.testing.assert_allclose(plain.sigma, build_table(scheduler(), 10, sampler="euler").sigma)
     automatic = build_table(model, 10, sigmas="automatic", spacing="trailing")
-    assert automatic.timestep.tolist() == build_table(scheduler(), 10, sampler="euler", spacing="trailing").timestep.tolist()
+    assert (
+        automatic.timestep.tolist()
+        == build_table(scheduler(), 10, sampler="euler", spacing="trailing").timestep.tolist()
+    )
     np.testing.assert_array_equal(build_table(model, 10).sigma, build_table(scheduler(), 10, sampler="Euler k").sigma)
 
 
@@ -288,7 +291,10 @@ def test_a_relative_of_the_supported_classes_needs_a_named_sampler() -> None:
             {"_class_name": "EulerDiscreteScheduler", "use_exponential_sigmas": True, "use_karras_sigmas": True},
             ["together"],
         ),
-        ({"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True}, ["use_flow_sigmas", "flow_prediction"]),
+        (
+            {"_class_name": "DPMSolverMultistepScheduler", "use_flow_sigmas": True},
+            ["use_flow_sigmas", "flow_prediction"],
+        ),
         ({"predict_epsilon": False, "new_thing": "x"}, ["new_thing='x'"]),
     ],
 )

@@ -180,8 +180,8 @@ def test_flow(name: str, fields: dict[str, Any]) -> None:
 
 
 def test_ipndm() -> None:
-    """All but the first output: at its level of pure noise the reference divides by zero, guarded to 0, where the picture
-    that the network predicts should be."""
+    """All but the first output: at its level of pure noise the reference divides by zero, guarded to 0, where the
+    picture that the network predicts should be."""
     config = {"_class_name": "IPNDMScheduler"}
     for steps in STEPS:
         table = build_table(from_scheduler_config(config), steps)

@@ -131,9 +131,28 @@ def build_parser() -> Parser:
     info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _source(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
-    samplers.add_argument("--json", action="store_true", help="print one JSON object")
+    _samplers(commands)
     return parser
+
+
+def _samplers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "samplers",
+        usage="canvax samplers [list | curves | plot [CURVE ...]] [flags]",
+        help="list the samplers, or draw their noise levels",
+        description="List the samplers, list the curves of noise levels, or draw curves and spacings as a PNG.",
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    group = parser.add_argument_group("plot")
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps of the sampler (20)")
+    group.add_argument("--sampler", default="euler", metavar="NAME", help="whose steps (euler)")
+    group.add_argument(
+        "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
+    )
+    group.add_argument(
+        "-o", "--output", default="schedules.png", metavar="NAME.png", help="the picture (schedules.png)"
+    )
 
 
 def _what_to_draw(parser: argparse.ArgumentParser) -> None:

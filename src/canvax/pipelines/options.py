@@ -52,8 +52,8 @@ class Options:
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
         spacing: which timesteps are visited: "leading", "trailing" or "linspace"; None for the checkpoint's.
-        sigmas: noise levels: a curve of ``canvax samplers --curves`` such as "karras", or the levels themselves, falling
-            (as a list, or as text with commas); None for what sampler and checkpoint say.
+        sigmas: noise levels: a curve of ``canvax samplers curves`` such as "karras", or the levels themselves, falling
+            (as for every list of numbers here, text with commas will do); None for what sampler and checkpoint say.
         sampler_settings: further settings of the sampler by name, such as ``{"s_churn": 10}``, ``{"solver_order": 3}``
             or ``{"timesteps": [999, 500, 250]}``; kept as ``("s_churn=10",)``.
         guidance_steps: the guidance scale of each step, in place of ``guidance_scale``.
@@ -88,8 +88,8 @@ class Options:
     spacing: str | None = None
     sigmas: str | Sequence[float] | None = None
     sampler_settings: Mapping[str, Any] | Sequence[str] = ()
-    guidance_steps: Sequence[float] | str | None = None
-    guidance_interval: Sequence[float] | str = (0.0, 1.0)
+    guidance_steps: Sequence[float] | None = None
+    guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
     clip_skip: int = 0
     noise: NoiseKind = "philox"

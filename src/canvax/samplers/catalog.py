@@ -1,4 +1,4 @@
-"""Finding a sampler by any of its names, reading a checkpoint's scheduler_config.json, and making the table of a run."""
+"""Finding a sampler by any of its names, reading a checkpoint's scheduler_config.json, making the table of a run."""
 
 from __future__ import annotations
 
@@ -140,17 +140,17 @@ def build_table(
     rescale: float = 0.0,
     start: float = 0.0,
     end: float = 1.0,
-    guidance_interval: tuple[float, float] = (0.0, 1.0),
+    guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
     """The table of one run.
 
-    steps: as the field counts them (`SamplerSpec.evaluations`); None where the levels or timesteps themselves are given.
+    steps: as the field counts them (`SamplerSpec.evaluations`); None where levels or timesteps themselves are given.
     sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
     fields of its config that the named sampler understands and that sampler's own defaults for the rest.
     spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
-    name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as `start`
-    and `end`, it is 1 (Kynkaanniemi et al. 2024).
+    name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
+    `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
     settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to picture. A part that
     starts late begins from x as the part before it left it, and remembers nothing else.
@@ -165,8 +165,8 @@ def build_table(
     each = np.atleast_1d(np.asarray(guidance, np.float64))
     if not np.isfinite(each).all() or not math.isfinite(rescale) or not 0 <= rescale <= 1:
         raise InputError(
-            f"guidance={guidance} and rescale={rescale} cannot be used; guidance is a number such as 7.5, or one for each "
-            "step; rescale is in 0..1"
+            f"guidance={guidance} and rescale={rescale} cannot be used; guidance is a number such as 7.5, or one for "
+            "each step; rescale is in 0..1"
         )
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
@@ -223,7 +223,7 @@ def _guided(
     table: SamplerTable,
     guidance: float | np.ndarray,
     rescale: float,
-    interval: tuple[float, float],
+    interval: Sequence[float],
     schedule: NoiseSchedule,
 ) -> SamplerTable:
     """The table with its guidance, 1 outside of the interval."""

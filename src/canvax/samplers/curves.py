@@ -67,7 +67,7 @@ BETA_SHAPE = 0.6
 def curve_levels(
     schedule: NoiseSchedule, steps: int, options: SamplerOptions, largest: float, smallest: float
 ) -> np.ndarray:
-    """Levels [steps] of the curve that `options.sigmas` names; `largest` and `smallest` are what the spacing reaches."""
+    """Levels [steps] of the curve that `options.sigmas` names; `largest` and `smallest` are what a spacing reaches."""
     name = options.sigmas
     if name == "lu":
         return exponential(largest, smallest, steps)

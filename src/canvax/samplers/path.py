@@ -1,9 +1,9 @@
-"""Where a run goes: the timesteps and noise levels of its steps, from noisy to clean, in whatever frame a solver thinks.
+"""Where a run goes: the timesteps and noise levels of its steps, from noisy to clean, in the frame a solver thinks in.
 
     x = alpha * x0 + std * eps          what a table holds: alpha^2 + std^2 = 1, of flow models alpha + std = 1
     y = x / scale                       what k-diffusion's solvers hold: dy / dsigma = (y - D) / sigma
 
-For most models scale = alpha and sigma = std / alpha. A flow model obeys the same equation with scale = 1 and sigma = t.
+For most models scale = alpha and sigma = std / alpha. A flow model obeys the same with scale = 1 and sigma = t.
 """
 
 from __future__ import annotations

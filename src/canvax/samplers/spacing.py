@@ -16,6 +16,11 @@ from canvax.samplers.options import SPACINGS, SamplerOptions
 from canvax.samplers.path import Path
 from canvax.samplers.schedule import NoiseSchedule, shifted
 
+MOST_NOISE = 1 - 1e-6
+"""Of flow models, for solvers that take the logarithm of the signal."""
+SMALLEST_SIGNAL = 2.0**-48
+"""alpha^2, likewise, of models that are told an angle."""
+
 Base = Callable[[NoiseSchedule, int, SamplerOptions], tuple[np.ndarray, np.ndarray]]
 """Timesteps [n] of a spacing, and their levels [n]."""
 
@@ -68,6 +73,8 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
             ends = (sigmas[0], sigmas[-1]) if family == "euler" else full
             sigmas = curve_levels(schedule, steps, options, float(ends[0]), float(ends[1]))
             timesteps = _told(schedule, sigmas, options, family)
+    if schedule.is_flow and family == "dpm":
+        sigmas = np.minimum(sigmas, MOST_NOISE)
     if _continuous(schedule, options):
         timesteps = 0.25 * np.log(sigmas)
     sigmas = np.append(sigmas, final_sigma(schedule, options, sigmas))[: len(timesteps) + 1]
@@ -196,8 +203,7 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
         sigmas = curve_levels(schedule, steps, options, float(sigmas[0]), float(sigmas[-1]))
     timesteps = schedule.timestep_of(sigmas)
     if family == "dpm":
-        sigmas = np.minimum(sigmas, 1 - 1e-6)  # some signal, for solvers that take its logarithm
-        timesteps = np.floor(sigmas * train + 1e-9)
+        timesteps = np.floor(np.minimum(sigmas, MOST_NOISE) * train + 1e-9)
     return timesteps, sigmas
 
 
@@ -208,9 +214,6 @@ def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) ->
         return std / np.sqrt(np.maximum(1 - std**2, SMALLEST_SIGNAL))
     curve = karras if options.sigma_schedule == "karras" else exponential
     return curve(float(schedule.sigmas[-1]), float(schedule.sigmas[0]), steps, options.rho)
-
-
-SMALLEST_SIGNAL = 2.0**-48
 
 
 def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.ndarray) -> float:

@@ -23,8 +23,8 @@ class SamplerSpec:
 
     order: of convergence, in steps, where it is deterministic. stochastic: draws noise in its steps at its usual eta (a
     table knows for itself). evaluations: of the network, for a run of n steps.
-    implied: options that its name fixes, whatever the checkpoint says. curves: takes Karras and other sigma curves. eta:
-    has one to set. settings: further fields of SamplerOptions that it reads.
+    implied: options that its name fixes, whatever the checkpoint says. curves: takes Karras and other sigma curves.
+    eta: has one to set. settings: further fields of SamplerOptions that it reads.
     """
 
     name: str

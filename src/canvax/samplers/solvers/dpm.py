@@ -2,8 +2,8 @@
 
     x_to = on_x * x + c0 * m + c1 * D1 + c2 * D2 + up * noise
 
-m is the model's value at the start of the step, as the picture D or as eps = (X - alpha D) / std; D1 and D2 are its first
-and second divided differences in lambda, over the steps before (multistep) or inside the step (singlestep).
+m is the model's value at the start of the step, as the picture D or as eps = (X - alpha D) / std; D1 and D2 are its
+first and second divided differences in lambda, over the steps before (multistep) or inside the step (singlestep).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _plms_stages(path: Path, stride: int) -> list[_Stage]:
 
 
 def _prk_stages(path: Path, stride: int) -> list[_Stage]:
-    """Three Runge-Kutta steps over the first four timesteps (fewer in shorter runs), then Adams-Bashforth of order 4."""
+    """Three Runge-Kutta steps over the first four timesteps (in short runs fewer), then Adams-Bashforth of order 4."""
     t, end = list(path.timesteps), _after(path, stride)
     started = min(3, len(t) - 1)
     stages = []

@@ -87,8 +87,8 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
         case _:
             if np.any(s == 0):
                 raise InputError(
-                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean picture, where "
-                    "DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
+                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean picture, "
+                    "where DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
                 )
             eps, picture = (X - col(a) * D) / col(s), D
     M = rows(steps, {0: col(a_to) * picture + col(s_to) * eps})
