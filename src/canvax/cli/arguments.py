@@ -190,7 +190,7 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--spacing", metavar="KIND", help="timesteps: leading, trailing, linspace")
     group.add_argument("--eta", type=float, metavar="X", help="0..1, randomness of DDIM and ancestral samplers")
     group.add_argument(
-        "--set", action="append", dest="sampler_settings", metavar="NAME=VALUE",
+        "--set", "--sampler-settings", action="append", dest="sampler_settings", metavar="NAME=VALUE",
         help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
     )  # fmt: skip
     group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")

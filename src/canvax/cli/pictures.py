@@ -118,8 +118,11 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
             sampler = settings.get("sampler")
-            if sampler is not None:
-                find(sampler)
+            if sampler is not None and find(sampler)[0].name == "ddim_inverse":
+                raise InputError(
+                    f"sampler={sampler!r} goes from a picture to its noise, which no file holds; in Python, pass "
+                    "latents=result.latents"
+                )
         except InputError as error:
             raise InputError(f"{where}{error}") from None
         except TypeError as error:  # a JSON field of another type than a flag could have

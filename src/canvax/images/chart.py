@@ -16,7 +16,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 COLOURS = (
     *("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#e377c2"),
-    *("#7f7f7f", "#bcbd22", "#003f5c", "#ff6361"),
+    *("#7f7f7f", "#bcbd22", "#003f5c", "#ff6361", "#000000", "#b5651d", "#008b8b", "#4b0082"),
 )
 _INK, _FAINT = "#222222", "#dddddd"
 

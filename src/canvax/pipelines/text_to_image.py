@@ -36,7 +36,7 @@ from canvax.pipelines.request import (
     check_size,
 )
 from canvax.pipelines.result import Result
-from canvax.samplers import SamplerTable, build_table
+from canvax.samplers import SamplerTable, build_table, find
 from canvax.samplers.table import NOISE
 from canvax.types import Array
 
@@ -261,6 +261,12 @@ class StableDiffusion:
             raise InputError(
                 "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
                 "with options.denoising_end"
+            )
+        inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+        if inverts and request.latents is None:
+            raise InputError(
+                f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the latents "
+                "of the picture, such as result.latents"
             )
         if self.checkpoint.is_refiner and not started:
             raise InputError(

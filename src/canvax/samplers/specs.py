@@ -65,7 +65,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("ddpm", "DDPM", "DDPMScheduler", None, "ddpm", solvers.ddpm),
-        order="1",
+        order="",
         stochastic=True,
         evaluations="n",
         when="The original random sampler; wants hundreds of steps. For comparison with papers.",
@@ -108,7 +108,7 @@ SAMPLERS = (
     SamplerSpec(
         *("euler_a", "Euler a", "EulerAncestralDiscreteScheduler", "sample_euler_ancestral", "euler_ancestral"),
         solver=solvers.euler_ancestral,
-        order="1",
+        order="1 (eta 0)",
         stochastic=True,
         evaluations="n",
         when="Varied and soft pictures in 20 to 40 steps; the picture keeps changing with the number of steps.",
@@ -140,7 +140,7 @@ SAMPLERS = (
     SamplerSpec(
         *("dpm2_a", "DPM2 a", "KDPM2AncestralDiscreteScheduler", "sample_dpm_2_ancestral", "dpm_2_ancestral"),
         solver=solvers.dpm2_ancestral,
-        order="1",
+        order="2 (eta 0)",
         stochastic=True,
         evaluations="2n - 1",
         when="DPM2 with fresh noise; 20 to 30 steps, two evaluations each.",
@@ -225,7 +225,7 @@ SAMPLERS = (
         order="2 (eta 0)",
         stochastic=True,
         evaluations="n",
-        when="DPM++ 2M SDE of third order; best with exponential sigmas, 30 to 50 steps.",
+        when="DPM++ 2M SDE that remembers one picture more; exponential sigmas, 30 to 50 steps.",
         source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
         implied={
             "algorithm_type": "sde-dpmsolver++",
@@ -239,7 +239,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("dpmpp_sde", "DPM++ SDE", "DPMSolverSDEScheduler", "sample_dpmpp_sde", "dpmpp_sde", solvers.dpmpp_sde),
-        order="1",
+        order="2 (eta 0)",
         stochastic=True,
         evaluations="2n - 1",
         when="Crisp detail in few steps (10 to 20), two evaluations each.",
