@@ -31,12 +31,14 @@ CONVERGENT = (
 )
 """All on Karras levels, and DPM++ 2M once more on the checkpoint's own, which are trailing."""
 CONVERGENCE_STEPS = (5, 7, 10, 14, 20, 28, 40)
-CELL, LABEL, BLOCKS = 72, 118, 3
+CELL, LABEL, BLOCKS = 72, 136, 3
 
 
 def draw(pipe: canvax.StableDiffusion, sampler: str, steps: int, **settings: object) -> canvax.Result:
     """The two pictures."""
-    options = canvax.Options(progress=False, sampler_settings=settings)
+    # Karras levels of the solvers of k-diffusion lie between the ends of the spacing: linspace has the model's own.
+    spacing = "linspace" if "karras" in sampler else None
+    options = canvax.Options(progress=False, sampler_settings=settings, spacing=spacing)
     return pipe(list(PROMPTS), seed=SEED, num_inference_steps=steps, sampler=sampler, options=options)
 
 

@@ -423,7 +423,7 @@ def test_curves_and_their_picture(run: Run) -> None:
 def test_settings_of_a_sampler_come_back_from_a_picture(draw: Run, run: Run) -> None:
     flags = ("--sampler", "euler", "--sigmas", "14,3,0.5,0", "--set", "s_churn=3", "--set", "s_noise=1.01")
     more = ("--guidance-steps", "1,4,4", "--guidance-interval", "0,0.9")
-    code, out, err = draw("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
+    code, _, err = draw("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
     assert code == 0, err
     command = run("info", "a.png")[1].splitlines()[-1]
     assert "--sigmas 14.0,3.0,0.5,0.0 --set=s_churn=3 --set=s_noise=1.01 --guidance-steps 1.0,4.0,4.0" in command

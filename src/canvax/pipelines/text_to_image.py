@@ -265,8 +265,8 @@ class StableDiffusion:
         inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
         if inverts and request.latents is None:
             raise InputError(
-                f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the latents "
-                "of the picture, such as result.latents"
+                f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the "
+                "latents of the picture, such as result.latents"
             )
         if self.checkpoint.is_refiner and not started:
             raise InputError(
