@@ -137,7 +137,9 @@ def draw_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Any:
     sigmas: dict[str, list[tuple[float, float]]] = {}
     timesteps: dict[str, list[tuple[float, float]]] = {}
     for name in curves:
-        chosen: dict[str, Any] = {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": curve_named(name)}
+        chosen: dict[str, Any] = (
+            {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": curve_named(name)}
+        )
         made = build_table(scheduler, steps, **chosen)
         begins = np.searchsorted(made.step, np.arange(made.step[-1] + 1))
         label = name if name in SPACINGS else curve_named(name)
