@@ -8,18 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from canvax.models.configs import (
-    SD15_TEXT,
-    SD15_UNET,
-    SD21_TEXT,
-    SD21_UNET,
-    SD_VAE,
-    SDXL_TEXT,
-    SDXL_TEXT_2,
-    SDXL_UNET,
-    SDXL_VAE,
-)
-from canvax.models.text import TextEncoders
+from canvax.models.presets import PRESETS
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
@@ -27,17 +16,13 @@ from canvax.weights.hub import BUNDLED
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
-FAMILIES = {
-    "sd15": (SD15_UNET, SD_VAE, TextEncoders(SD15_TEXT), "epsilon"),
-    "sd21": (SD21_UNET, SD_VAE, TextEncoders(SD21_TEXT), "v_prediction"),
-    "sdxl": (SDXL_UNET, SDXL_VAE, TextEncoders(SDXL_TEXT, SDXL_TEXT_2), "epsilon"),
-}
 TEXT_CLASSES = {"text_encoder": "CLIPTextModel", "text_encoder_2": "CLIPTextModelWithProjection"}
 
 
 def write_checkpoint(folder: Path, family: str, *, seed: int = 0) -> Path:
     """A float32 checkpoint of ``family`` ("sd15", "sd21", "sdxl"), random weights; the tokenizer is the bundled one."""
-    unet, vae, text, prediction = FAMILIES[family]
+    preset = PRESETS[family]
+    unet, vae, text = preset.unet, preset.vae, preset.text
     parts: list[tuple[Component, Any, dict[str, Any]]] = [
         (Component("unet", unet_spec(unet), "diffusers"), unet, {"_class_name": "UNet2DConditionModel"}),
         (Component("vae", vae_spec(vae), "diffusers"), vae, {"_class_name": "AutoencoderKL"}),
@@ -55,7 +40,7 @@ def write_checkpoint(folder: Path, family: str, *, seed: int = 0) -> Path:
     (folder / "scheduler").mkdir()
     scheduler = {
         "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
-        "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1, "prediction_type": prediction,
+        "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1, "prediction_type": preset.prediction,
     }  # fmt: skip
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     index = {

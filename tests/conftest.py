@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
 
 import pytest
 

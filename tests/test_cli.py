@@ -109,7 +109,7 @@ def test_json_reports_everything(draw: Run) -> None:
     assert report["grid"] == "out/grid-00000-5.png"
     assert report["seeds"] == [5, 6, 7]
     assert report["metadata"] == [read_metadata(Path(file)) for file in report["files"]]
-    assert report["timings"].keys() == {"load", "compile", "encode", "denoise", "step", "decode", "total"}
+    assert report["timings"].keys() == {"load", "compile", "encode", "denoise", "step", "first_step", "decode", "total"}
     assert 0 < report["timings"]["step"] < report["timings"]["denoise"] < report["timings"]["total"]
     assert (report["model"], report["dtype"], report["device"]["platform"]) == ("emoji", "float32", "cpu")
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}

@@ -22,7 +22,7 @@ from canvax.weights.hub import BUNDLED, resolve
 SCRIPT = """
 import json, sys, warnings
 from canvax.errors import CanvaxError
-from canvax.weights.hub import resolve
+from canvax.weights.hub import resolve, resolve_configs
 def refuse(index):
     raise CanvaxError("not wanted: " + index["_class_name"])
 answers = []
@@ -32,6 +32,10 @@ for call in json.load(sys.stdin):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            if call.pop("configs", False):
+                found = resolve_configs(**call)
+                answers.append({"sha": found.revision, "unet": found.config("unet")})
+                continue
             found = resolve(**call)
             answer = {"folder": str(found.folder), "sha": found.revision, "name": str(found),
                       "unread": found.unread, "weights": {n: [p.name for p in found.weights(n)]
@@ -147,6 +151,20 @@ def test_a_second_time_asks_for_the_commit_only(hub: HubImitation, client: Clien
     assert missing["error"] == "HubError"
     assert "is not in the cache" in missing["text"]
     assert "HF_HUB_OFFLINE" in missing["text"]
+
+
+def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """What planning needs; it does not pass for the whole checkpoint afterwards, nor does it need one."""
+    bare = {name: data for name, data in toy.items() if not name.endswith(".safetensors")}
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit("main", bare)
+    (answer,) = client({"model": "someone/toy", "configs": True})
+    assert (answer["sha"], answer["unet"]) == (sha, json.loads(toy["unet/config.json"]))
+    configs = [f"{name}/config.json" for name in ("text_encoder", "unet", "vae")]
+    assert hub.fetched() == sorted(["model_index.json", *configs])
+    assert hub.revisions_used() == {sha}
+    (whole,) = client({"model": "someone/toy", "local_files_only": True})
+    assert whole["error"] in ("HubError", "CheckpointError")
 
 
 def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

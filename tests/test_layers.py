@@ -24,6 +24,7 @@ ROWS: list[set[str]] = [
     {"parallel"},
     {"compile"},
     {"pipelines"},
+    {"planning"},
     {"flax_api"},
     {"cli"},
 ]

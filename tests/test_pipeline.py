@@ -32,7 +32,7 @@ def test_result(emoji: canvax.StableDiffusion) -> None:
     assert result.grid().size == (128, 128)
     assert [meta["seed"] for meta in result.metadata] == [5, 6, 7, 8]
     assert [meta["prompt"] for meta in result.metadata] == ["a cat", "a cat", "a pear", "a pear"]
-    assert result.timings.keys() == {"compile", "encode", "denoise", "decode", "step", "total"}
+    assert result.timings.keys() == {"compile", "encode", "denoise", "decode", "step", "first_step", "total"}
 
 
 def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:

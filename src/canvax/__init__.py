@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from canvax._version import __version__
 
 if TYPE_CHECKING:
-    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError
+    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
+    from canvax.parallel.memory import Memory
+    from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.load import load
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.result import Result
     from canvax.pipelines.text_to_image import StableDiffusion
+    from canvax.planning.plan import Plan, plan
 
 _HOMES = {
     "Cancelled": "canvax.errors",
@@ -26,11 +29,16 @@ _HOMES = {
     "CheckpointError": "canvax.errors",
     "HubError": "canvax.errors",
     "InputError": "canvax.errors",
+    "Memory": "canvax.parallel.memory",
     "Options": "canvax.pipelines.options",
+    "OutOfMemoryError": "canvax.errors",
+    "Plan": "canvax.planning.plan",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
     "load": "canvax.pipelines.load",
+    "make_mesh": "canvax.parallel.mesh",
+    "plan": "canvax.planning.plan",
 }
 
 __all__ = [
@@ -39,12 +47,17 @@ __all__ = [
     "CheckpointError",
     "HubError",
     "InputError",
+    "Memory",
     "Options",
+    "OutOfMemoryError",
+    "Plan",
     "Result",
     "StableDiffusion",
     "Step",
     "__version__",
     "load",
+    "make_mesh",
+    "plan",
 ]
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from canvax.target import target_platform
+from canvax.target import target_mesh, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024
 """Scores of one head that are held at once on the CPU: 8 MiB in float32, which stay in the caches."""
+
+LEAST_KEYS = 512
+"""Keys from which the TPU's kernel is worth its transposes; the 77 of a prompt are not."""
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
@@ -25,11 +31,24 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
+    if not causal and target_platform() == "tpu" and k.shape[1] >= LEAST_KEYS and _flash_takes(q):
+        # Its scores are float32 whatever the dtype, so ``upcast`` would change nothing.
+        return _on_each_device(_attend_by_flash, q, k, v)
     if upcast:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if not causal and target_platform() == "cpu" and q.shape[1] * k.shape[1] > CHUNK_SCORES // 4:
-        return _attend_head_by_head(q, k, v)
+        return _on_each_device(_attend_head_by_head, q, k, v)
     return _attend(q, k, v, causal=causal)
+
+
+def _on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array) -> Array:
+    """A kernel that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
+    mesh = target_mesh()
+    if mesh is None:
+        return kernel(q, k, v)
+    split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
+    spec = PartitionSpec("data", None, split, None)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
 
 
 def _attend(q: Array, k: Array, v: Array, *, causal: bool) -> Array:
@@ -73,3 +92,56 @@ def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
 
     out = jax.lax.map(head, (chunks, by_head(k), by_head(jnp.concatenate([v, ones], axis=-1))))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
+
+
+def _flash_takes(q: Array) -> bool:
+    width = q.shape[-1]
+    return q.dtype in (jnp.bfloat16, jnp.float32) and (width < LANES or width % LANES == 0)
+
+
+LANES = 128
+"""Numbers side by side in a TPU's registers; lengths of blocks are multiples of it."""
+
+_QUERIES, _KEYS = 256, 4096
+_BACKWARD_BLOCKS = (
+    "block_q_major_dkv", "block_k_major_dkv", "block_q_dkv", "block_k_dkv", "block_k_major_dq", "block_k_dq",
+    "block_q_dq",
+)  # fmt: skip
+
+
+def _attend_by_flash(q: Array, k: Array, v: Array) -> Array:
+    """Long sequences on the TPU: online softmax (Dao et al. 2022) by JAX's own kernel; no score leaves the chip's VMEM.
+
+    Up to 4,096 keys, as many as Stable Diffusion has at 512 x 512 and SDXL at 1024 x 1024, are one block, whose softmax
+    needs no second look. Other lengths are filled up, and the filling is masked.
+    """
+    # Imported here: it takes as long as the rest of canvax, and only a TPU's programs need it.
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
+
+    batch, queries, _, width = q.shape
+    keys = k.shape[1]
+    most = _KEYS if width <= LANES else _KEYS // 4
+    block_k = _ceil(keys, LANES) if _ceil(keys, LANES) <= most else min(most, 1024)
+    block_q = min(_QUERIES, _ceil(queries, LANES))
+    padded_q, padded_k = _ceil(queries, block_q), _ceil(keys, block_k)
+
+    def by_head(x: Array, length: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    ids = None
+    if padded_k > keys:
+        # Equal numbers see each other: queries are 0, as real keys are.
+        filled = jnp.arange(padded_k) >= keys
+        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), jnp.tile(filled.astype(jnp.int32), (batch, 1)))
+    backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
+    sizes = BlockSizes(block_b=1, block_q=block_q, block_k_major=block_k, block_k=block_k, **backward)
+    out = flash_attention(
+        by_head(q, padded_q), by_head(k, padded_k), by_head(v, padded_k), segment_ids=ids, sm_scale=width**-0.5,
+        block_sizes=sizes,
+    )  # fmt: skip
+    return out.swapaxes(1, 2)[:, :queries]
+
+
+def _ceil(length: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``length``."""
+    return -(-length // multiple) * multiple

@@ -22,7 +22,7 @@ from canvax.models.configs import UNetConfig
 from canvax.models.text import Conditions
 from canvax.models.unet import unet
 from canvax.params import Params
-from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip
+from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip, SamplerTable
 from canvax.types import Array
 
 WINDOW = 64
@@ -103,6 +103,17 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
 
     with jax.threefry_partitionable(True):
         return jax.vmap(one)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
+
+
+def window_rows(table: SamplerTable, start: int, length: int, batch: int) -> tuple[Rows, np.ndarray]:
+    """``length`` rows of a table from ``start``, the same for each image of a batch, on the host.
+
+    Returns:
+        The rows, each column [B, length, ...], and which of them use noise, [length] bool.
+    """
+    rows = table.window(start, length)
+    noisy = np.asarray(rows["M"][:, :, NOISE].any(axis=1))
+    return {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in rows.items()}, noisy
 
 
 def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:

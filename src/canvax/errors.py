@@ -25,6 +25,10 @@ class HubError(CanvaxError):
     """The model hub could not be reached or does not have what was asked for."""
 
 
+class OutOfMemoryError(CanvaxError, MemoryError):
+    """A device has too little memory for what was asked; the message says what would fit."""
+
+
 class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
 

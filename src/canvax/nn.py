@@ -1,7 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only :func:`linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised, low-rank) has to be
-taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what it computes.
+Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised,
+low-rank) has to be taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what
+it computes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from canvax.params import Param, Params, Spec
-from canvax.target import target_platform
+from canvax.params import AxisName, Param, Params, Spec
+from canvax.target import target_platform, weight_shards
 from canvax.types import Array
 
 SMALL_IMAGE = 20 * 20
@@ -21,7 +22,7 @@ at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
 def linear_spec(
     inputs: int,
     outputs: int,
-    axes: tuple[str | None, str | None] = (None, None),
+    axes: tuple[AxisName, AxisName] = (None, None),
     *,
     bias: bool = True,
     conv: bool = False,
@@ -39,11 +40,26 @@ def linear(p: Params, x: Array) -> Array:
     return y + p["bias"] if "bias" in p else y
 
 
-def conv2d_spec(inputs: int, outputs: int, kernel: int = 3) -> Spec:
-    """A square convolution with bias."""
+def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
+    """Values and gate of a gated unit, each half of the outputs of one linear map: (..., in) -> 2 x (..., out / 2).
+
+    A weight [in, 2, out / 2] is one whose halves the sharding rules have split alike, so that each device has the
+    gates of its own values.
+    """
+    if p["weight"].ndim == 2:
+        values, gate = jnp.split(linear(p, x), 2, axis=-1)
+        return values, gate
+    y = jnp.einsum("...c,cgo->...go", x, p["weight"]) + p["bias"]
+    return y[..., 0, :], y[..., 1, :]
+
+
+def conv2d_spec(
+    inputs: int, outputs: int, kernel: int = 3, *, axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out")
+) -> Spec:
+    """A square convolution with bias; ``axes`` of its input and output channels."""
     return {
-        "weight": Param((kernel, kernel, inputs, outputs), (None, None, "conv_in", "conv_out"), layout="conv"),
-        "bias": Param((outputs,), ("conv_out",), init="zeros"),
+        "weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv"),
+        "bias": Param((outputs,), (axes[1],), init="zeros"),
     }
 
 
@@ -51,7 +67,8 @@ def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
     weight = p["weight"]
     small = x.shape[1] * x.shape[2] <= SMALL_IMAGE and weight.shape[2] >= 64
-    if target_platform() == "cpu" and weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and small:
+    plain = weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1)
+    if target_platform() == "cpu" and plain and small and weight_shards() == 1:
         return _conv3x3_as_matmul(weight, x) + p["bias"]
     y = jax.lax.conv_general_dilated(
         x, weight, (stride, stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -78,12 +95,16 @@ def norm_spec(channels: int) -> Spec:
 def group_norm(p: Params, x: Array, *, groups: int, eps: float) -> Array:
     """Group normalisation over height, width and the channels of a group (Wu & He 2018), [B, H, W, C].
 
-    Statistics in float32 by two passes: the one-pass form E[x^2] - E[x]^2 cancels where the mean is large.
+    Statistics in float32, by two passes where x is: the one-pass form E[x^2] - E[x]^2 cancels where the mean is large.
+    Of 16-bit numbers it loses less than their own rounding has lost already, and saves reading them once more.
     """
     batch, channels = x.shape[0], x.shape[-1]
     grouped = x.astype(jnp.float32).reshape(batch, -1, groups, channels // groups)
     mean = grouped.mean((1, 3))
-    variance = jnp.square(grouped - mean[:, None, :, None]).mean((1, 3))
+    if x.dtype.itemsize < 4:
+        variance = jnp.maximum(jnp.square(grouped).mean((1, 3)) - jnp.square(mean), 0.0)
+    else:
+        variance = jnp.square(grouped - mean[:, None, :, None]).mean((1, 3))
     # Folded to one multiply-add per element, which fuses with the activation that follows.
     weight = p["weight"].astype(jnp.float32).reshape(groups, -1)
     bias = p["bias"].astype(jnp.float32).reshape(groups, -1)
@@ -122,6 +143,25 @@ def quick_gelu(x: Array) -> Array:
 
 
 ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
+
+
+def conv2d_of_doubled(p: Params, x: Array) -> Array:
+    """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout].
+
+    On the TPU the doubled image is never made: neighbours that are copies share a weight, so it is the same as a 4x4
+    kernel over the pixels with a zero between any two, four ninths of the work.
+    """
+    if target_platform() != "tpu":
+        return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
+    weight = p["weight"].astype(jnp.float32)
+    pairs = sum(
+        jnp.pad(weight, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)
+    )  # fmt: skip
+    y = jax.lax.conv_general_dilated(
+        x, jnp.asarray(pairs, x.dtype), (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    return y + p["bias"]
 
 
 def upsample_nearest(x: Array, height: int, width: int) -> Array:

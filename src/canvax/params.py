@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,38 @@ Spec = dict[str, Any]
 """Nested dict whose leaves are :class:`Param`."""
 
 
+class Axis(NamedTuple):
+    """A logical axis that may not be cut just anywhere.
+
+    Attributes:
+        name: its logical name.
+        units: equal runs that stay whole: heads of an attention, groups of a normalisation.
+        parts: sections side by side that are cut alike: 2 where a gate lies behind the values that it opens.
+    """
+
+    name: str
+    units: int
+    parts: int = 1
+
+
+AxisName = str | Axis | None
+
+
 @dataclass(frozen=True)
 class Param:
     """One parameter: what it is in memory, and how a checkpoint stores it.
 
     Attributes:
         shape: shape in memory.
-        axes: a logical name for each axis (``None`` for no name), which the sharding rules map to mesh axes.
+        axes: a logical name for each axis (``None`` for no name), which the sharding rules map to mesh axes; an
+            :class:`Axis` where it matters between which entries a cut goes.
         init: ``fan_in`` is normal with variance 1/fan_in over all axes but the last, ``normal`` has std 0.02.
         layout: checkpoint form. ``linear`` is stored (out, in), ``conv`` (out, in, kh, kw), ``conv1x1`` is a linear map
             that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as it is in memory.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: tuple[AxisName, ...]
     init: Init = "fan_in"
     layout: Layout = "plain"
 
@@ -50,6 +68,15 @@ class Param:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def in_parts(self) -> tuple[int, ...]:
+        """The shape with an axis of its own for the ``parts`` of an axis, which devices need to share such an axis."""
+        shape: list[int] = []
+        for length, axis in zip(self.shape, self.axes, strict=True):
+            parts = axis.parts if isinstance(axis, Axis) else 1
+            shape += [parts, length // parts] if parts > 1 else [length]
+        return tuple(shape)
 
     @property
     def checkpoint_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,5 @@
-"""Which platform a trace is compiled for, so that kernels are chosen by the target and not by the host."""
+"""What a trace is compiled for: the platform, so that kernels are chosen by the target and not by the host, and the
+mesh, so that a kernel which XLA cannot split by itself can be told how."""
 
 from __future__ import annotations
 
@@ -7,20 +8,38 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
+from jax.sharding import Mesh
 
 _platform: ContextVar[str | None] = ContextVar("canvax_target_platform", default=None)
+_mesh: ContextVar[Mesh | None] = ContextVar("canvax_target_mesh", default=None)
 
 
 @contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing."""
-    token = _platform.set(platform)
+def compiling_for(platform: str, mesh: Mesh | None = None) -> Iterator[None]:
+    """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing.
+
+    ``mesh`` is given where XLA splits the program over several devices.
+    """
+    tokens = _platform.set(platform), _mesh.set(mesh)
     try:
         yield
     finally:
-        _platform.reset(token)
+        _platform.reset(tokens[0])
+        _mesh.reset(tokens[1])
 
 
 def target_platform() -> str:
     """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
     return _platform.get() or jax.default_backend()
+
+
+def target_mesh() -> Mesh | None:
+    """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
+    mesh = _mesh.get()
+    return mesh if mesh is not None and mesh.size > 1 else None
+
+
+def weight_shards() -> int:
+    """How many devices share the weights of one copy of the model: the size of ``model``."""
+    mesh = target_mesh()
+    return 1 if mesh is None else mesh.shape.get("model", 1)

@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 from hub_imitation import HubImitation, Repository, folder_files
 from small_checkpoint import write_small_checkpoint
+from small_sdxl import build
 
 HERE = Path(__file__).parent
 MODEL = "CompVis/stable-diffusion-v1-4"
+XL = "stabilityai/stable-diffusion-xl-base-1.0"
 
 
-def run(command: list[str], files: dict[str, bytes], folder: Path) -> tuple[HubImitation, str]:
-    """What a process prints that knows no hub but one with ``files`` as ``MODEL`` at the revision bf16."""
+def run(
+    command: list[str], files: dict[str, bytes], folder: Path, model: str = MODEL, revision: str = "bf16"
+) -> tuple[HubImitation, str]:
+    """What a process prints that knows no hub but one with ``files`` as ``model`` at the revision."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     with HubImitation() as hub:
-        hub.repositories[MODEL] = Repository()
-        hub.repositories[MODEL].commit("bf16", files)
+        hub.repositories[model] = Repository()
+        hub.repositories[model].commit(revision, files)
         env = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
         command = [sys.executable, "-W", "error", *command]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
@@ -33,6 +37,15 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
     files = folder_files(write_small_checkpoint(tmp_path / "model", form))
     _, printed = run([str(HERE / f"{script}.py")], files, tmp_path)
     assert "Found 8 JAX devices" in printed
+
+
+@pytest.mark.parametrize(("script", "form"), [("sdxl_single", "flax"), ("sdxl_single_aot", "torch")])
+def test_sdxl_script(script: str, form: str, tmp_path: Path) -> None:
+    files = folder_files(build(tmp_path / "model", form=form))
+    _, printed = run([str(HERE / f"{script}.py")], files, tmp_path, XL, "refs/pr/95")
+    assert "Compiled in" in printed
+    assert "Inference in" in printed
+    assert len(list(tmp_path.glob("castle_*.png"))) == 8
 
 
 SCHEDULER = f"""

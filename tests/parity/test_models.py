@@ -150,7 +150,7 @@ def test_transformer(linear_projection: bool, upcast: bool) -> None:
             cross_attention_dim=24, use_linear_projection=linear_projection, upcast_attention=upcast,
         )
     )  # fmt: skip
-    params = params_of(reference, blocks.transformer_spec(32, 24, 2, linear_projection=linear_projection))
+    params = params_of(reference, blocks.transformer_spec(32, 24, 2, heads=4, linear_projection=linear_projection))
     x, text = normal(2, 5, 6, 32), normal(2, 77, 24)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from canvax._version import __version__
 from canvax.errors import InputError, nearest
 
-COMMANDS = {"generate": "generate", "info": "info", "samplers": "samplers"}
+COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "samplers", "cache")}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -24,6 +24,13 @@ examples:
   canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
   canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
+  canvax compile owner/name --size 1024x1024 --batch 1 4   so that no picture has to wait for it
+"""
+_PLAN_EXAMPLES = """
+examples:
+  canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 picture on each of four chips
+  canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
+  canvax plan ./my-model --target tpu-v6e:2x4 --json
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
@@ -122,7 +129,13 @@ def build_parser() -> Parser:
     _how_to_draw(generate)
     _sdxl(generate)
     _model(generate)
+    _devices(generate)
     _where_to(generate)
+    _compile(commands.add_parser(
+        "compile",
+        help="compile a model before it is needed",
+        description="Compile the programs of a model and keep them, without reading its weights or drawing anything.",
+    ))  # fmt: skip
     info = commands.add_parser(
         "info",
         help="describe a model or a picture",
@@ -130,9 +143,44 @@ def build_parser() -> Parser:
     )
     info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _source(info)
+    _memory(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    _plan(commands.add_parser(
+        "plan",
+        help="will a model fit on a TPU, and how long would it take? No TPU needed",
+        description="Compile a model for TPUs that are not there: memory, FLOPs, collectives and the compiler's own "
+        "estimate of the time. Needs pip install 'canvax[tpu]'; no weights are read.",
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=plain,
+    ))  # fmt: skip
     _samplers(commands)
+    _cache(commands.add_parser(
+        "cache",
+        help="list or clear the compiled programs that are kept",
+        description="The compiled programs that are kept, their folder (path), or their removal (clear).",
+    ))  # fmt: skip
     return parser
+
+
+def _compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
+    parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's own)")
+    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
+    parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _source(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "path", "clear"], default="list", help="list, if not said"
+    )
+    parser.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="with clear: only what has not been used for so many days"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _samplers(commands: Any) -> None:
@@ -222,14 +270,54 @@ def _model(parser: argparse.ArgumentParser) -> None:
     _source(group)
 
 
-def _source(group: Any) -> None:
+def _devices(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("devices")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2: the batch split 4 ways, the weights 2 (data)")
+    group.add_argument(
+        "--distributed", action="store_true",
+        help="join the processes of a TPU pod, of Slurm or of the next three; each draws and writes its own part",
+    )  # fmt: skip
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument("--memory", action="store_true", help="estimate what each device needs; compiles nothing")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
+
+
+def _source(group: Any, *, variant: bool = True) -> None:
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
-    group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
+    if variant:
+        group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
     group.add_argument("--cache-dir", metavar="FOLDER", help="where the Hub's files are kept")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
     group.add_argument(
         "--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this"
     )
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="sd14, sd15, sd21, sdxl, sdxl-refiner, emoji, a folder, or a Hub id owner/name"
+    )
+    parser.add_argument("--target", required=True, metavar="TPU", help="v2, v3, v4, v5e, v5p, v6e and chips: v5e:2x2")
+    parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
+    parser.add_argument("-b", "--batch", type=int, metavar="N", help="pictures at once on all chips (one on each)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="evaluations of the UNet (50)")
+    parser.add_argument("--no-guidance", action="store_true", help="as with a guidance scale of 1: half the work")
+    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="of weights and activations (bfloat16)")
+    parser.add_argument("--fresh", action="store_true", help="compile again what has been compiled before")
+    _source(parser, variant=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:

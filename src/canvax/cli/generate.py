@@ -30,7 +30,7 @@ BATCH_PIXELS = 512 * 512
 """Pixels that a device draws at once unless --batch-size says otherwise: safe for a full-size model anywhere."""
 
 MAX_BATCH = 64
-STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "total")
+STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     began = time.perf_counter()
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
+    spread = _join(arguments)
     pictures, source = gather(arguments)
+    if spread:
+        pictures = _of_the_first(pictures)
     where = Destination.checked(arguments, pictures)
     _check_batch_size(arguments.batch_size)
     _check_against_model(arguments, pictures, source)
@@ -53,6 +56,30 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings["total"] = time.perf_counter() - began
     if not arguments.quiet:
         _summarise(report)
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Whether other processes draw with this one; they are joined before anything else uses JAX."""
+    from canvax.parallel import multihost
+
+    said = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if not arguments.distributed:
+        if any(value is not None for value in said):
+            raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
+        return False
+    if arguments.grid:
+        raise InputError("--grid: no process of --distributed has all pictures; leave it out")
+    multihost.initialize(*said)
+    return True
+
+
+def _of_the_first(pictures: Sequence[Picture]) -> list[Picture]:
+    """The pictures with the seeds that process 0 has for them: those that nobody gave are chosen once for all."""
+    from canvax.parallel import multihost
+
+    asked = [dataclasses.replace(one, seed=0) for one in pictures]
+    seeds = multihost.agree([one.seed for one in pictures], asked)
+    return [dataclasses.replace(one, seed=seed) for one, seed in zip(pictures, seeds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +168,12 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
     import canvax
+    from canvax.parallel import multihost
+    from canvax.parallel.mesh import mesh_of
 
+    mesh = mesh_of(arguments.mesh)
+    if not multihost.leads(mesh):
+        arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
     return canvax.load(
@@ -152,6 +184,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
         token=arguments.token,
         cache_dir=arguments.cache_dir,
         local_files_only=arguments.local_files_only,
+        mesh=mesh,
         progress=not arguments.quiet,
     )
 
@@ -164,7 +197,12 @@ def _about(pipe: StableDiffusion) -> dict[str, Any]:
         "model": pipe.checkpoint.name,
         "revision": pipe.checkpoint.revision,
         "dtype": pipe.checkpoint.dtype,
-        "device": {"platform": first.platform, "kind": first.device_kind, "count": devices.size},
+        "device": {
+            "platform": first.platform,
+            "kind": first.device_kind,
+            "count": devices.size,
+            "mesh": dict(pipe.programs.mesh.shape),
+        },
         "versions": versions(),
     }
 
@@ -178,19 +216,24 @@ def _draw_all(
 ) -> list[Image]:
     """Draw and save batch by batch; returns the pictures if a grid was asked for."""
     size = arguments.batch_size or _batch_size(pipe, pictures)
+    from canvax.compile.monitor import process_age
+
     evaluations, images = 0.0, []
     timings = report["timings"]
     for done, batch in batches(pictures, size):
         if not arguments.quiet and len(pictures) > len(batch):
             which = f"pictures {done + 1} to {done + len(batch)}" if len(batch) > 1 else f"picture {done + 1}"
             complain(f"{which} of {len(pictures)}")
+        age = process_age()
         result = _draw(pipe, batch, size if len(pictures) > size else len(batch), not arguments.quiet)
+        timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
         timings["step"] = timings["denoise"] / max(evaluations, 1.0)
         report["compilations"] += result.compilations
-        for image, metadata in zip(result.images[: len(batch)], result.metadata, strict=False):
+        drawn = zip(result.indices, result.images, result.metadata, strict=True)
+        for image, metadata in [(image, metadata) for i, image, metadata in drawn if i < len(batch)]:
             path = where.save(image, metadata)
             report["files"].append(str(path))
             report["seeds"].append(metadata["seed"])
@@ -206,7 +249,7 @@ def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
     """Pictures to draw at once: what a device can surely hold, spread evenly over the batches."""
     native = pipe.checkpoint.native_size
     pixels = max((one.height or native[0]) * (one.width or native[1]) for one in pictures)
-    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.devices.size
+    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.shape["data"]
     largest = max(Counter(one.shared for one in pictures).values())
     return math.ceil(largest / math.ceil(largest / most))
 
@@ -246,8 +289,11 @@ def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: 
 
 def _summarise(report: Mapping[str, Any]) -> None:
     timings = report["timings"]
-    parts = [f"{stage} {seconds(timings[stage])}" for stage in ("load", "compile", "encode", "denoise")]
+    compiled = "compile" if report["compilations"] else "programs from the cache"
+    names = {"load": "load", "compile": compiled, "encode": "encode", "denoise": "denoise"}
+    parts = [f"{name} {seconds(timings[stage])}" for stage, name in names.items()]
     parts[-1] += f" ({seconds(timings['step'])} a step)"
     parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
+    parts += [f"first step {seconds(timings['first_step'])} after the start"]
     count = len(report["files"])
     complain(f"{count} picture{'s' if count > 1 else ''}; " + ", ".join(parts))

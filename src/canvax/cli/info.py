@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.pictures import OPTIONS
-from canvax.cli.terminal import command_line, complain, say, table
-from canvax.errors import CanvaxError
+from canvax.cli.terminal import byte_size, command_line, complain, say, table
+from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 
@@ -23,6 +23,8 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter in each dtype that a model can be loaded in."""
+
+_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "mesh")
 
 _FLAGS = {
     "height": "--height",
@@ -38,12 +40,22 @@ _FLAGS = {
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or a picture."""
     path = Path(arguments.what).expanduser()
-    if path.suffix.lower() in PICTURES:
+    is_picture = path.suffix.lower() in PICTURES
+    if not arguments.memory or is_picture:
+        for name in _MEMORY_FLAGS:
+            if getattr(arguments, name) not in (None, False):
+                cure = f"{path} is a picture; leave it out" if is_picture else "it goes with --memory; add that"
+                raise InputError(f"--{name.replace('_', '-')}: {cure}")
+    if is_picture:
         report |= picture_info(path)
         lines = _picture_lines(report)
     else:
-        report |= model_info(_checkout(arguments))
+        checkout = _checkout(arguments)
+        report |= model_info(checkout)
         lines = _model_lines(report)
+        if arguments.memory:
+            report["memory"] = memory_info(checkout, arguments)
+            lines += ["", *_memory_lines(report["memory"])]
     if not arguments.json:
         for line in lines:
             say(line)
@@ -163,6 +175,59 @@ def model_info(checkout: Checkout) -> dict[str, Any]:
     }
 
 
+def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What each device needs, for the platform of this machine's devices."""
+    import jax
+    import numpy as np
+
+    from canvax.parallel.memory import free_bytes
+    from canvax.parallel.mesh import make_mesh, parse_mesh
+    from canvax.pipelines.checkpoint import default_dtype, parse_dtype, read_checkpoint
+    from canvax.pipelines.estimate import estimate
+    from canvax.pipelines.request import check_size
+
+    sizes = parse_mesh(arguments.mesh) if arguments.mesh else {"data": jax.device_count()}
+    if arguments.batch_size is not None and arguments.batch_size < 1:
+        raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
+    mesh = make_mesh()
+    dtype = default_dtype(mesh) if arguments.dtype is None else parse_dtype(arguments.dtype)
+    checkpoint = read_checkpoint(checkout, dtype)
+    height, width = (
+        check_size(name, getattr(arguments, name), side)
+        for name, side in zip(("height", "width"), checkpoint.native_size, strict=True)
+    )
+    batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
+    found = estimate(
+        checkpoint, dtype=dtype, height=height, width=width, batch=batch, sizes=sizes, platform=platform,
+        limit=free_bytes(mesh),
+    )  # fmt: skip
+    return {
+        "platform": platform,
+        "mesh": {"data": sizes.get("data", 1), "model": sizes.get("model", 1)},
+        "dtype": np.dtype(dtype).name,
+        "height": height,
+        "width": width,
+        "batch": batch,
+        "weights": found.weights,
+        "programs": dict(found.programs),
+        "total": found.total,
+        "free": found.limit,
+    }
+
+
+def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
+    rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
+    rows += [(f"{name}, while it runs", f"about {byte_size(size)}") for name, size in memory["programs"].items()]
+    rows.append(("largest sum", f"about {byte_size(memory['total'])}"))
+    if memory["free"] is not None:
+        rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
+    return [
+        f"{memory['batch']} images of {memory['width']} x {memory['height']} at once, {memory['dtype']}, mesh {mesh}:",
+        *table(rows, right=(1,)),
+    ]
+
+
 def _weights(checkout: Checkout, component: str) -> dict[str, Any]:
     """Parameters, stored dtypes and files of a component, from the headers of its files."""
     from canvax.weights.load import open_weights
@@ -184,11 +249,11 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     for name, part in report["components"].items():
         size = sum(part["files"].values()) if "files" in part else 0
         count = f"{part['parameters']:,}" if "parameters" in part else ""
-        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), _bytes(size) if size else ""))
+        rows.append((name, part["class"], count, ", ".join(part.get("stored", ())), byte_size(size) if size else ""))
     rows.append(("total", "", f"{report['parameters']:,}", "", ""))
     commit = f" at {report['revision']}" if report["revision"] else ""
     sampler, text, latents, defaults = (report[name] for name in ("sampler", "text", "latents", "defaults"))
-    memory = ", ".join(f"{_bytes(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
+    memory = ", ".join(f"{byte_size(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
     facts = {
         "memory": f"{memory} (weights alone)",
         "size": f"{report['width']} x {report['height']} pixels",
@@ -204,13 +269,3 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     lines += [f"{name:<10}  {value}" for name, value in facts.items()]
     lines += [f"{name}: recognised, not used yet" for name in report["not_used"]]
     return lines
-
-
-def _bytes(size: int) -> str:
-    """A size for people, in powers of ten as disks are sold."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.2f} GB"

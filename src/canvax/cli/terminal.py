@@ -85,6 +85,16 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
+def byte_size(size: int) -> str:
+    """A size for people, in powers of ten as disks are sold."""
+    amount = float(size)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.2f} GB"
+
+
 def tolerant_streams() -> None:
     """Print what the terminal's encoding does not have as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):

@@ -6,8 +6,8 @@ Each is compiled once, ahead of its first call, so that compiling is seen and ti
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from canvax.compile.aot import Announce, Build, obtain, slot
 from canvax.denoise import WINDOW, denoise
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
@@ -27,9 +28,6 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.target import compiling_for
 from canvax.types import Array
-
-Announce = Callable[[str, float | None], None]
-"""Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +130,48 @@ class Programs:
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = self._compile(name, function, arguments, announce)
+                self._compiled[key] = self._build(name, function, arguments, announce)
             return self._compiled[key]
 
-    def _compile(
+    def _build(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: partial[Any],
         arguments: tuple[Any, ...],
         announce: Announce | None,
     ) -> Callable[..., Any]:
-        if announce:
-            announce(name, None)
-        began = time.perf_counter()
-        platform = self.mesh.devices.flat[0].platform
+        more = {"precision": self.precision, "stacked": self.stacked}
+        kept = slot(function, arguments, self.mesh, self._about(name, arguments), **more)
+        return obtain(name, partial(self._compile, function, arguments), kept, announce or _silent)
+
+    def _about(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """What ``canvax cache`` tells of a program."""
+        weights = jax.tree.leaves(arguments[0])
+        data = jax.tree.leaves(arguments[1])[0]
+        about = {
+            "program": name,
+            "parameters": sum(math.prod(leaf.shape) for leaf in weights),
+            "dtype": str(weights[0].dtype),
+            "batch": data.shape[0],
+        }
+        if name != "text encoder":
+            height, width = (side * self.vae.factor for side in data.shape[-3:-1])
+            about |= {"height": height, "width": width}
+        if name == "denoiser":
+            about |= {"guided": arguments[3] is not None}
+        return about
+
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with compiling_for(platform), precision:
-            outputs = over_batch(self.mesh)
+        platform = self.mesh.devices.flat[0].platform
+        with compiling_for(platform, None if self.stacked else self.mesh), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
-            lowered = jax.jit(function, out_shardings=outputs).lower(*arguments)
-            compiled = lowered.compile()
-        if announce:
-            announce(name, time.perf_counter() - began)
-        return compiled
+            return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
+
+
+def _silent(build: Build) -> None:
+    del build
 
 
 def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:

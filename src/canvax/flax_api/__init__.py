@@ -7,8 +7,13 @@ line. New code is better off with :func:`canvax.load`, which needs neither copie
 """
 
 from canvax.flax_api.devices import replicate, shard, unreplicate
-from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, make_image_grid, numpy_to_pil
-from canvax.flax_api.pipeline import FlaxStableDiffusionPipeline
+from canvax.flax_api.output import (
+    FlaxStableDiffusionPipelineOutput,
+    FlaxStableDiffusionXLPipelineOutput,
+    make_image_grid,
+    numpy_to_pil,
+)
+from canvax.flax_api.pipelines import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
 from canvax.flax_api.schedulers import (
     FlaxDDIMScheduler,
     FlaxDDPMScheduler,
@@ -26,6 +31,8 @@ __all__ = [
     "FlaxPNDMScheduler",
     "FlaxStableDiffusionPipeline",
     "FlaxStableDiffusionPipelineOutput",
+    "FlaxStableDiffusionXLPipeline",
+    "FlaxStableDiffusionXLPipelineOutput",
     "SchedulerState",
     "make_image_grid",
     "numpy_to_pil",

@@ -14,18 +14,17 @@ from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.params import Params
 from canvax.pipelines.request import check_size
 
-COMPONENTS = ("text_encoder", "unet", "vae")
-
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """One call. N images, D * B of them, those of a device next to each other.
 
-    ids [N, 77], negative [N, 77], noise [N, h, w, C] of unit variance, words [N, 2] for step noise, guidance [N].
+    ids [N, 77] or [N, 2, 77], negative the same or None for zeros, noise [N, h, w, C] of unit variance, words [N, 2]
+    for step noise, guidance [N].
     """
 
     ids: np.ndarray
-    negative: np.ndarray
+    negative: np.ndarray | None
     noise: np.ndarray
     words: np.ndarray
     guidance: np.ndarray
@@ -36,41 +35,40 @@ class Inputs:
         return bool((self.guidance > 1).any())
 
 
-def check_ids(name: str, ids: Any, jit: bool) -> np.ndarray:
-    """Token ids on the host: [B, 77], with ``jit`` [D, B, 77]."""
+def check_ids(name: str, ids: Any, prompt: tuple[int, ...], jit: bool) -> np.ndarray:
+    """Token ids on the host: [B, *prompt], with ``jit`` [D, B, *prompt]; ``prompt`` is [77], or [2, 77] for SDXL."""
     array = np.asarray(ids)
-    if array.ndim != (3 if jit else 2) or not np.issubdtype(array.dtype, np.integer):
+    one = ", ".join(map(str, prompt))
+    if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):
         cure = (
-            f"jit=True takes {name} [D, B, 77] for D devices: shard(prompt_ids)"
+            f"jit=True takes {name} [D, B, {one}] for D devices: shard(prompt_ids)"
             if jit
-            else f"jit=False takes {name} [B, 77] and no device axis; pass jit=True for several devices"
+            else f"jit=False takes {name} [B, {one}] and no device axis; pass jit=True for several devices"
         )
         raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; {cure}")
+    if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
+        raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {one}]")
     return array.astype(np.int32)
 
 
 def check_inputs(
-    prompt_ids: Any,
+    ids: np.ndarray,
     prng_seed: Any,
     guidance_scale: Any,
     latents: Any,
     neg_prompt_ids: Any,
-    empty: np.ndarray,
     image_shape: tuple[int, int, int],
-    jit: bool,
+    lead: tuple[int, ...],
 ) -> Inputs:
-    """The checked arguments. ``empty`` are the ids of "" [1, 77], ``image_shape`` is C, h, w.
+    """The checked arguments. ``ids`` are checked, ``image_shape`` is C, h, w, and ``lead`` [B], with ``jit`` [D, B].
 
     Raises:
         InputError: naming the argument, what was given and the cure.
     """
-    ids = check_ids("prompt_ids", prompt_ids, jit)
-    *lead, tokens = ids.shape
-    if tokens != empty.shape[-1] or 0 in lead:
-        raise InputError(f"prompt_ids has shape {ids.shape}; prepare_inputs makes [B, {empty.shape[-1]}]")
-    negative = np.broadcast_to(empty[0], ids.shape)
+    jit, prompt = len(lead) == 2, ids.shape[len(lead) :]
+    negative = None
     if neg_prompt_ids is not None:
-        negative = check_ids("neg_prompt_ids", neg_prompt_ids, jit)
+        negative = check_ids("neg_prompt_ids", neg_prompt_ids, prompt, jit)
         if negative.shape != ids.shape:
             raise InputError(
                 f"neg_prompt_ids has shape {negative.shape} and prompt_ids {ids.shape}; give as many of one as of the "
@@ -82,11 +80,11 @@ def check_inputs(
     if latents is not None:
         noise = _check_latents(latents, (*lead[:-1], *shape))
     return Inputs(
-        ids=ids.reshape(-1, tokens),
-        negative=negative.reshape(-1, tokens),
+        ids=ids.reshape(-1, *prompt),
+        negative=None if negative is None else negative.reshape(-1, *prompt),
         noise=noise,
         words=words,
-        guidance=_check_guidance(guidance_scale, tuple(lead)),
+        guidance=_check_guidance(guidance_scale, lead),
     )
 
 
@@ -111,12 +109,12 @@ def check_static(name: str, value: Any) -> None:
         )
 
 
-def weights_of(params: Any) -> Params:
+def weights_of(params: Any, components: tuple[str, ...]) -> Params:
     """The parameters without the scheduler."""
-    missing = [name for name in COMPONENTS if not isinstance(params, Mapping) or name not in params]
+    missing = [name for name in components if not isinstance(params, Mapping) or name not in params]
     if missing:
         raise InputError(f"params has no {', '.join(missing)}; pass what from_pretrained returned")
-    return {name: params[name] for name in COMPONENTS}
+    return {name: params[name] for name in components}
 
 
 def _check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:

@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
+    """The field can be had by name, by index, and with its name as key.
+
+    Attributes:
+        images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis; latents if those were asked for.
+    """
+
+    images: np.ndarray
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+
 class FlaxStableDiffusionPipelineOutput(NamedTuple):
     """Fields can be had by name, by index, and with their names as keys.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from canvax.attention import attention
 from canvax.nn import (
     conv2d,
+    conv2d_of_doubled,
     conv2d_spec,
+    gated_linear,
     gelu,
     group_norm,
     layer_norm,
@@ -17,22 +18,26 @@ from canvax.nn import (
     norm_spec,
     upsample_nearest,
 )
-from canvax.params import Params, Spec
+from canvax.params import Axis, Params, Spec
 from canvax.types import Array
 
 TRANSFORMER_NORM_EPS = 1e-6
 
 
-def resnet_block_spec(inputs: int, outputs: int, time_width: int | None) -> Spec:
-    """Residual block; ``time_width`` None for the VAE, whose blocks know no time."""
+def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, groups: int = 32) -> Spec:
+    """Residual block; ``time_width`` None for the VAE, whose blocks know no time.
+
+    Between its convolutions devices may share the channels, whole groups of the normalisation each.
+    """
+    hidden = Axis("hidden", groups)
     spec: Spec = {
         "norm1": norm_spec(inputs),
-        "conv1": conv2d_spec(inputs, outputs),
+        "conv1": conv2d_spec(inputs, outputs, axes=("conv_in", hidden)),
         "norm2": norm_spec(outputs),
-        "conv2": conv2d_spec(outputs, outputs),
+        "conv2": conv2d_spec(outputs, outputs, axes=(hidden, "conv_out")),
     }
     if time_width is not None:
-        spec["time_emb_proj"] = linear_spec(time_width, outputs)
+        spec["time_emb_proj"] = linear_spec(time_width, outputs, (None, hidden))
     if inputs != outputs:
         spec["conv_shortcut"] = linear_spec(inputs, outputs, conv=True)
     return spec
@@ -60,13 +65,13 @@ def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: f
         return shortcut + h
 
 
-def transformer_spec(channels: int, context: int, depth: int, *, linear_projection: bool) -> Spec:
+def transformer_spec(channels: int, context: int, depth: int, *, heads: int, linear_projection: bool) -> Spec:
     """Spatial transformer; its projections are linear maps either way, stored as 1x1 convolutions in SD 1.x."""
     conv = not linear_projection
     return {
         "norm": norm_spec(channels),
         "proj_in": linear_spec(channels, channels, conv=conv),
-        "transformer_blocks": {str(i): _transformer_block_spec(channels, context) for i in range(depth)},
+        "transformer_blocks": {str(i): _transformer_block_spec(channels, context, heads) for i in range(depth)},
         "proj_out": linear_spec(channels, channels, conv=conv),
     }
 
@@ -94,17 +99,17 @@ def transformer(p: Params, x: Array, context: Array, *, heads: int, groups: int,
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
-def _transformer_block_spec(channels: int, context: int) -> Spec:
+def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
     inner = 4 * channels
     return {
         "norm1": norm_spec(channels),
-        "attn1": attention_spec(channels, channels),
+        "attn1": attention_spec(channels, channels, heads=heads),
         "norm2": norm_spec(channels),
-        "attn2": attention_spec(channels, context),
+        "attn2": attention_spec(channels, context, heads=heads),
         "norm3": norm_spec(channels),
         "ff": {
             "net": {
-                "0": {"proj": linear_spec(channels, 2 * inner, ("embed", "mlp"))},
+                "0": {"proj": linear_spec(channels, 2 * inner, ("embed", Axis("mlp", inner, parts=2)))},
                 "2": linear_spec(inner, channels, ("mlp", "embed")),
             }
         },
@@ -116,17 +121,18 @@ def _transformer_block(p: Params, x: Array, context: Array, *, heads: int, upcas
     h = layer_norm(p["norm1"], x)
     x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
     x = x + attend(p["attn2"], layer_norm(p["norm2"], x), context, heads=heads, upcast=upcast)
-    h, gate = jnp.split(linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x)), 2, axis=-1)
+    h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
     return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
 
-def attention_spec(channels: int, context: int, *, bias: bool = False) -> Spec:
+def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:
     """Query from ``channels``, key and value from ``context``; the UNet's have no bias, the VAE's do."""
+    split = Axis("heads", heads)
     return {
-        "to_q": linear_spec(channels, channels, ("embed", "heads"), bias=bias),
-        "to_k": linear_spec(context, channels, ("embed", "heads"), bias=bias),
-        "to_v": linear_spec(context, channels, ("embed", "heads"), bias=bias),
-        "to_out": {"0": linear_spec(channels, channels, ("heads", "embed"))},
+        "to_q": linear_spec(channels, channels, ("embed", split), bias=bias),
+        "to_k": linear_spec(context, channels, ("embed", split), bias=bias),
+        "to_v": linear_spec(context, channels, ("embed", split), bias=bias),
+        "to_out": {"0": linear_spec(channels, channels, (split, "embed"))},
     }
 
 
@@ -153,4 +159,6 @@ upsample_spec = downsample_spec
 
 def upsample(p: Params, x: Array, height: int, width: int) -> Array:
     """Nearest resize to ``height`` x ``width``, then a 3x3 convolution."""
+    if (height, width) == (2 * x.shape[1], 2 * x.shape[2]):
+        return conv2d_of_doubled(p["conv"], x)
     return conv2d(p["conv"], upsample_nearest(x, height, width))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from canvax.attention import attention
 from canvax.models.configs import ClipTextConfig
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
-from canvax.params import Params, Spec
+from canvax.params import Axis, Params, Spec
 from canvax.types import Array
 
 
@@ -68,14 +68,14 @@ def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Arra
 
 
 def _layer_spec(cfg: ClipTextConfig) -> Spec:
-    d = cfg.hidden_size
+    d, heads = cfg.hidden_size, Axis("heads", cfg.num_attention_heads)
     return {
         "layer_norm1": norm_spec(d),
         "self_attn": {
-            "q_proj": linear_spec(d, d, ("embed", "heads")),
-            "k_proj": linear_spec(d, d, ("embed", "heads")),
-            "v_proj": linear_spec(d, d, ("embed", "heads")),
-            "out_proj": linear_spec(d, d, ("heads", "embed")),
+            "q_proj": linear_spec(d, d, ("embed", heads)),
+            "k_proj": linear_spec(d, d, ("embed", heads)),
+            "v_proj": linear_spec(d, d, ("embed", heads)),
+            "out_proj": linear_spec(d, d, (heads, "embed")),
         },
         "layer_norm2": norm_spec(d),
         "mlp": {

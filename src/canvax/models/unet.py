@@ -72,15 +72,15 @@ def _up_levels(cfg: UNetConfig) -> list[_Level]:
 def unet_spec(cfg: UNetConfig) -> Spec:
     """Parameters of the UNet."""
     first, last = cfg.block_out_channels[0], cfg.block_out_channels[-1]
-    time = 4 * first
+    time, groups = 4 * first, cfg.norm_num_groups
     return {
         "conv_in": conv2d_spec(cfg.in_channels, first),
         "time_embedding": {"linear_1": linear_spec(first, time), "linear_2": linear_spec(time, time)},
         **_addition_spec(cfg),
         "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
-            "resnets": {str(i): resnet_block_spec(last, last, time) for i in range(2)},
-            "attentions": {"0": _attention_spec(last, cfg.depths[-1], cfg)},
+            "resnets": {str(i): resnet_block_spec(last, last, time, groups=groups) for i in range(2)},
+            "attentions": {"0": _attention_spec(last, cfg.heads[-1], cfg.depths[-1], cfg)},
         },
         "up_blocks": {str(i): _level_spec(level, cfg, "upsamplers") for i, level in enumerate(_up_levels(cfg))},
         "conv_norm_out": norm_spec(first),
@@ -96,16 +96,19 @@ def _addition_spec(cfg: UNetConfig) -> Spec:
     return {"add_embedding": {"linear_1": first, "linear_2": linear_spec(time, time)}}
 
 
-def _attention_spec(channels: int, depth: int, cfg: UNetConfig) -> Spec:
-    return transformer_spec(channels, cfg.cross_attention_dim, depth, linear_projection=cfg.use_linear_projection)
+def _attention_spec(channels: int, heads: int, depth: int, cfg: UNetConfig) -> Spec:
+    return transformer_spec(
+        channels, cfg.cross_attention_dim, depth, heads=heads, linear_projection=cfg.use_linear_projection
+    )
 
 
 def _level_spec(level: _Level, cfg: UNetConfig, resizer: str) -> Spec:
     time = 4 * cfg.block_out_channels[0]
-    spec: Spec = {"resnets": {str(j): resnet_block_spec(c, level.channels, time) for j, c in enumerate(level.inputs)}}
+    resnets = [resnet_block_spec(c, level.channels, time, groups=cfg.norm_num_groups) for c in level.inputs]
+    spec: Spec = {"resnets": {str(j): resnet for j, resnet in enumerate(resnets)}}
     if level.attends:
         spec["attentions"] = {
-            str(j): _attention_spec(level.channels, level.depth, cfg) for j in range(len(level.inputs))
+            str(j): _attention_spec(level.channels, level.heads, level.depth, cfg) for j in range(len(level.inputs))
         }
     if level.resizes:
         spec[resizer] = {"0": (downsample_spec if resizer == "downsamplers" else upsample_spec)(level.channels)}

@@ -85,7 +85,7 @@ def _encoder_spec(cfg: VaeConfig) -> Spec:
     channels = cfg.block_out_channels
     blocks = {}
     for i, (before, c) in enumerate(pairwise((channels[0], *channels))):
-        blocks[str(i)] = {"resnets": _resnets_spec(before, c, cfg.layers_per_block)}
+        blocks[str(i)] = {"resnets": _resnets_spec(before, c, cfg.layers_per_block, cfg)}
         if i < len(channels) - 1:
             blocks[str(i)]["downsamplers"] = {"0": downsample_spec(c)}
     return {
@@ -101,7 +101,7 @@ def _decoder_spec(cfg: VaeConfig) -> Spec:
     channels = cfg.block_out_channels[::-1]
     blocks = {}
     for i, (before, c) in enumerate(pairwise((channels[0], *channels))):
-        blocks[str(i)] = {"resnets": _resnets_spec(before, c, cfg.layers_per_block + 1)}
+        blocks[str(i)] = {"resnets": _resnets_spec(before, c, cfg.layers_per_block + 1, cfg)}
         if i < len(channels) - 1:
             blocks[str(i)]["upsamplers"] = {"0": upsample_spec(c)}
     return {
@@ -113,8 +113,9 @@ def _decoder_spec(cfg: VaeConfig) -> Spec:
     }
 
 
-def _resnets_spec(inputs: int, outputs: int, layers: int) -> Spec:
-    return {str(j): resnet_block_spec(inputs if j == 0 else outputs, outputs, None) for j in range(layers)}
+def _resnets_spec(inputs: int, outputs: int, layers: int, cfg: VaeConfig) -> Spec:
+    widths = [inputs, *[outputs] * (layers - 1)]
+    return {str(j): resnet_block_spec(c, outputs, None, groups=cfg.norm_num_groups) for j, c in enumerate(widths)}
 
 
 def _resnets(p: Params, h: Array, cfg: VaeConfig) -> Array:
@@ -124,9 +125,10 @@ def _resnets(p: Params, h: Array, cfg: VaeConfig) -> Array:
 
 
 def _mid_spec(channels: int, cfg: VaeConfig) -> Spec:
-    spec: Spec = {"resnets": _resnets_spec(channels, channels, 2)}
+    spec: Spec = {"resnets": _resnets_spec(channels, channels, 2, cfg)}
     if cfg.mid_block_add_attention:
-        spec["attentions"] = {"0": {"group_norm": norm_spec(channels)} | attention_spec(channels, channels, bias=True)}
+        attention = attention_spec(channels, channels, heads=1, bias=True)
+        spec["attentions"] = {"0": {"group_norm": norm_spec(channels)} | attention}
     return spec
 
 

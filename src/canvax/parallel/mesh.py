@@ -1,15 +1,17 @@
-"""The device mesh and how arrays lie on it.
+"""The device mesh and how batches lie on it.
 
 Two axes: ``data`` splits the batch, ``model`` splits large weights. The default mesh puts every device on ``data``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.errors import InputError
@@ -17,23 +19,98 @@ from canvax.errors import InputError
 AXES = ("data", "model")
 
 
-def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """Mesh over JAX ``devices`` (default: all of the default backend), the batch split over every one of them."""
-    devices = jax.devices() if devices is None else list(devices)
-    if not devices:
+def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
+    """Mesh over JAX devices, for ``canvax.load(..., mesh=)``.
+
+    Args:
+        devices: by default all devices of the default backend, those of other processes too.
+        data: how many ways the batch is split; by default as many as the devices allow.
+        model: how many ways attention heads, feed-forward and residual blocks are split, for models that do not fit
+            into one device or for less time per image. These devices talk to each other in every layer.
+
+    Raises:
+        InputError: ``data * model`` is not the number of devices.
+    """
+    chosen = jax.devices() if devices is None else list(devices)
+    if not chosen:
         raise InputError("devices is empty; give at least one, or None for all of them")
-    return Mesh(np.asarray(devices, dtype=object).reshape(-1, 1), AXES)
+    data = check_sizes(len(chosen), data, model)
+    if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board talk fastest
+        return Mesh(create_device_mesh((data, model), chosen), AXES)
+    return Mesh(np.asarray(chosen, dtype=object).reshape(data, model), AXES)
+
+
+def check_sizes(devices: int, data: int | None, model: int) -> int:
+    """The size of ``data`` of a mesh over so many devices.
+
+    Raises:
+        InputError: ``data * model`` is not the number of devices.
+    """
+    for name, value in (("data", data), ("model", model)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+    if data is None:
+        if devices % model:
+            divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+            raise InputError(f"model={model} does not divide {devices} devices; use one of {divisors}")
+        return devices // model
+    if data * model != devices:
+        raise InputError(
+            f"data={data}, model={model} is a mesh of {data * model} devices, and there are {devices}; leave data out "
+            "to use them all, or name the devices, as in make_mesh(jax.devices()[:2])"
+        )
+    return data
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes of the axes from a text such as ``data=4,model=2``.
+
+    Raises:
+        InputError: it is not one.
+    """
+    if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text):
+        raise InputError(f"mesh {text!r} is not understood; write data=4,model=2, or one of the two")
+    pairs = [part.split("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, size in pairs}
+    if len(sizes) < len(pairs):
+        raise InputError(f"mesh {text!r} names an axis twice; write data=4,model=2")
+    check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
+    return sizes
+
+
+def mesh_of(text: str | None) -> Mesh:
+    """The mesh that a text such as ``data=4,model=2`` asks for, over the first devices if there are more.
+
+    Raises:
+        InputError: it is not understood, or there are too few devices.
+    """
+    sizes = parse_mesh(text) if text else {}
+    devices = jax.devices()
+    if "data" in sizes and jax.process_count() == 1:
+        devices = devices[: sizes["data"] * sizes.get("model", 1)]
+    return make_mesh(devices, **sizes)
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
     """The mesh itself, if its axes are those canvax knows.
 
     Raises:
-        InputError: no ``data`` axis, or an axis other than ``data`` and ``model``.
+        InputError: no ``data`` axis, an axis other than ``data`` and ``model``, or some processes left out.
     """
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
         raise InputError(f"mesh has axes {mesh.axis_names}; name them 'data' and, if wanted, 'model'")
+    owners = processes(mesh)
+    if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
+        raise InputError(
+            f"mesh has devices of the processes {owners} of {jax.process_count()}; give it devices of all of them, or "
+            "of this one alone, as in make_mesh(jax.local_devices())"
+        )
     return mesh
+
+
+def processes(mesh: Mesh) -> list[int]:
+    """Indices of the processes that a mesh has devices of."""
+    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +18,9 @@ from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
-from canvax.parallel.mesh import check_mesh, make_mesh, replicated
+from canvax.parallel.memory import check_weights
+from canvax.parallel.mesh import check_mesh, make_mesh
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
 from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
@@ -154,8 +155,12 @@ def open_checkpoint(
     mesh: Mesh | None = None,
     precision: str | None = None,
     progress: bool = True,
+    weights: bool = True,
 ) -> tuple[Checkpoint, Programs, Params]:
-    """Everything of a model; see :func:`canvax.load` for the arguments."""
+    """Everything of a model; see :func:`canvax.load` for the arguments.
+
+    Without ``weights`` the parameters are shapes, dtypes and shardings, enough to compile for.
+    """
     if dtype is not None:
         dtype = parse_dtype(dtype)
     checkout = resolve(
@@ -171,13 +176,17 @@ def open_checkpoint(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
-    sharding = replicated(mesh)
-    params = load_components(
-        checkout,
-        checkpoint.components,
-        dtype=dtype,
-        place=lambda _, array: jax.device_put(array, sharding),
-    )
+    if not weights:
+        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
+    else:
+        needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
+        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
+        params = load_components(
+            checkout,
+            checkpoint.components,
+            dtype=dtype,
+            place=lambda param, array: place(param, array, mesh),
+        )
     programs = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, precision)
     return checkpoint, programs, params
 
@@ -188,13 +197,7 @@ def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
     Raises:
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
-    encoders = _encoders(checkout)
-    unet = UNetConfig.from_dict(checkout.config("unet"))
-    vae = VaeConfig.from_dict(checkout.config("vae"))
-    configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
-    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
-    if faults := _misfits(unet, vae, text, checkout):
-        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
+    unet, vae, text = read_networks(checkout)
     scheduler = checkout.config("scheduler")
     if text.second is None:
         scheduler = stable_diffusion_config(scheduler)
@@ -208,11 +211,27 @@ def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
         text=text,
         unet=unet,
         vae=vae,
-        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in encoders},
+        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in text.parts},
         scheduler=scheduler,
         defaults=_read_defaults(checkout.folder / "canvax.json", usual),
         dtype=np.dtype(dtype).name,
     )
+
+
+def read_networks(checkout: Checkout) -> tuple[UNetConfig, VaeConfig, TextEncoders]:
+    """The configs of a checkout's networks, which are all that is read.
+
+    Raises:
+        CheckpointError: as :func:`read_checkpoint`.
+    """
+    encoders = _encoders(checkout)
+    unet = UNetConfig.from_dict(checkout.config("unet"))
+    vae = VaeConfig.from_dict(checkout.config("vae"))
+    configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
+    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
+    if faults := _misfits(unet, vae, text, checkout):
+        raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
+    return unet, vae, text
 
 
 def _encoders(checkout: Checkout) -> list[str]:

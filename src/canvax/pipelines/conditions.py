@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from canvax.errors import InputError
+from canvax.models.text import Conditions
+from canvax.parallel.place import put
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
 
@@ -53,3 +55,8 @@ def time_ids(options: Options, height: int, width: int, *, refiner: bool) -> tup
         np.array([*original, *crop, *target], np.float32),
         np.array([*negative_original, *negative_crop, *negative_target], np.float32),
     )
+
+
+def zeros_like(conditions: Conditions) -> Conditions:
+    """What SDXL is told for no negative prompt. Made on the host: on the device it would be one more program."""
+    return {name: put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()}

@@ -7,21 +7,37 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from canvax.compile.aot import Build
+
 
 class Display:
-    """Progress on stderr, or nothing. Also keeps the time spent compiling."""
+    """Progress on stderr, or nothing. Also keeps what was compiled or loaded."""
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
-        self.compile_seconds = 0.0
+        self.builds: list[Build] = []
+        self.first_step = 0.0
+        self._begun = False
 
-    def announce(self, program: str, seconds: float | None) -> None:
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds until all programs were there."""
+        return sum(build.seconds or 0.0 for build in self.builds)
+
+    def announce(self, build: Build) -> None:
         """Say that a program is being compiled; without this the first picture looks like a hang."""
-        if seconds is None:
-            self._write(f"compiling the {program} (once for each size and batch) ... ")
+        if build.seconds is not None:
+            self.builds.append(build)
+            self._write(f"{build.seconds:.1f} s\n")
         else:
-            self.compile_seconds += seconds
-            self._write(f"{seconds:.1f} s\n")
+            self._write("it does not fit this machine\n" if self._begun else "")
+            once = f"compiling the {build.program} (once for each size and batch) ... "
+            self._write(f"loading the compiled {build.program} ... " if build.cached else once)
+        self._begun = build.seconds is None
+
+    def stepped(self) -> None:
+        """Keep the time of the first step."""
+        self.first_step = self.first_step or time.perf_counter()
 
     def bar(self, total: int) -> Bar:
         """A progress bar over ``total`` steps."""
@@ -49,10 +65,10 @@ class Bar:
 
     def chunk(self, left: int) -> int:
         """Steps to do before the next update."""
-        if not self._shown:
-            return left
         if self._steps_per_second is None:
             return 1
+        if not self._shown:
+            return left
         return max(1, min(left, int(self._steps_per_second * self.INTERVAL)))
 
     def advance(self, steps: int) -> None:

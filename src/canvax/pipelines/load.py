@@ -34,7 +34,8 @@ def load(
         token: Hub token; by default HF_TOKEN or the stored login.
         cache_dir: where the Hub's files are kept.
         local_files_only: never ask the Hub.
-        mesh: devices with the axes ``data`` and ``model``; by default all devices on ``data``.
+        mesh: devices with the axes ``data`` and ``model``, as :func:`canvax.make_mesh` makes them; by default all
+            devices on ``data``, those of all processes that ``jax.distributed`` has joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
         progress: show downloads on stderr.
 
@@ -42,6 +43,7 @@ def load(
         InputError: an argument cannot be used.
         CheckpointError: the checkpoint is missing, damaged or refused.
         HubError: the Hub cannot be reached or does not have it.
+        OutOfMemoryError: the weights do not fit into the devices.
     """
     checkpoint, programs, params = open_checkpoint(
         model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ class Request:
     prompts_2: list[str]
     negatives_2: list[str]
     zeros: bool
+
+    def said(self) -> list[Any]:
+        """Everything but the seeds that must be the same in processes that draw together, by its ``repr``."""
+        decided = {name: value for name, value in vars(self).items() if name not in ("seeds", "options", "latents")}
+        given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
+        return [decided, given, self.options.changed(), self.options.callback is not None]
 
     @property
     def guided(self) -> bool:

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 class Result:
     """Pictures and how they came to be.
 
+    Where several processes draw together, each has the images of its own devices alone: ``indices`` says which.
+
     Attributes:
         images: PIL images; none if the run was stopped by ``denoising_end``.
         pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to draw it again.
-        timings: seconds of each stage: ``compile``, ``encode``, ``denoise``, ``step``, ``decode``, ``total``.
-        compilations: programs compiled by this call; 0 after the first picture of a size and batch.
+        timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``,
+            ``decode``, ``total``; ``first_step`` is from the call to the end of its first step.
+        compilations: programs compiled by this call; 0 after the first picture of a size and batch, and in a process
+            that finds them in the cache.
+        indices: which images of the call these are, counted from 0.
     """
 
     images: list[Image]
@@ -35,6 +40,7 @@ class Result:
     metadata: list[dict[str, Any]] = field(repr=False)
     timings: dict[str, float]
     compilations: int
+    indices: list[int] = field(repr=False)
 
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless told otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,18 +13,24 @@ import jax
 import numpy as np
 
 from canvax._version import __version__
+from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
-from canvax.denoise import WINDOW, initial_state
+from canvax.denoise import WINDOW, initial_state, window_rows
 from canvax.errors import Cancelled, InputError
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
+from canvax.parallel import multihost
+from canvax.parallel.memory import Memory, check_programs, cures, explained, free_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import map_parts, own_rows, put
+from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, time_ids
+from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
 from canvax.pipelines.display import Display
+from canvax.pipelines.estimate import estimate
 from canvax.pipelines.options import Options, Step
 from canvax.pipelines.request import (
     Request,
@@ -37,7 +43,6 @@ from canvax.pipelines.request import (
 )
 from canvax.pipelines.result import Result
 from canvax.samplers import SamplerTable, build_table, find
-from canvax.samplers.table import NOISE
 from canvax.types import Array
 
 Ids = dict[str, np.ndarray]
@@ -96,14 +101,16 @@ class StableDiffusion:
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
-            params: the parameters, if the pipeline does not hold them.
+            params: the parameters, if the pipeline does not hold them; if they are not on its
+                devices, :meth:`place` puts them there, for this call alone.
 
         Returns:
-            The pictures.
+            The pictures; where several processes draw together, those of this process.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
             Cancelled: the callback returned False.
+            OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
         params = self._params(params)
         options = options or Options()
@@ -132,27 +139,140 @@ class StableDiffusion:
             and self.checkpoint.zeros_for_no_negative,
         )
         self._check_start(request)
-        return self._draw(params, request, shape)
+        cure = cures(self.programs.mesh, self.checkpoint.dtype, batch=shape[0], height=height, width=width)
+        if multihost.is_spread(self.programs.mesh):
+            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
+        with explained(cure):
+            return self._draw(params, request, shape, cure)
 
     def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
-        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder."""
-        return self.checkpoint.save(folder, self._params(params), dtype=dtype)
+        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder.
 
-    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int]) -> Result:
+        Where several processes run, the first one writes and all wait for it.
+        """
+        params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
+        if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
+            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
+        if not spread or multihost.leads(self.programs.mesh):
+            self.checkpoint.save(folder, params, dtype=dtype)
+        if spread:
+            multihost.wait_for_all("canvax save")
+        return Path(folder)
+
+    def place(self, params: Params) -> Params:
+        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
+
+        Args:
+            params: arrays of any kind, on the host or on devices; nested dicts as :meth:`from_pretrained` returns them.
+
+        Raises:
+            InputError: they do not fit the model.
+        """
+        return {
+            part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
+            for part in self.checkpoint.components
+        }
+
+    def memory(
+        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guided: bool = True
+    ) -> Memory:
+        """What each device needs to draw ``batch`` images at once, estimated in seconds, without compiling.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: images of one call.
+            guided: whether the guidance scale is above 1.
+        """
+        mesh, side = self.programs.mesh, self.checkpoint.native_size
+        found = estimate(
+            self.checkpoint,
+            dtype=self.checkpoint.dtype,
+            height=check_size("height", height, side[0]),
+            width=check_size("width", width, side[1]),
+            batch=padded_batch(batch, mesh),
+            sizes=mesh.shape,
+            platform=mesh.devices.flat[0].platform,
+            guided=guided,
+        )
+        free = free_bytes(mesh)
+        held = found.weights if self.params is not None else 0
+        return replace(found, limit=None if free is None else free + held)
+
+    def compile(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        *,
+        guidance: bool = True,
+        progress: bool = True,
+        params: Params | None = None,
+    ) -> tuple[Build, ...]:
+        """Make the three programs of a size and batch ready, without running them.
+
+        They come from the cache if they are there, and are compiled and kept there if not.
+
+        Args:
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            batch: number of images, rounded up to the number of devices.
+            guidance: with it on; a guidance scale of 1 or less is another program.
+            progress: show what is done on stderr.
+            params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
+                (``jax.ShapeDtypeStruct``).
+
+        Returns:
+            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        params = self._params(params)
+        side, factor = self.checkpoint.native_size, self.programs.vae.factor
+        height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise InputError(f"batch={batch!r} is not a whole number of at least 1")
+        images = padded_batch(batch, self.programs.mesh)
+        shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
+        table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
+        display = Display(shown=progress)
+        self._build(params, shape, guidance, table, display)
+        return tuple(display.builds)
+
+    def _build(
+        self,
+        params: Params,
+        shape: tuple[int, int, int, int],
+        guided: bool,
+        table: SamplerTable,
+        display: Display,
+        *,
+        decoder: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        """The three programs for latents of ``shape``; None in place of a decoder that is not wanted."""
+        programs, tell = self.programs, display.announce
+        return (
+            programs.encode_text(params, shape[0], tell),
+            programs.denoise(params, shape, guided=guided, clip=table.clip, announce=tell),
+            programs.decode(params, shape, tell) if decoder else None,
+        )
+
+    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
-        display = Display(shown=request.options.progress)
+        mesh = self.programs.mesh
+        display = Display(shown=request.options.progress and multihost.leads(mesh))
         clock = _Clock()
         table = self._table(request)
         ids = self._tokenize(request.prompts, request.prompts_2)
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
 
-        padded = (padded_batch(shape[0], self.programs.mesh), *shape[1:])
-        encode = self.programs.encode_text(params, padded[0], display.announce)
-        denoise = self.programs.denoise(
-            params, padded, guided=request.guided, clip=table.clip, announce=display.announce
-        )
+        padded = (padded_batch(shape[0], mesh), *shape[1:])
         whole = request.options.denoising_end == 1
-        decode = self.programs.decode(params, padded, display.announce) if whole else None
+        encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
+
+        programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
+        check_programs(programs, mesh, cure)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -163,18 +283,21 @@ class StableDiffusion:
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            latents = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            state = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            indices, own = own_rows(state, shape[0])
+            latents = own[:, 0]
         with clock("decode"):
             pixels = np.zeros((0, request.height, request.width, 3), np.float32)
             if decode:
-                pixels = np.asarray(decode(params["vae"], self._put(latents, padded)))[: shape[0]]
+                _, pixels = own_rows(decode(params["vae"], map_parts(lambda part: part[:, 0], state)), shape[0])
 
         timings = {"compile": display.compile_seconds, **clock.seconds}
         timings["step"] = timings["denoise"] / len(table)
+        timings["first_step"] = display.first_step - began
         timings["total"] = time.perf_counter() - began
-        return Result(
-            to_pil(pixels), pixels, latents, self._metadata(request), timings, compilations() - compiled_before
-        )
+        metadata = self._metadata(request)
+        metadata = [metadata[i] for i in indices]
+        return Result(to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices)
 
     def _denoise(
         self,
@@ -187,30 +310,33 @@ class StableDiffusion:
         request: Request,
         display: Display,
         padded: tuple[int, ...],
-    ) -> np.ndarray:
-        """Run all rows of the table, a few at a time; returns the final latents [B, h, w, C]."""
+    ) -> Array:
+        """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
         batch, total = len(noise), len(table)
         callback = request.options.callback
+        # Processes that draw together keep step: what one of them measures may not decide how far it goes.
+        singly = callback or multihost.is_spread(self.programs.mesh)
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
         done = 0
         with display.bar(total) as bar:
             while done < total:
-                count = 1 if callback else min(bar.chunk(total - done), total - done, WINDOW)
-                rows = table.window(done, WINDOW)
-                noisy = rows["M"][:, :, NOISE].any(axis=1)
-                batched = {name: self._put(np.stack([column] * batch), padded) for name, column in rows.items()}
+                count = 1 if singly else min(bar.chunk(total - done), total - done, WINDOW)
+                rows, noisy = window_rows(table, done, WINDOW, padded[0])
+                batched = {name: self._put(column, padded) for name, column in rows.items()}
                 state, denoised = program(
                     params["unet"], state, conditions, negative, batched, keys, noisy, np.int32(count)
                 )
                 jax.block_until_ready(state)
                 done += count
                 bar.advance(count)
+                display.stepped()
                 if callback:
-                    step = Step(done - 1, total, np.asarray(state)[:batch, 0], np.asarray(denoised)[:batch])
+                    _, noisy_state = own_rows(state, batch)
+                    step = Step(done - 1, total, noisy_state[:, 0], own_rows(denoised, batch)[1])
                     if callback(step) is False:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
-        return np.asarray(state)[:batch, 0]
+        return state
 
     def _table(self, request: Request) -> SamplerTable:
         options = request.options
@@ -240,7 +366,7 @@ class StableDiffusion:
 
         conditions, negative = told(ids), None
         if request.guided:
-            negative = _zeros_like(conditions) if request.zeros else told(negative_ids)
+            negative = zeros_like(conditions) if request.zeros else told(negative_ids)
         if self.checkpoint.is_xl:
             refiner = self.checkpoint.is_refiner
             numbers = time_ids(request.options, request.height, request.width, refiner=refiner)
@@ -279,13 +405,13 @@ class StableDiffusion:
         missing = padded[0] - len(array)
         if missing:
             array = np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
-        return jax.device_put(array, over_batch(self.programs.mesh))
+        return put(array, over_batch(self.programs.mesh))
 
     def _params(self, params: Params | None) -> Params:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
-        return params
+        return params if is_on(params, self.programs.mesh) else self.place(params)
 
     def _metadata(self, request: Request) -> list[dict[str, Any]]:
         sampler, label = self.checkpoint.sampler_names(request.sampler)
@@ -310,13 +436,6 @@ class StableDiffusion:
                 request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
             )
         ]
-
-
-def _zeros_like(conditions: Conditions) -> Conditions:
-    """Made on the host: making them on the device would be one more compiled program."""
-    return {
-        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
-    }
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:

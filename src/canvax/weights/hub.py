@@ -280,3 +280,33 @@ def fetch_config(
             return read_json(repo.fetch(name, sha, names))
         folder = repo.snapshot(sha)
     return read_json(folder / name)
+
+
+def resolve_configs(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    accept: Accept | None = None,
+) -> Checkout:
+    """Like :func:`resolve`, but nothing is fetched or asked for beside the configs: the weights may be missing.
+
+    Raises:
+        InputError, CheckpointError, HubError: as :func:`resolve`.
+    """
+    folder, sha = _local_folder(model), None
+    if folder is None:
+        repo = Repo(str(model), revision or "main", token, cache_dir, False)
+        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        if names is not None:
+            index = read_json(repo.fetch(INDEX, sha, names))
+            for component in _accepted(str(model), index, accept):
+                if component in KINDS:
+                    repo.fetch(f"{component}/config.json", sha, names)
+        folder = repo.snapshot(sha)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(f"{model}: {why_no_index([path.name for path in folder.iterdir()])}")
+    index = read_json(folder / INDEX)
+    return Checkout(str(model), folder, sha, None, index, _accepted(str(model), index, accept), _unread(index))

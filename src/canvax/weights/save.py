@@ -165,7 +165,7 @@ def _outgoing(component: Component, params: Params, dtype: DType | None) -> list
     faults += [
         f"{name} is {np.shape(leaf)}, not {wanted[name].shape}"
         for name, leaf in given.items()
-        if name in wanted and np.shape(leaf) != wanted[name].shape
+        if name in wanted and np.shape(leaf) not in (wanted[name].shape, wanted[name].in_parts)
     ]
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
@@ -184,11 +184,24 @@ def _outgoing(component: Component, params: Params, dtype: DType | None) -> list
 def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
     # A jax.Array keeps the host copy that numpy makes of it. Through the CPU backend the copy is ours to drop, so that
     # saving from a GPU holds one array on the host and not the model. (There may be no CPU backend: JAX_PLATFORMS.)
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
         with suppress(RuntimeError):
             leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
-    array = np.asarray(leaf)
+    array = _whole(leaf).reshape(param.shape)
     return param.to_checkpoint(array if dtype is None else array.astype(dtype, copy=False))
+
+
+def _whole(leaf: Any) -> HostArray:
+    """An array on the host, put together from its parts if it is split over devices of several processes."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.asarray(leaf)
+    parts = {str(shard.index): shard for shard in leaf.addressable_shards}
+    if sum(shard.data.size for shard in parts.values()) < leaf.size:
+        raise InputError("params are split over several processes, and none has all of them; load with model=1 to save")
+    out = np.empty(leaf.shape, leaf.dtype)
+    for shard in parts.values():
+        out[shard.index] = shard.data
+    return out
 
 
 def _shards(arrays: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:

@@ -1,4 +1,4 @@
-"""``FlaxStableDiffusionPipeline``: the old calls over canvax's three programs.
+"""What the old pipelines share: loading, and the old way of calling over canvax's three programs.
 
 With ``jit=True`` every array has a leading device axis and each device draws its own images with its own copy of the
 parameters; without it there is one device and no such axis. Either way the programs are compiled once for a size and
@@ -11,41 +11,44 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from canvax.compile.programs import Programs, decode_images
-from canvax.denoise import WINDOW, denoise, initial_state
+from canvax.denoise import WINDOW, denoise, initial_state, window_rows
 from canvax.errors import CheckpointError, InputError
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
-from canvax.flax_api.inputs import Inputs, check_inputs, check_static, latents_shape, weights_of
-from canvax.flax_api.keys import draw, wrap_keys
-from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, numpy_to_pil
+from canvax.flax_api.inputs import Inputs, check_ids, check_inputs, check_static, latents_shape, weights_of
+from canvax.flax_api.keys import LatentsShape, draw, wrap_keys
+from canvax.flax_api.output import numpy_to_pil
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
-from canvax.models.text import FIRST, Conditions, encode_text
+from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
+from canvax.pipelines.conditions import time_ids, zeros_like
+from canvax.pipelines.options import Options
 from canvax.samplers import SLOTS, SamplerTable
-from canvax.samplers.table import NOISE
 from canvax.types import Array, DType
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionPipeline:
-    """Stable Diffusion 1.x and 2.x behind the interface of diffusers' class of that name.
+class FlaxPipeline:
+    """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
 
     Attributes:
-        checkpoint: where the model came from, its configs and its tokenizer.
+        checkpoint: where the model came from, its configs and its tokenizers.
         scheduler: the state that draws when ``params`` has none.
     """
 
     checkpoint: Checkpoint
     scheduler: SchedulerState
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
+
+    XL: ClassVar[bool]
 
     numpy_to_pil = staticmethod(numpy_to_pil)
 
@@ -94,10 +97,7 @@ class FlaxStableDiffusionPipeline:
             mesh=make_mesh([host_device()]),
             **download,
         )
-        if checkpoint.is_xl:
-            raise CheckpointError(
-                f"{checkpoint.name} is an SDXL checkpoint, which this class does not draw; use canvax.load"
-            )
+        _check_kind(checkpoint, cls.XL)
         if scheduler is None:
             state = SchedulerState.of(checkpoint.checkout.config("scheduler"))
         else:
@@ -110,60 +110,85 @@ class FlaxStableDiffusionPipeline:
         return self.checkpoint.vae.factor
 
     def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Token ids of one prompt or several, int32 [B, 77].
+        """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
 
         Raises:
             InputError: neither a string nor a list of strings.
         """
         if not isinstance(prompt, str | list):
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
-        tokenizer = self.checkpoint.tokenizers[FIRST]
-        return tokenizer([prompt] if isinstance(prompt, str) else prompt, length=self.checkpoint.text.tokens)
+        prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.checkpoint.text.tokens
+        ids = [tokenizer(prompts, length=length) for tokenizer in self.checkpoint.tokenizers.values()]
+        return np.stack(ids, axis=1) if self.XL else ids[0]
 
-    def __call__(
+    def _draw(
         self,
         prompt_ids: Any,
         params: Params,
         prng_seed: Array,
-        num_inference_steps: int = 50,
-        height: int | None = None,
-        width: int | None = None,
-        guidance_scale: float | Array = 7.5,
-        latents: Array | None = None,
-        neg_prompt_ids: Any = None,
-        return_dict: bool = True,
-        jit: bool = False,
-    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
-        """Draw pictures. D is the number of devices, B that of images on each; without ``jit`` there is no D.
-
-        Args:
-            prompt_ids: from :meth:`prepare_inputs`, [B, 77]; with ``jit`` [D, B, 77].
-            params: from :meth:`from_pretrained`; with ``jit`` after :func:`canvax.flax_api.replicate`.
-            prng_seed: a key; with ``jit`` D keys.
-            num_inference_steps: steps of the sampler.
-            height: pixels, divisible by 8; by default the size the model was trained for.
-            width: likewise.
-            guidance_scale: a number, or one for each image; 1 or less switches guidance off.
-            latents: initial noise of unit variance [B, C, h, w]; with ``jit`` [D, B, C, h, w].
-            neg_prompt_ids: what to keep away from, shaped like ``prompt_ids``; "" if not given.
-            return_dict: False returns a plain tuple.
-            jit: draw on several devices, the parameters of each under a leading axis.
-
-        Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker.
-
-        Raises:
-            InputError: an argument cannot be used; nothing has been compiled.
-        """
-        weights, table = weights_of(params), self._table(params, num_inference_steps)
-        ids = np.asarray(prompt_ids)
-        shape = self._latents_shape(ids.shape[-2] if ids.ndim > 1 else 1, height, width)
+        steps: int,
+        size: tuple[int | None, int | None],
+        guidance_scale: float | Array,
+        latents: Array | None,
+        neg_prompt_ids: Any,
+        jit: bool,
+        *,
+        decode: bool = True,
+    ) -> np.ndarray:
+        """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``."""
+        weights, table = weights_of(params, (*self.checkpoint.text.parts, "unet", "vae")), self._table(params, steps)
         empty = self.prepare_inputs("")
-        inputs = check_inputs(ids, prng_seed, guidance_scale, latents, neg_prompt_ids, empty, shape[1:], jit)
+        ids = check_ids("prompt_ids", prompt_ids, empty.shape[1:], jit)
+        lead = ids.shape[: 2 if jit else 1]
+        shape = self._latents_shape(lead[-1], *size)
+        negative = neg_prompt_ids
+        if negative is None and not self.checkpoint.zeros_for_no_negative:
+            negative = np.broadcast_to(empty[0], ids.shape)
+        inputs = check_inputs(ids, prng_seed, guidance_scale, latents, negative, shape[1:], lead)
         devices = stacked_devices(weights, ids.shape[0]) if jit else [home_device(weights)]
-        images = _run(self._programs_on(devices, stacked=jit), weights, inputs, table)
-        images = images.reshape(*ids.shape[:-1], *images.shape[1:])
-        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
+        drawn = self._run(self._programs_on(devices, stacked=jit), weights, inputs, table, decode=decode)
+        if not decode:
+            drawn = np.moveaxis(drawn, -1, 1)
+        return drawn.reshape(*lead, *drawn.shape[1:])
+
+    def _run(
+        self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
+    ) -> np.ndarray:
+        """Encode, denoise, decode on the devices of ``programs``; images [N, H, W, 3], or latents [N, h, w, C]."""
+        split = over_batch(programs.mesh)
+        params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
+        count, shape = len(inputs.ids), inputs.noise.shape
+
+        def put(tree: Any) -> Any:
+            return jax.device_put(tree, split)
+
+        encode = programs.encode_text(params, count)
+        denoise_rows = programs.denoise(params, shape, guided=inputs.guided, clip=table.clip)
+        to_images = programs.decode(params, shape) if decode else None
+
+        def told(ids: np.ndarray) -> Conditions:
+            return encode(programs.text_params(params), put(self._told(ids)), np.int32(0))
+
+        conditions, negative = told(inputs.ids), None
+        if inputs.guided:
+            negative = zeros_like(conditions) if inputs.negative is None else told(inputs.negative)
+        about = put(_about_the_picture(self.checkpoint, (count, shape[-1], *shape[1:-1])))
+        conditions, negative = conditions | about, negative and negative | about
+
+        state, words = put(initial_state(inputs.noise, np.full(count, table.init_scale))), put(inputs.words)
+        guidance = np.repeat(inputs.guidance[:, None], WINDOW, axis=1)
+        for done in range(0, len(table), WINDOW):
+            rows, noisy = window_rows(table, done, WINDOW, count)
+            left = np.int32(min(WINDOW, len(table) - done))
+            rows = put(rows | {"guidance": guidance})
+            state, _ = denoise_rows(params["unet"], state, conditions, negative, rows, words, noisy, left)
+        latents = np.asarray(state)[:, 0]
+        return np.asarray(to_images(params["vae"], put(latents))) if to_images else latents
+
+    def _told(self, ids: Any) -> dict[str, Any]:
+        """Ids of each text encoder [B, 77], from those of :meth:`prepare_inputs`."""
+        names = list(self.checkpoint.text.parts)
+        return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
     def _generate(
         self,
@@ -193,23 +218,29 @@ class FlaxStableDiffusionPipeline:
                 raise InputError(f"latents has shape {latents.shape}; each device needs {shape} of unit variance")
             noise = jnp.moveaxis(latents.astype(jnp.float32), 1, -1)
 
-        if neg_prompt_ids is None:
-            neg_prompt_ids = jnp.broadcast_to(self.prepare_inputs(""), prompt_ids.shape)
-        guided = not isinstance(guidance_scale, int | float) or guidance_scale > 1
-
         def encode(ids: Array) -> Conditions:
-            return encode_text({FIRST: params[FIRST]}, {FIRST: ids}, jnp.int32(0), cfg=self.checkpoint.text)
+            text = self.checkpoint.text
+            return encode_text({name: params[name] for name in text.parts}, self._told(ids), jnp.int32(0), cfg=text)
 
-        conditions, negative = encode(prompt_ids), encode(neg_prompt_ids) if guided else None
+        conditions, negative = encode(prompt_ids), None
+        if not isinstance(guidance_scale, int | float) or guidance_scale > 1:
+            if neg_prompt_ids is not None:
+                negative = encode(neg_prompt_ids)
+            elif self.checkpoint.zeros_for_no_negative:
+                negative = jax.tree.map(jnp.zeros_like, conditions)
+            else:
+                negative = encode(jnp.broadcast_to(self.prepare_inputs(""), prompt_ids.shape))
+        about = jax.tree.map(jnp.asarray, _about_the_picture(self.checkpoint, shape))
+        conditions, negative = conditions | about, negative and negative | about
 
-        rows = table.window(0, len(table))
-        noisy = jnp.asarray(rows["M"][:, :, NOISE].any(axis=1))
-        batched = {name: jnp.broadcast_to(column, (batch, *column.shape)) for name, column in rows.items()}
+        rows, noisy = window_rows(table, 0, len(table), batch)
         guidance = jnp.maximum(jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1), 1.0)
-        batched["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
+        rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
-        count, cfg, unet = jnp.int32(len(table)), self.checkpoint.unet, params["unet"]
-        state, _ = denoise(unet, state, conditions, negative, batched, words, noisy, count, cfg=cfg, clip=table.clip)
+        count, cfg, noisy = jnp.int32(len(table)), self.checkpoint.unet, jnp.asarray(noisy)
+        state, _ = denoise(
+            params["unet"], state, conditions, negative, rows, words, noisy, count, cfg=cfg, clip=table.clip
+        )
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
         return decode_images(params["vae"], state[:, 0], cfg=self.checkpoint.vae)
@@ -232,32 +263,23 @@ class FlaxStableDiffusionPipeline:
 _DOWNLOAD = {"revision", "variant", "token", "cache_dir", "local_files_only", "progress"}
 
 
-def _run(programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable) -> np.ndarray:
-    """Encode, denoise, decode on the devices of ``programs``; images [N, H, W, 3]."""
-    split = over_batch(programs.mesh)
-    params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
-    count = len(inputs.ids)
+def _check_kind(checkpoint: Checkpoint, xl: bool) -> None:
+    if checkpoint.is_refiner:
+        raise CheckpointError(f"{checkpoint.name} is SDXL's refiner, which no old class drew; use canvax.load")
+    if checkpoint.is_xl != xl:
+        kind, right = ("an SDXL", "XL") if checkpoint.is_xl else ("no SDXL", "")
+        raise CheckpointError(
+            f"{checkpoint.name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
+        )
 
-    def put(array: np.ndarray) -> Array:
-        return jax.device_put(array, split)
 
-    encode = programs.encode_text(params, count)
-    denoise_rows = programs.denoise(params, inputs.noise.shape, guided=inputs.guided, clip=table.clip)
-    decode = programs.decode(params, inputs.noise.shape)
-
-    def told(ids: np.ndarray) -> Conditions:
-        return encode(programs.text_params(params), {FIRST: put(ids)}, np.int32(0))
-
-    conditions, negative = told(inputs.ids), told(inputs.negative) if inputs.guided else None
-    state, words = put(initial_state(inputs.noise, np.full(count, table.init_scale))), put(inputs.words)
-    guidance = put(np.repeat(inputs.guidance[:, None], WINDOW, axis=1))
-    for done in range(0, len(table), WINDOW):
-        rows = table.window(done, WINDOW)
-        noisy = rows["M"][:, :, NOISE].any(axis=1)
-        batched = {name: put(np.stack([column] * count)) for name, column in rows.items()} | {"guidance": guidance}
-        left = np.int32(min(WINDOW, len(table) - done))
-        state, _ = denoise_rows(params["unet"], state, conditions, negative, batched, words, noisy, left)
-    return np.asarray(decode(params["vae"], put(np.asarray(state)[:, 0])))
+def _about_the_picture(checkpoint: Checkpoint, shape: LatentsShape) -> dict[str, np.ndarray]:
+    """SDXL: the numbers about pictures that are not cropped, for latents [B, C, h, w]; the same for both halves."""
+    if not checkpoint.is_xl:
+        return {}
+    height, width = (side * checkpoint.vae.factor for side in shape[2:])
+    numbers, _ = time_ids(Options(), height, width, refiner=False)
+    return {"time_ids": np.tile(numbers, (shape[0], 1))}
 
 
 def _native_side(checkpoint: Checkpoint) -> int:

@@ -1,0 +1,143 @@
+"""``canvax plan``: will a model fit on a TPU, and how long would it take?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.terminal import say, table
+from canvax.errors import InputError
+
+if TYPE_CHECKING:
+    from canvax.planning.plan import Plan, ProgramPlan
+
+GIB = 2**30
+
+_NAMES = {"encode": "encode text", "denoise": "denoise, a step", "decode": "decode"}
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Plan and print a table."""
+    width, height = parse_size(arguments.size)
+    mesh = parse_mesh(arguments.mesh)
+    from canvax.planning.plan import plan  # late: a wrong flag is told before JAX is loaded
+
+    result = plan(
+        arguments.model,
+        arguments.target,
+        batch=arguments.batch,
+        height=height,
+        width=width,
+        steps=arguments.steps,
+        guided=not arguments.no_guidance,
+        dtype=arguments.dtype,
+        mesh=mesh,
+        reuse=not arguments.fresh,
+        announce=None if arguments.quiet else _announce,
+        revision=arguments.revision,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+    )
+    report |= result.to_dict()
+    if not arguments.json:
+        for line in lines(result):
+            say(line)
+
+
+def parse_size(text: str | None) -> tuple[int | None, int | None]:
+    """Width and height of "1024x768"; None for both of None."""
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"(\d+)x(\d+)", text.lower(), re.ASCII)
+    if match is None:
+        raise InputError(f"--size {text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
+    return int(match[1]), int(match[2])
+
+
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """Devices along each axis of "data=4" or "data=2,model=2"."""
+    if text is None:
+        return None
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\w+)=(\d+)", part.strip(), re.ASCII)
+        if match is None or match[1] in axes:
+            raise InputError(f"--mesh {text!r} is not a list of axes and devices, such as data=4 or data=2,model=2")
+        axes[match[1]] = int(match[2])
+    return axes
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan for people."""
+    chip, device = plan.target.chip, plan.target.chip.device
+    guided = "guided steps" if plan.guided else "steps without guidance"
+    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1 or name == "data")
+    pictures = "1 picture" if plan.batch == 1 else f"{plan.batch} pictures"
+    head = [
+        f"{plan.model} on {plan.target} ({axes}): {pictures} of {plan.width} x {plan.height}, {plan.steps} {guided}, "
+        f"{plan.dtype}",
+        "",
+    ]
+    rows = [
+        (
+            "program",
+            "runs",
+            "TFLOP",
+            "GB moved",
+            "temporary GiB",
+            "bound ms",
+            "estimate ms",
+            "collectives",
+            "compiled in",
+        )
+    ]
+    rows += [_row(plan, program) for program in plan.programs]
+    said = [*head, *table(rows, right=range(1, 7)), ""]
+    unpriced = sorted({name for program in plan.programs for name in program.unpriced})
+    if any(program.refused for program in plan.programs):
+        return [*said, f"does not fit: {plan.why_not}"]
+    memory = (
+        f"{plan.peak_bytes / GIB:.2f} of {chip.usable / GIB:.2f} GiB on each {device}: weights, inputs and programs "
+        f"{plan.resident_bytes / GIB:.2f}, temporaries and results {plan.working_bytes / GIB:.2f}"
+    )
+    verdict = "fits" if plan.fits else "does not fit"
+    times = (
+        f"{_seconds(plan.seconds)} for the batch by the compiler's estimate, at least {_seconds(plan.bound_seconds)}"
+    )
+    said += [
+        f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}",
+        f"time: {times}; {plan.batch / plan.seconds:.3g} pictures a second",
+    ]
+    if unpriced:
+        said.append(f"no estimate, and missing in the time: {', '.join(unpriced)}")
+    return [*said, f"Figures are for one {device}, for one run of a program; nothing was run. See docs/tpu.md."]
+
+
+def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:
+    compiled = f"{program.compile_seconds:.0f} s" + (" (before)" if program.reused else "")
+    if program.refused:
+        return (_NAMES[program.name], str(program.evaluations), *[""] * 6, compiled)
+    return (
+        _NAMES[program.name],
+        str(program.evaluations),
+        f"{program.flops / 1e12:.3g}",
+        f"{program.hbm_bytes / 1e9:.3g}",
+        f"{program.temporary_bytes / GIB:.2f}",
+        f"{program.bound_seconds(plan.target.chip) * 1e3:.3g}",
+        f"{program.seconds * 1e3:.3g}",
+        ", ".join(f"{count} {name}" for name, count in program.collectives.items()) or "none",
+        compiled,
+    )
+
+
+def _seconds(amount: float) -> str:
+    return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1e3:.3g} ms"
+
+
+def _announce(what: str, seconds: float | None) -> None:
+    text = f"compiling the {what} ... " if seconds is None else f"{seconds:.1f} s\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()

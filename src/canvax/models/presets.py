@@ -1,0 +1,48 @@
+"""The published models by name, as configs: what can be planned, measured or initialised without a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from canvax.models.configs import (
+    SD15_TEXT,
+    SD15_UNET,
+    SD21_TEXT,
+    SD21_UNET,
+    SD_VAE,
+    SDXL_REFINER_UNET,
+    SDXL_TEXT,
+    SDXL_TEXT_2,
+    SDXL_UNET,
+    SDXL_VAE,
+    UNetConfig,
+    VaeConfig,
+)
+from canvax.models.text import TextEncoders
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's networks.
+
+    Attributes:
+        unet: config of the UNet.
+        vae: config of the autoencoder.
+        text: configs of the text encoders.
+        prediction: what the UNet was trained to give, "epsilon" or "v_prediction".
+    """
+
+    unet: UNetConfig
+    vae: VaeConfig
+    text: TextEncoders
+    prediction: str = "epsilon"
+
+
+PRESETS = {
+    "sd14": Preset(SD15_UNET, SD_VAE, TextEncoders(SD15_TEXT)),
+    "sd15": Preset(SD15_UNET, SD_VAE, TextEncoders(SD15_TEXT)),
+    "sd21": Preset(SD21_UNET, SD_VAE, TextEncoders(SD21_TEXT), "v_prediction"),
+    "sdxl": Preset(SDXL_UNET, SDXL_VAE, TextEncoders(SDXL_TEXT, SDXL_TEXT_2)),
+    "sdxl-refiner": Preset(SDXL_REFINER_UNET, SDXL_VAE, TextEncoders(None, SDXL_TEXT_2)),
+}
+"""Stable Diffusion 1.4 and 1.5 are one architecture."""

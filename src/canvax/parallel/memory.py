@@ -1,0 +1,162 @@
+"""Device memory: what there is, what a program takes, and an error with the cure before it runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from canvax.errors import OutOfMemoryError
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that each device needs for a model at some size and batch.
+
+    Attributes:
+        weights: the parameters that lie on the device, exactly.
+        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder".
+        limit: what the device has for them; None if it does not tell.
+        compiled: whether ``programs`` are the compiler's own figures. Otherwise they are estimated from a trace, which
+            knows nothing of the compiler's choices (``docs/devices.md`` says how far that is off).
+    """
+
+    weights: int
+    programs: Mapping[str, int] = field(default_factory=dict)
+    limit: int | None = None
+    compiled: bool = False
+
+    @property
+    def total(self) -> int:
+        """Weights and the largest program: the programs run one after the other."""
+        return self.weights + max(self.programs.values(), default=0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has as much; None if it does not tell."""
+        return None if self.limit is None else self.total <= self.limit
+
+
+def free_bytes(mesh: Mesh) -> int | None:
+    """Bytes that are free on the fullest device of this process; None if the devices do not tell.
+
+    CPU devices share the host's memory: each is counted an equal part of what is available.
+    """
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if devices[0].platform == "cpu":
+        available = _available()
+        return None if available is None else available // len(devices)
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(free, default=None)
+
+
+def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
+    """Refuse to load weights of ``needed`` bytes a device that cannot fit.
+
+    Raises:
+        OutOfMemoryError: naming the estimate, the limit and the cures.
+    """
+    free = free_bytes(mesh)
+    if free is None:
+        return
+    shared = mesh.devices.flat[0].platform == "cpu" and mesh.shape.get("model", 1) == 1
+    if shared:  # whole weights are there once, whatever the number of CPU devices
+        free *= sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
+            f"free; {cures(mesh, dtype)}"
+        )
+
+
+def program_bytes(program: Any) -> int | None:
+    """What a compiled program takes on a device beside its arguments, as its compiler says; None if it does not."""
+    analysis = getattr(program, "memory_analysis", lambda: None)()
+    if analysis is None:
+        return None
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+
+
+def check_programs(programs: Mapping[str, Any], mesh: Mesh, cure: str) -> None:
+    """Refuse to run programs of which one takes more than is free.
+
+    Raises:
+        OutOfMemoryError: naming the program, what it takes, what there is and the cure.
+    """
+    free = free_bytes(mesh)
+    for name, program in programs.items():
+        needed = program_bytes(program)
+        if free is not None and needed is not None and needed > free:
+            raise OutOfMemoryError(
+                f"the {name} needs {gigabytes(needed)} on each device beside the weights, and {gigabytes(free)} are "
+                f"free; {cure}"
+            )
+
+
+@contextmanager
+def explained(cure: str) -> Iterator[None]:
+    """Turn a device's running out of memory, while compiling or running, into an error that names the cure.
+
+    Raises:
+        OutOfMemoryError: what is inside ran out of memory.
+    """
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, MemoryError) as error:
+        text = str(error).strip()
+        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()):
+            raise
+        first = (text.splitlines() or ["out of memory"])[0][:200]
+        raise OutOfMemoryError(f"the device ran out of memory ({first}); {cure}") from error
+
+
+def cures(mesh: Mesh, dtype: str, *, batch: int | None = None, height: int = 0, width: int = 0) -> str:
+    """What would help against too little memory, most useful first.
+
+    Args:
+        mesh: the devices in use.
+        dtype: the dtype of the weights.
+        batch: images drawn at once; None while loading, when there are none yet.
+        height: of an image, in pixels.
+        width: likewise.
+    """
+    ways = []
+    data, model = mesh.shape["data"], mesh.shape.get("model", 1)
+    if batch is not None and batch > data:
+        ways.append(f"draw fewer images at once (now {batch}; {data} or a multiple suits the mesh)")
+    if dtype == "float32":
+        ways.append("load in bfloat16, which takes half")
+    if batch is not None:
+        ways.append(f"draw smaller images (now {height} x {width})")
+    if data > 1:
+        ways.append(f"split the weights over devices (mesh data={data // 2}, model={2 * model})")
+    elif model == 1:
+        ways.append("split the weights over more devices (mesh model=2)")
+    return "; or ".join(ways) if ways else "use devices with more memory"
+
+
+def gigabytes(size: int) -> str:
+    """A size for people, in powers of ten."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _available() -> int | None:
+    """Memory of the host that programs can have without swapping; None where the system does not tell."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,86 @@
+"""Several processes as one program: joining them, and seeing to it that all mean the same.
+
+Every process runs the same script. What needs all of them is little: a random seed, which the first process chooses for
+all, and a check that every process was given the same arguments, without which they would wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from canvax.errors import CanvaxError, InputError
+from canvax.parallel.mesh import processes
+
+
+def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
+    """Join the other processes; before anything else that uses JAX. ``jax.distributed.initialize`` with clear errors.
+
+    On Cloud TPU, Slurm and Open MPI nothing need be said: JAX finds out. Elsewhere all three.
+
+    Args:
+        coordinator: "host:port" of process 0, which all others can reach.
+        num_processes: how many there are.
+        process_id: which of them this is, from 0.
+
+    Raises:
+        InputError: only some of the three are given, or they make no sense.
+        CanvaxError: the others could not be reached, or nothing in the environment says where they are.
+    """
+    said = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in said.items() if value is None]
+    if missing and len(missing) < 3:
+        raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(said)}")
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise InputError(f"process_id={process_id} is not in 0..{num_processes - 1}, for num_processes={num_processes}")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise InputError(f"coordinator={coordinator!r} is not host:port, such as 10.0.0.1:8476")
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    except (RuntimeError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CanvaxError(
+            f"the processes could not be joined ({first[:300]}); on Cloud TPU, Slurm and Open MPI nothing need be "
+            "given, elsewhere coordinator, num_processes and process_id, in each process before it uses JAX"
+        ) from error
+
+
+def is_spread(mesh: Mesh) -> bool:
+    """Whether the mesh has devices of several processes."""
+    return len(processes(mesh)) > 1
+
+
+def leads(mesh: Mesh) -> bool:
+    """Whether this process speaks for the mesh: progress is shown by one process alone."""
+    return processes(mesh)[0] == jax.process_index()
+
+
+def agree(seeds: Sequence[int], *said: Any) -> list[int]:
+    """The seeds of process 0, once it is certain that all processes were given the same.
+
+    Every process calls it. ``said`` are the arguments that must be the same everywhere, with a ``repr`` that shows it.
+
+    Raises:
+        InputError: in every process, if they are not the same.
+    """
+    digest = np.frombuffer(hashlib.sha256(repr((len(seeds), *said)).encode()).digest(), np.uint32)
+    if (np.asarray(multihost_utils.process_allgather(digest)) != digest).any():
+        raise InputError(
+            "the processes were given different arguments; call the pipeline with the same ones in each, every process "
+            "draws its own part of the images"
+        )
+    words = np.array(seeds, np.uint64).view(np.uint32)  # JAX knows no 64-bit integers by default
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(words))
+    return [int(seed) for seed in np.ascontiguousarray(agreed, np.uint32).view(np.uint64)]
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,54 @@
+"""Arrays between the host and the devices of a mesh, some of which may belong to other processes.
+
+Every process calls these with the same arguments; each sends and fetches only what its own devices have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from canvax.types import Array, HostArray
+
+
+def put(array: Any, sharding: Sharding) -> Array:
+    """An array that every process has whole, on the devices: each is sent its own part alone."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def own_rows(array: Array, count: int | None = None) -> tuple[list[int], HostArray]:
+    """The rows of a batch that this process has, and no other one answers for: their indices, and the rows.
+
+    Args:
+        array: [B, ...], split over the first axis alone.
+        count: leave out rows from this one on, which only fill up the batch.
+    """
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    shards.sort(key=lambda shard: shard.index[0].start or 0)
+    limit = array.shape[0] if count is None else count
+    indices: list[int] = []
+    rows = [np.zeros((0, *array.shape[1:]), array.dtype)]
+    for shard in shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        kept = range(start, min(stop, limit))
+        indices += kept
+        if kept:
+            rows.append(np.asarray(shard.data)[: len(kept)])
+    return indices, np.concatenate(rows)
+
+
+def map_parts(function: Callable[[HostArray], HostArray], array: Array) -> Array:
+    """``function`` of each device's part [b, ...] of a batch, computed on the host; the batch stays split as it is."""
+    parts = [(shard.device, function(np.asarray(shard.data))) for shard in array.addressable_shards]
+    shape = (array.shape[0], *parts[0][1].shape[1:])
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    placed = [jax.device_put(part, device) for device, part in parts]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)

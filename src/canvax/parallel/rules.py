@@ -1,0 +1,132 @@
+"""From the logical axes of parameters to the axes of the mesh: one table says which weights are split, and how.
+
+The pattern is Megatron's (Shoeybi et al. 2019, section 3): of two layers in a row the first is split by its outputs and
+the second by its inputs, so that all in between stays on its device and only the sum behind the second crosses devices.
+Attention is split by heads, feed-forward by its inner width, a residual block by the groups of its second
+normalisation. That is one all-reduce for each of these, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from canvax.errors import InputError
+from canvax.parallel.place import put
+from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
+from canvax.types import Array
+
+RULES: Mapping[str, str] = {"heads": "model", "mlp": "model", "hidden": "model"}
+"""Logical axis -> axis of the mesh. Axes that are not here (``embed``, ``conv_in``, ``conv_out``) are whole everywhere:
+they are what blocks hand on to each other."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a parameter lies on the devices.
+
+    Attributes:
+        shape: its shape there: that of the parameter, but for an axis with ``parts`` that is split, which is two axes.
+        spec: which mesh axis splits which axis.
+    """
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+    @property
+    def whole(self) -> bool:
+        """Whether every device has all of it."""
+        return not any(self.spec)
+
+
+def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
+    """How ``param`` lies on a mesh with axes of these ``sizes``.
+
+    An axis that cannot be cut between its units stays whole, and so does the axis of the layer it is paired with, which
+    has the same units: 10 heads are not split over 4 devices.
+    """
+    shape: list[int] = []
+    spec: list[str | None] = []
+    for length, axis in zip(param.shape, param.axes, strict=True):
+        name, units, parts = axis if isinstance(axis, Axis) else (axis, length, 1)
+        over = RULES.get(name) if name else None
+        if over is None or sizes.get(over, 1) == 1 or units % sizes[over]:
+            over, parts = None, 1
+        shape += [parts, length // parts] if parts > 1 else [length]
+        spec += [None, over] if parts > 1 else [over]
+    return Placement(tuple(shape), PartitionSpec(*spec) if any(spec) else PartitionSpec())
+
+
+def shardings(spec: Spec, mesh: Mesh) -> dict[str, Any]:
+    """The sharding of every parameter of a spec, in its nesting."""
+    return map_spec(lambda param: NamedSharding(mesh, placement(param, mesh.shape).spec), spec)
+
+
+def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
+    """Shapes, dtypes and shardings of a spec's parameters as they lie on a mesh, without memory."""
+
+    def one(param: Param) -> jax.ShapeDtypeStruct:
+        placed = placement(param, mesh.shape)
+        return jax.ShapeDtypeStruct(placed.shape, dtype, sharding=NamedSharding(mesh, placed.spec))
+
+    return map_spec(one, spec)
+
+
+def place(param: Param, leaf: Any, mesh: Mesh) -> Array:
+    """A parameter on the devices of a mesh, each of which receives its own part alone.
+
+    Args:
+        param: its declaration.
+        leaf: host array or device array, whole or as it lies on a mesh.
+        mesh: the devices.
+    """
+    placed = placement(param, mesh.shape)
+    sharding = NamedSharding(mesh, placed.spec)
+    if isinstance(leaf, jax.Array) and leaf.shape == placed.shape and leaf.sharding == sharding:
+        return leaf
+    if leaf.shape != placed.shape:
+        leaf = np.reshape(leaf, placed.shape) if isinstance(leaf, np.ndarray) else leaf.reshape(placed.shape)
+    return put(leaf, sharding)
+
+
+def is_on(params: Params, mesh: Mesh) -> bool:
+    """Whether all parameters lie on the devices of a mesh, split in whatever way."""
+
+    def one(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh
+
+    return all(map(one, jax.tree.leaves(params)))
+
+
+def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
+    """Every parameter of a spec by :func:`place`.
+
+    Raises:
+        InputError: some are missing, unknown or of another shape; naming them, below ``name``.
+    """
+    wanted, given = dict(flatten(spec)), dict(flatten(params))
+    faults = [f"{key} is missing" for key in wanted if key not in given]
+    faults += [f"{key} is not a parameter" for key in given if key not in wanted]
+    faults += [
+        f"{key} is {np.shape(leaf)}, not {wanted[key].shape}"
+        for key, leaf in given.items()
+        if key in wanted and np.shape(leaf) not in (wanted[key].shape, wanted[key].in_parts)
+    ]
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{more}")
+    return unflatten({key: place(param, given[key], mesh) for key, param in wanted.items()})
+
+
+def device_bytes(spec: Spec, itemsize: int, sizes: Mapping[str, int]) -> int:
+    """Bytes that each device of a mesh holds of a spec's parameters."""
+    total = 0
+    for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
+        placed = placement(param, sizes)
+        total += param.size * itemsize // int(np.prod([sizes[axis] for axis in placed.spec if axis]))
+    return total

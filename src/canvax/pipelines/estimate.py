@@ -1,0 +1,76 @@
+"""How much memory a model will take, before anything is loaded or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from canvax.compile.programs import Programs
+from canvax.parallel.liveness import peak_bytes
+from canvax.parallel.memory import Memory
+from canvax.parallel.mesh import AXES
+from canvax.parallel.rules import abstract_params, device_bytes
+from canvax.pipelines.checkpoint import Checkpoint
+from canvax.target import compiling_for
+from canvax.types import DType
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+    return sum(device_bytes(part.spec, np.dtype(dtype).itemsize, sizes) for part in checkpoint.components)
+
+
+def estimate(
+    checkpoint: Checkpoint,
+    *,
+    dtype: DType,
+    height: int,
+    width: int,
+    batch: int,
+    sizes: Mapping[str, int],
+    platform: str,
+    guided: bool = True,
+    limit: int | None = None,
+) -> Memory:
+    """Memory on each device, from a trace of each program: seconds, where compiling takes minutes.
+
+    What a split over ``model`` saves of the activations is left out: most of them are whole on every device.
+
+    Args:
+        checkpoint: the model.
+        dtype: dtype of the weights.
+        height: of an image, in pixels.
+        width: likewise.
+        batch: images drawn at once, on all devices.
+        sizes: sizes of the mesh, ``{"data": 4, "model": 2}``.
+        platform: "cpu", "gpu" or "tpu", which decides the kernels.
+        guided: whether guidance is on.
+        limit: bytes that a device has, to be told in the result.
+    """
+    mesh: Any = AbstractMesh((1, 1), AXES)
+    each = -(-batch // sizes.get("data", 1))
+    factor = checkpoint.vae.factor
+    latents = (each, height // factor, width // factor, checkpoint.unet.in_channels)
+    params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
+    traced = _Traced(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, platform=platform)
+    programs: dict[str, Any] = {
+        "text encoder": traced.encode_text(params, each),
+        "denoiser": traced.denoise(params, latents, guided=guided),
+        "decoder": traced.decode(params, latents),
+    }
+    return Memory(weight_bytes(checkpoint, dtype, sizes), programs, limit)
+
+
+@dataclass(frozen=True)
+class _Traced(Programs):
+    """Gives in place of each program how many bytes it would take."""
+
+    platform: str = "cpu"
+
+    def _get(self, name: str, function: Any, arguments: tuple[Any, ...], announce: Any) -> Any:
+        with compiling_for(self.platform):
+            return peak_bytes(function, *arguments)

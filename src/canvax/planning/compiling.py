@@ -1,0 +1,110 @@
+"""Runs the compiling process, and keeps what it found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import CanvaxError, InputError
+from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.targets import environment
+
+_PACKAGE = Path(__file__).parent.parent
+_NO_PART = {"cli", "flax_api", "images", "pipelines", "tokenizers", "weights"}
+"""Parts of canvax that change nothing in a program."""
+
+NAMES = {"encode": "text encoder", "denoise": "denoiser", "decode": "decoder"}
+
+
+def compile_programs(
+    job: Job, versions: Mapping[str, str], *, reuse: bool, announce: Callable[[str, float | None], None] | None
+) -> dict[str, dict[str, Any]]:
+    """The figures of each program: from an earlier plan, else from compiling it now.
+
+    Raises:
+        InputError: libtpu does not know the target.
+        CanvaxError: the compiler failed.
+    """
+    files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in PROGRAMS}
+    found = {}
+    for name, file in files.items():
+        with suppress(OSError, ValueError):
+            found[name] = {**json.loads(file.read_text(encoding="utf-8")), "reused": True} if reuse else {}
+    found = {name: result for name, result in found.items() if result}
+    missing = [name for name in PROGRAMS if name not in found]
+    for message in _messages(job, missing) if missing else ():
+        name, result = message["program"], message.get("result")
+        if announce:
+            announce(f"{NAMES[name]} for {job.target}", result and result["compile_seconds"])
+        if result is not None:
+            found[name] = result
+            with suppress(OSError):  # a full disk must not cost ten minutes of compiling
+                _keep(files[name], result)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where plans are kept: ``canvax/plans`` in XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canvax" / "plans"
+
+
+def _key(job: Job, program: str, versions: Mapping[str, str]) -> str:
+    """Changes with all that decides a program: the job, canvax's own code, the compiler and its flags."""
+    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    said = json.dumps([job.describe(program), dict(versions), flags], sort_keys=True)
+    digest = hashlib.sha256(said.encode())
+    for file in _sources():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterable[Path]:
+    files = (file for file in sorted(_PACKAGE.rglob("*.py")))
+    return (file for file in files if file.relative_to(_PACKAGE).parts[0] not in _NO_PART)
+
+
+def _keep(file: Path, result: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
+        json.dump(result, part)
+    Path(part.name).replace(file)
+
+
+def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
+    """What the compiling process says, as it says it."""
+    paths = (str(_PACKAGE.parent), os.environ.get("PYTHONPATH", ""))
+    env = environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # -P: a folder with a jax.py of its own must not be where modules are looked for.
+    command = [sys.executable, "-P", "-m", "canvax.planning.worker", *programs]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as noise:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": noise}
+        process = subprocess.Popen(command, env=env, text=True, encoding="utf-8", **pipes)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(job.dumps() + "\n")  # left open: the process ends when this one does
+                process.stdin.flush()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "refused" in message:
+                    raise InputError(f"target={job.target!r}: libtpu refuses it: {message['refused']}")
+                yield message
+            if process.wait() != 0:
+                noise.seek(0)
+                last = (noise.read().strip().splitlines() or ["it said nothing"])[-1]
+                raise CanvaxError(f"compiling for {job.target} failed ({process.returncode}): {last[:500]}")
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()

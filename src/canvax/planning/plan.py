@@ -1,0 +1,312 @@
+"""``plan``: will a model fit on a TPU that is not there, and how long would a picture take?
+
+The real programs are compiled for the real topology by the TPU's own compiler, with abstract weights. What it says is
+an estimate: nothing has run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from canvax._version import __version__
+from canvax.denoise import WINDOW
+from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
+from canvax.models.presets import PRESETS, Preset
+from canvax.parallel.mesh import AXES
+from canvax.pipelines.checkpoint import check_index, parse_dtype, read_networks
+from canvax.pipelines.request import check_size
+from canvax.planning.compiling import compile_programs
+from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.targets import Chip, Target, parse_target
+from canvax.types import DType
+from canvax.weights.hub import BUNDLED, resolve_configs
+
+Announce = Callable[[str, float | None], None]
+"""Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """One program, on one device. Sizes are bytes, times seconds.
+
+    Attributes:
+        name: "encode", "denoise" or "decode".
+        evaluations: how often it runs for a batch of pictures; for "denoise" the steps.
+        compile_seconds: what compiling took, now or when it was done.
+        reused: the figures are of an earlier plan.
+        refused: why the compiler would not compile it (memory), else None.
+        seconds: the compiler's estimate of one evaluation.
+        setup_seconds: likewise of what "denoise" does before its first step.
+        flops: matmuls, convolutions and kernels of one evaluation.
+        hbm_bytes: to and from the device's memory in one evaluation.
+        collectives: how many of each kind are in the program.
+        collectives_in_loop: those in the loop over steps.
+        unpriced: instructions that the estimate knows no time for.
+        argument_bytes: weights and inputs.
+        output_bytes: results.
+        temporary_bytes: everything between.
+        code_bytes: the program itself.
+        cost_analysis: what the compiler's ``cost_analysis`` says, untouched; see docs/tpu.md for what is wrong with it.
+    """
+
+    name: str
+    evaluations: int
+    compile_seconds: float
+    reused: bool = False
+    refused: str | None = None
+    seconds: float = 0.0
+    setup_seconds: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    collectives_in_loop: Mapping[str, int] = field(default_factory=dict)
+    unpriced: tuple[str, ...] = ()
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    temporary_bytes: int = 0
+    code_bytes: int = 0
+    cost_analysis: Mapping[str, float] = field(default_factory=dict)
+
+    def bound_seconds(self, chip: Chip) -> float:
+        """The least one evaluation can take: its FLOPs at the data sheet's peak, or its bytes at full bandwidth."""
+        return max(self.flops / chip.flops, self.hbm_bytes / chip.bandwidth)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a batch of pictures needs on a target.
+
+    Attributes:
+        model: as it was asked for.
+        target: the chips.
+        mesh: devices along ``data`` and ``model``.
+        batch: pictures at once, on all devices together.
+        height: pixels.
+        width: pixels.
+        steps: evaluations of the UNet.
+        guided: whether guidance doubles the UNet's batch.
+        dtype: of weights and activations.
+        programs: the three programs.
+        versions: of canvax, jax and libtpu.
+    """
+
+    model: str
+    target: Target
+    mesh: Mapping[str, int]
+    batch: int
+    height: int
+    width: int
+    steps: int
+    guided: bool
+    dtype: str
+    programs: tuple[ProgramPlan, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def resident_bytes(self) -> int:
+        """On each device all the time: the weights of all programs, their inputs and the programs themselves."""
+        return sum(program.argument_bytes + program.code_bytes for program in self.programs)
+
+    @property
+    def working_bytes(self) -> int:
+        """On each device while the hungriest program runs: its temporaries and results."""
+        return max(program.temporary_bytes + program.output_bytes for program in self.programs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most a device holds at any time."""
+        return self.resident_bytes + self.working_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is no more than programs can have; the runtime's own share is taken off already."""
+        return self.why_not is None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it does not fit, or None."""
+        refused = [f"{program.name}: {program.refused}" for program in self.programs if program.refused]
+        if refused:
+            return "; ".join(refused)
+        missing = self.peak_bytes - self.target.chip.usable
+        return f"{missing / 2**30:.2f} GiB too much on each {self.target.chip.device}" if missing > 0 else None
+
+    @property
+    def seconds(self) -> float:
+        """The compiler's estimate for the whole batch, from token ids to pixels."""
+        calls = math.ceil(self.steps / WINDOW)
+        return sum(p.evaluations * p.seconds + calls * p.setup_seconds for p in self.programs)
+
+    @property
+    def bound_seconds(self) -> float:
+        """The least the whole batch can take."""
+        return sum(program.evaluations * program.bound_seconds(self.target.chip) for program in self.programs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        chip = self.target.chip
+        same = {name: getattr(self, name) for name in ("batch", "height", "width", "steps", "guided", "dtype", "fits")}
+        programs = [
+            {**dataclasses.asdict(program), "bound_seconds": program.bound_seconds(chip)} for program in self.programs
+        ]
+        whole = not any(program.refused for program in self.programs)
+        return {
+            "model": self.model,
+            "target": str(self.target),
+            "mesh": dict(self.mesh),
+            "device": {
+                "is": chip.device,
+                "peak_flops_per_second": chip.flops,
+                "hbm_bytes_per_second": chip.bandwidth,
+                "hbm_bytes": chip.memory,
+                "usable_bytes": chip.usable,
+            },
+            **same,
+            "why_not": self.why_not,
+            "memory": {
+                "resident_bytes": self.resident_bytes,
+                "working_bytes": self.working_bytes,
+                "peak_bytes": self.peak_bytes,
+            }
+            if whole
+            else None,
+            "estimated_seconds": self.seconds if whole else None,
+            "bound_seconds": self.bound_seconds if whole else None,
+            "programs": programs,
+            "versions": dict(self.versions),
+        }
+
+
+def plan(
+    model: str | Path,
+    target: str,
+    *,
+    batch: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    steps: int = 50,
+    guided: bool = True,
+    dtype: DType = "bfloat16",
+    mesh: Mapping[str, int] | None = None,
+    reuse: bool = True,
+    announce: Announce | None = None,
+    **source: Any,
+) -> Plan:
+    """Compile a model for TPUs that are not there, and say whether it fits and how long the compiler thinks it takes.
+
+    Needs libtpu (``pip install 'canvax[tpu]'``), no TPU and no weights. A full SDXL takes some ten minutes the first
+    time on two cores; the result is kept, and the same program is not compiled again.
+
+    Args:
+        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which only configs
+            are read.
+        target: such as "tpu-v5e:2x2": v2, v3, v4, v5e, v5p or v6e, and chips along each axis.
+        batch: pictures at once on all devices together; by default one on each.
+        height: pixels, divisible by 8; by default the size the model was trained for.
+        width: likewise.
+        steps: evaluations of the UNet.
+        guided: whether the guidance scale is above 1.
+        dtype: of weights and activations.
+        mesh: devices along ``data`` and ``model``; by default all on ``data``.
+        reuse: use what an earlier plan with the same versions has found.
+        announce: told of each compilation.
+        source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in :func:`canvax.load`.
+
+    Raises:
+        InputError: an argument cannot be used; nothing has been compiled.
+        CheckpointError, HubError: the model cannot be read.
+        CanvaxError: libtpu is missing, or the compiler failed.
+    """
+    aim = parse_target(target)
+    devices = aim.chips * (2 if aim.chip.device == "core" else 1)
+    axes = check_axes(mesh, devices, aim)
+    batch = _count("batch", axes["data"] if batch is None else batch)
+    if batch % axes["data"]:
+        up = -(-batch // axes["data"]) * axes["data"]
+        raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
+    _count("steps", steps)
+    dtype = parse_dtype(dtype).name
+    networks = architecture(model, **source)
+    side = (networks.unet.sample_size or 64) * networks.vae.factor
+    job = Job(
+        model=networks,
+        target=str(aim),
+        mesh=(axes["data"], axes["model"]),
+        batch=batch,
+        height=check_size("height", height, side),
+        width=check_size("width", width, side),
+        guided=guided,
+        dtype=dtype,
+    )
+    versions = {"canvax": __version__, "jax": version("jax"), "libtpu": libtpu_version()}
+    results = compile_programs(job, versions, reuse=reuse, announce=announce)
+    evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
+    programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
+    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, dtype)
+    return Plan(*said, programs=programs, versions=versions)
+
+
+def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:
+    return ProgramPlan(name, evaluations, **{**result, "unpriced": tuple(result.get("unpriced", ()))})
+
+
+def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> dict[str, int]:
+    """Devices along each axis of the mesh.
+
+    Raises:
+        InputError: they are not the target's devices.
+    """
+    asked = {"model": 1, **(mesh or {})}
+    for name, size in asked.items():
+        if name not in AXES:
+            raise InputError(f"mesh has an axis {name!r}; {nearest(name, AXES)}")
+        _count(f"mesh {name}", size)
+    axes = {"data": devices // asked["model"], **asked}
+    if axes["data"] * axes["model"] != devices:
+        raise InputError(
+            f"mesh data={axes['data']}, model={axes['model']} has {axes['data'] * axes['model']} devices, {target} has "
+            f"{devices}; their product must be {devices}"
+        )
+    return axes
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+    return value
+
+
+def architecture(model: str | Path, **source: Any) -> Preset:
+    """The networks of a preset, a folder or a Hub id; no weights are read."""
+    if isinstance(model, str) and model in PRESETS:
+        return PRESETS[model]
+    try:
+        checkout = resolve_configs(model, accept=check_index, **source)
+    except CheckpointError as error:
+        if isinstance(model, str) and "/" not in model and not Path(model).expanduser().exists():
+            names = [*PRESETS, *BUNDLED]
+            raise InputError(
+                f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"
+            ) from error
+        raise
+    return Preset(*read_networks(checkout))
+
+
+def libtpu_version() -> str:
+    """Version of the TPU compiler.
+
+    Raises:
+        CanvaxError: it is not installed.
+    """
+    for name in ("libtpu", "libtpu-nightly"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise CanvaxError("planning needs the TPU's compiler, which is not installed: pip install 'canvax[tpu]'")

@@ -1,0 +1,143 @@
+"""A process of its own that compiles for a TPU: a job on one line of stdin, one JSON object a line on stdout.
+
+libtpu and JAX read their settings when they are loaded, and a compiler may run out of memory or crash; neither must
+happen to the caller, who may be using a GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from canvax.compile.inspect import collectives
+from canvax.compile.programs import Programs, decode_images
+from canvax.models.text import SECOND, encode_text
+from canvax.models.unet import unet, unet_spec
+from canvax.models.vae import vae_spec
+from canvax.parallel.mesh import AXES
+from canvax.parallel.rules import abstract_params
+from canvax.params import Params
+from canvax.planning.flops import count_flops
+from canvax.planning.hlo import Module, Work
+from canvax.planning.job import Job
+from canvax.planning.targets import parse_target
+from canvax.target import compiling_for
+
+
+def main() -> int:
+    """Compile what the job says; the arguments are the names of the programs."""
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the compiler prints is no part of the report
+    job = Job.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    target = parse_target(job.target)
+    try:
+        topology = topologies.get_topology_desc(target.topology, platform="tpu", **target.options)
+    except Exception as error:
+        _tell(report, refused=_first_line(error))
+        return 1
+    mesh = Mesh(np.asarray(topology.devices, dtype=object).reshape(job.mesh), AXES)
+    for name in sys.argv[1:]:
+        _tell(report, program=name)
+        _tell(report, program=name, result=compile_program(job, name, mesh))
+    return 0
+
+
+def _end_with_caller() -> None:
+    """Stop when the other end of stdin goes away, however it went: nobody waits for the compiler any more."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _tell(report: TextIO, **message: Any) -> None:
+    print(json.dumps(message), file=report, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _memory_fault(error: Exception) -> str:
+    return _first_line(error).removeprefix("RESOURCE_EXHAUSTED: ").removesuffix(".")
+
+
+def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
+    """Compile one program and read what it costs: the fields of ``canvax.planning.plan.ProgramPlan``."""
+    model = job.model
+    programs = Programs(model.text, model.unet, model.vae, mesh)
+    specs = {"unet": unet_spec(model.unet), "vae": vae_spec(model.vae), **model.text.specs}
+    params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
+    latents = (job.batch, job.height // model.vae.factor, job.width // model.vae.factor, model.unet.in_channels)
+    calls: dict[str, Callable[[], Any]] = {
+        "encode": lambda: programs.encode_text(params, job.batch),
+        "denoise": lambda: programs.denoise(params, latents, guided=job.guided),
+        "decode": lambda: programs.decode(params, latents),
+    }
+    began = time.perf_counter()
+    try:
+        compiled = calls[name]()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"compile_seconds": time.perf_counter() - began, "refused": _memory_fault(error)}
+    seconds = time.perf_counter() - began
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    chip = parse_target(job.target).chip
+    module = Module(text, chip)
+    setup, run = (module.setup(), module.step()) if name == "denoise" else (Work(), module.whole())
+    cost = compiled.cost_analysis()
+    return {
+        "compile_seconds": seconds,
+        # The cycles do not include waiting for what is fetched ahead.
+        "seconds": max(run.seconds, run.bytes / chip.bandwidth),
+        "setup_seconds": setup.seconds,
+        "flops": _flops(job, name, params, latents) / mesh.size,
+        "hbm_bytes": run.bytes,
+        "collectives": collectives(text),
+        "collectives_in_loop": collectives(module.step_text()),
+        "unpriced": sorted(set(setup.unpriced + run.unpriced)),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "cost_analysis": {key: cost[key] for key in ("flops", "bytes accessed", "optimal_seconds") if key in cost},
+    }
+
+
+def _flops(job: Job, name: str, params: Params, latents: tuple[int, int, int, int]) -> float:
+    """FLOPs of one evaluation of a program on the whole batch."""
+    model, shape = job.model, jax.ShapeDtypeStruct
+    text = model.text
+    with compiling_for("tpu"):
+        if name == "encode":
+            ids = dict.fromkeys(text.parts, shape((job.batch, text.tokens), jnp.int32))
+            return count_flops(partial(encode_text, cfg=text), params, ids, shape((), jnp.int32))
+        if name == "decode":
+            return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
+        batch = job.batch * (2 if job.guided else 1)
+        told = {"text": shape((batch, text.tokens, text.width), job.dtype)}
+        if SECOND in text.parts:
+            told["pooled"] = shape((batch, text.pooled_width), job.dtype)
+            told["time_ids"] = shape((batch, model.unet.time_ids(text.pooled_width)), jnp.float32)
+
+        def network(params: Params, x: Any, t: Any, told: dict[str, Any]) -> Any:
+            return unet(params, x, t, cfg=model.unet, **told)
+
+        x = shape((batch, *latents[1:]), job.dtype)
+        return count_flops(network, params["unet"], x, shape((batch,), jnp.float32), told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

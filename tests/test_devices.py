@@ -1,0 +1,357 @@
+"""Devices: how weights are split, that pictures stay the same, what devices say to each other, and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from small_checkpoint import TEXT, VAE, write_small_checkpoint
+
+import canvax
+from canvax.compile.inspect import collectives
+from canvax.compile.programs import Programs
+from canvax.models.configs import SD15_UNET, SDXL_UNET, UNetConfig
+from canvax.models.text import TextEncoders
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.parallel import memory
+from canvax.parallel.liveness import peak_bytes
+from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
+from canvax.parallel.place import map_parts, own_rows
+from canvax.parallel.rules import abstract_params, device_bytes, place, placement, shardings
+from canvax.params import Axis, Param, count, flatten
+
+QUIET = canvax.Options(progress=False)
+PROMPTS = ["a cat", "a dog", "a red apple"]
+SD1 = UNetConfig(
+    sample_size=32,
+    block_out_channels=(64, 128),
+    layers_per_block=1,
+    attention_head_dim=8,
+    cross_attention_dim=48,
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+)
+"""A small Stable Diffusion 1.x whose upper level has 1,024 tokens, enough for the CPU's kernel for long sequences."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("devices") / "model")
+
+
+def draw(pipe: canvax.StableDiffusion, prompts: Any = PROMPTS, **changes: Any) -> canvax.Result:
+    return pipe(prompts, **{"num_inference_steps": 3, "seed": 5, "sampler": "Euler a", "options": QUIET} | changes)
+
+
+def same_latents(got: canvax.Result, want: canvax.Result) -> None:
+    """Within 1e-4 for latents of unit variance; those of random weights have a larger one."""
+    scale = float(want.latents.std())
+    np.testing.assert_allclose(got.latents / scale, want.latents / scale, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> canvax.Result:
+    return draw(canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (2, 4)], ids=str)
+def test_same_picture(checkpoint: Path, alone: canvax.Result, sizes: tuple[int, int]) -> None:
+    """Three images, which neither 2 nor 4 nor 8 divides; and one image, with more devices than images."""
+    data, model = sizes
+    pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[: data * model], data=data, model=model))
+    got = draw(pipe)
+    assert got.indices == [0, 1, 2]
+    assert got.pixels.shape == alone.pixels.shape
+    same_latents(got, alone)
+    np.testing.assert_allclose(got.pixels, alone.pixels, atol=1e-4)
+    if data == 8:
+        one = draw(pipe, PROMPTS[1], seed=6)
+        np.testing.assert_allclose(one.pixels, alone.pixels[1:2], atol=1e-4)
+
+
+def test_each_device_receives_its_part_alone(checkpoint: Path, tmp_path: Path) -> None:
+    pipe = canvax.load(checkpoint, mesh=make_mesh(data=4, model=2))
+    params = pipe.params
+    assert params is not None
+    block = params["unet"]["down_blocks"]["0"]["attentions"]["0"]["transformer_blocks"]["0"]
+    q, out = block["attn1"]["to_q"]["weight"], block["attn1"]["to_out"]["0"]["weight"]
+    gated = block["ff"]["net"]["0"]["proj"]["weight"]
+    assert (q.shape, q.addressable_shards[0].data.shape) == ((32, 32), (32, 16))
+    assert (out.shape, out.addressable_shards[0].data.shape) == ((32, 32), (16, 32))
+    assert (gated.shape, gated.addressable_shards[0].data.shape) == ((32, 2, 128), (32, 2, 64))
+    sizes = {"data": 4, "model": 2}
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+    assert held == sum(device_bytes(part.spec, 4, sizes) for part in pipe.checkpoint.components)
+    # Saving puts the weights together again.
+    pipe.save(tmp_path / "saved")
+    again = canvax.load(tmp_path / "saved", mesh=make_mesh(jax.devices()[:1])).params
+    whole = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1])).params
+    assert again is not None
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+
+def test_own_params(checkpoint: Path, alone: canvax.Result) -> None:
+    """Parameters of the caller are put on the mesh, wherever they are; a fault of theirs is named."""
+    _, params = canvax.StableDiffusion.from_pretrained(checkpoint, mesh=make_mesh(jax.devices()[:1]))
+    pipe, _ = canvax.StableDiffusion.from_pretrained(checkpoint, mesh=make_mesh(data=2, model=4))
+    on_host = jax.tree.map(np.asarray, params)
+    for given in (params, on_host, pipe.place(on_host)):
+        same_latents(draw(pipe, params=given), alone)
+    placed = pipe.place(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(pipe.place(placed)), strict=True))
+    on_host["unet"]["conv_in"]["bias"] = np.zeros(31, np.float32)
+    del on_host["vae"]["decoder"]["conv_in"]
+    with pytest.raises(canvax.InputError, match=r"params\['unet'\].*conv_in\.bias is \(31,\), not \(32,\)"):
+        draw(pipe, params=on_host)
+    with pytest.raises(canvax.InputError, match=r"decoder\.conv_in\.weight is missing"):
+        pipe.place(params | {"vae": on_host["vae"]})
+
+
+# The rules.
+
+
+def test_rules() -> None:
+    heads = Param((64, 40), ("embed", Axis("heads", 10)))
+    assert placement(heads, {"data": 4, "model": 2}).spec == PartitionSpec(None, "model")
+    assert placement(heads, {"model": 5}).spec == PartitionSpec(None, "model")
+    for sizes in ({"data": 8}, {"data": 2, "model": 1}, {"model": 4}):  # 4 divides the 40 channels, not the 10 heads
+        assert placement(heads, sizes).spec == PartitionSpec()
+    gated = Param((64, 512), ("embed", Axis("mlp", 256, parts=2)))
+    assert placement(gated, {"model": 2}).shape == (64, 2, 256)
+    assert placement(gated, {"model": 2}).spec == PartitionSpec(None, None, "model")
+    assert placement(gated, {"data": 2}).shape == placement(gated, {"model": 3}).shape == (64, 512)
+
+
+@pytest.mark.parametrize("model", [2, 4, 5, 8])
+@pytest.mark.parametrize("cfg", [SD15_UNET, SDXL_UNET], ids=["sd15", "sdxl"])
+def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:
+    """Every weight that is split is split evenly, and the layers of a pair alike."""
+    spec = unet_spec(cfg)
+    sizes = {"data": 1, "model": model}
+    placed = {name: placement(param, sizes) for name, param in flatten(spec)}
+    for name, one in placed.items():
+        assert math.prod(one.shape) == dict(flatten(spec))[name].size
+        for length, axis in zip(one.shape, one.spec, strict=False):
+            assert axis is None or length % model == 0, name
+    for pair in (("to_q", "to_out.0"), ("ff.net.0.proj", "ff.net.2"), ("conv1", "conv2"), ("conv1", "time_emb_proj")):
+        firsts = {name for name in placed if name.endswith(f"{pair[0]}.weight")}
+        for name in firsts:
+            assert placed[name].whole == placed[name.replace(*pair)].whole, name
+    # What is not split is what blocks hand on to each other: a quarter of SD 1.5 and less of SDXL.
+    if model == 2:
+        share = device_bytes(spec, 2, sizes) / (2 * count(spec))
+        assert share < (0.66 if cfg is SD15_UNET else 0.57), share
+
+
+def test_gate_stays_with_its_values() -> None:
+    """Each device has the gates of its own values; a plain cut of the columns would give it one of the two."""
+    mesh = make_mesh(jax.devices()[:2], model=2)
+    param = Param((2, 8), (None, Axis("mlp", 4, parts=2)))
+    host = np.arange(16, dtype=np.float32).reshape(2, 8)
+    for shard in place(param, host, mesh).addressable_shards:
+        values, gate = np.asarray(shard.data)[:, 0], np.asarray(shard.data)[:, 1]
+        np.testing.assert_array_equal(gate, values + 4)
+
+
+def test_shardings_have_the_nesting_of_the_spec() -> None:
+    mesh = make_mesh(data=4, model=2)
+    found = shardings(unet_spec(SD1), mesh)
+    assert found["conv_in"]["weight"] == NamedSharding(mesh, PartitionSpec())
+    attention = found["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]["attn1"]
+    assert attention["to_out"]["0"]["weight"].spec == PartitionSpec("model", None)
+
+
+# What devices say to each other.
+
+
+def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
+    mesh = make_mesh(jax.devices()[: data * model], data=data, model=model)
+    text = TextEncoders(dataclasses.replace(TEXT, num_attention_heads=8))
+    specs = {"unet": unet_spec(SD1), "vae": vae_spec(VAE), **text.specs}
+    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in specs.items()}
+    return Programs(text, SD1, VAE, mesh), params
+
+
+def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[str, int]]:
+    programs, params = programs_of(data, model)
+    found: dict[str, Any] = {
+        "text": programs.encode_text(params, batch),
+        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True),
+        "decode": programs.decode(params, (batch, 32, 32, 4)),
+    }
+    return {name: collectives(program.as_text()) for name, program in found.items()}
+
+
+def test_no_collective_over_data() -> None:
+    """Eight devices that share a batch never wait for each other, in the denoising loop or elsewhere."""
+    assert compiled_collectives(8, 1, 8) == {"text": {}, "denoise": {}, "decode": {}}
+
+
+def test_one_sum_for_each_pair_of_layers_over_model() -> None:
+    """Nothing but an all-reduce behind each residual block and behind each attention and feed-forward."""
+    resnets, transformers = 8, 4
+    got = compiled_collectives(2, 4, 2)
+    assert got["denoise"] == {"all-reduce": resnets + 3 * transformers}
+    assert got["text"] == {"all-reduce": 2 * TEXT.num_hidden_layers}
+    assert got["decode"] == {"all-reduce": 2 + 2 * 4}
+
+
+def test_collectives_are_counted() -> None:
+    text = """
+  %all-reduce.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}
+  %all-reduce-start = f32[8]{0} all-reduce-start(%y)
+  %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
+  %g = (f32[8]{0}, f32[16]{0}) all-gather-start(%all-reduce.1), metadata={op_name="all-to-all"}
+  ROOT %p = f32[8]{0} collective-permute(%x)
+"""
+    assert collectives(text) == {"all-reduce": 2, "all-gather": 1, "collective-permute": 1}
+
+
+# The mesh.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": 3}, "data=3, model=1 is a mesh of 3 devices, and there are 8"),
+        ({"data": 4, "model": 4}, "data=4, model=4 is a mesh of 16 devices"),
+        ({"model": 3}, "model=3 does not divide 8 devices; use one of 1, 2, 4, 8"),
+        ({"model": 0}, "model=0"),
+        ({"data": 2.0}, "data=2.0"),
+        ({"devices": []}, "devices is empty"),
+    ],
+)
+def test_bad_mesh(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        canvax.make_mesh(**arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "data=4;model=2", "model=2,model=2", "data=0", "batch=8", "data=4,model=two", ""]
+)
+def test_bad_mesh_text(text: str) -> None:
+    with pytest.raises(canvax.InputError, match=r"mesh|data=0"):
+        parse_mesh(text)
+
+
+def test_mesh() -> None:
+    assert make_mesh().shape == {"data": 8, "model": 1}
+    assert make_mesh(model=2).shape == {"data": 4, "model": 2}
+    assert make_mesh(jax.devices()[:6], data=3, model=2).devices.tolist()[1] == jax.devices()[2:4]
+    assert mesh_of(None).shape == {"data": 8, "model": 1}
+    assert mesh_of("model=4").shape == {"data": 2, "model": 4}
+    assert mesh_of("data=2").devices.tolist() == [[jax.devices()[0]], [jax.devices()[1]]]
+    with pytest.raises(canvax.InputError, match="mesh of 16 devices, and there are 8"):
+        mesh_of("data=8,model=2")
+    with pytest.raises(canvax.InputError, match="'batch'"):
+        check_mesh(Mesh(np.asarray(jax.devices()), ("batch",)))
+
+
+def test_rows_of_a_batch() -> None:
+    mesh = make_mesh(data=4, model=2)
+    array = jax.device_put(np.arange(16.0).reshape(8, 2), NamedSharding(mesh, PartitionSpec("data")))
+    indices, rows = own_rows(array, 7)
+    assert indices == list(range(7))
+    np.testing.assert_array_equal(rows, np.arange(14.0).reshape(7, 2))
+    doubled = map_parts(lambda part: 2 * part[:, :1], array)
+    assert doubled.sharding == array.sharding
+    np.testing.assert_array_equal(np.asarray(doubled), 4 * np.arange(8.0)[:, None])
+
+
+# Memory.
+
+
+def test_memory_is_close_to_the_compilers(emoji: canvax.StableDiffusion) -> None:
+    """The estimate before compiling is within a factor of 1.6 of the compiler's figure, and never wild."""
+    found = emoji.memory(batch=2)
+    assert found.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(emoji.params))
+    assert found.fits
+    assert found.total == found.weights + max(found.programs.values())
+    assert emoji.params is not None
+    programs: dict[str, Any] = {
+        "text encoder": emoji.programs.encode_text(emoji.params, 2),
+        "denoiser": emoji.programs.denoise(emoji.params, (2, 16, 16, 4), guided=True),
+        "decoder": emoji.programs.decode(emoji.params, (2, 16, 16, 4)),
+    }
+    for name, program in programs.items():
+        real = memory.program_bytes(program)
+        assert real is not None
+        assert 1 / 1.6 < found.programs[name] / real < 1.6, name
+    assert emoji.memory(batch=8).programs["denoiser"] > 2 * found.programs["denoiser"]
+    assert emoji.memory(batch=2, guided=False).programs["denoiser"] < found.programs["denoiser"]
+
+
+def test_weights_on_each_device(checkpoint: Path) -> None:
+    whole = canvax.load(checkpoint, mesh=make_mesh(data=8)).memory()
+    halved = canvax.load(checkpoint, mesh=make_mesh(data=4, model=2)).memory()
+    assert halved.weights < 0.75 * whole.weights
+
+
+def test_weights_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 100_000)
+    with pytest.raises(canvax.OutOfMemoryError, match=r"float32 need .* 0\.1 MB are free; load in bfloat16") as caught:
+        canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:2], model=2))
+    assert isinstance(caught.value, MemoryError)
+    # Whole weights lie in the host's memory once, for however many CPU devices: here 8 times 100 kB is too little too.
+    with pytest.raises(canvax.OutOfMemoryError, match=r"0\.8 MB are free"):
+        canvax.load(checkpoint)
+
+
+def test_program_that_cannot_fit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:2]))
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: 1_000_000)
+    with pytest.raises(canvax.OutOfMemoryError) as caught:
+        draw(pipe, PROMPTS * 2)
+    said = ("the denoiser needs", "1.0 MB are free", "fewer images at once (now 6", "bfloat16", "64 x 64", "model=2")
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_running_out_is_explained(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1]))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\n  a long dump")
+
+    monkeypatch.setattr(Programs, "decode", fail)
+    with pytest.raises(canvax.OutOfMemoryError, match=r"allocating 123 bytes\.\); draw fewer images") as caught:
+        draw(pipe)
+    assert "dump" not in str(caught.value)
+
+
+def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  16000 kB\nMemAvailable:    8000 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    assert memory.free_bytes(make_mesh(jax.devices()[:4])) == 2000 * 1024
+    meminfo.unlink()
+    assert memory.free_bytes(make_mesh()) is None
+
+
+def test_liveness() -> None:
+    """Arrays alive at once: what is computed on the way to its consumer is not stored."""
+    x = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
+    size = 4_000_000
+
+    def chain(a: Any) -> Any:
+        return jnp.sum(jnp.exp(jnp.sin(a) * 2 + 1))
+
+    def products(a: Any) -> Any:
+        b = a @ a
+        c = b @ b
+        return jnp.sin(c) @ a
+
+    def loop(a: Any) -> Any:
+        return jax.lax.fori_loop(0, 10, lambda _, b: b @ b @ b, a)
+
+    assert peak_bytes(chain, x) < 100
+    assert peak_bytes(products, x) == 2 * size
+    assert peak_bytes(loop, x) == 3 * size

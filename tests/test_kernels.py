@@ -1,0 +1,87 @@
+"""Kernels chosen by the platform compiled for: the TPU's, interpreted here, against the plain form."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from canvax import attention as kernels
+from canvax.attention import attention
+from canvax.nn import conv2d_of_doubled, group_norm
+from canvax.target import compiling_for
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [(512, 512, 64), (600, 936, 40), (256, 4100, 32), (256, 2048, 256)],
+    ids=["whole blocks", "filled up", "several blocks of keys", "wide"],
+)
+def test_flash_attention(queries: int, keys: int, width: int) -> None:
+    q, k, v = normal(1, queries, 2, width), normal(1, keys, 2, width), normal(1, keys, 2, width)
+    want = attention(q, k, v)
+    with compiling_for("tpu"), pltpu.force_tpu_interpret_mode():
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("platform", "queries", "keys", "dtype", "flash"),
+    [
+        ("tpu", 4096, 4096, jnp.bfloat16, True),
+        ("tpu", 4096, 77, jnp.bfloat16, False),
+        ("tpu", 256, 256, jnp.bfloat16, False),
+        ("tpu", 4096, 4096, jnp.float16, False),
+        ("gpu", 4096, 4096, jnp.bfloat16, False),
+    ],
+)
+def test_which_kernel(platform: str, queries: int, keys: int, dtype: jnp.dtype, flash: bool) -> None:
+    """Asked of the trace alone: half precision is no TPU's, a prompt's 77 tokens are too few."""
+    q, k = jax.ShapeDtypeStruct((2, queries, 8, 40), dtype), jax.ShapeDtypeStruct((2, keys, 8, 40), dtype)
+    with compiling_for(platform):
+        traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, k))  # a new function: traces are remembered
+    assert ("pallas_call" in traced) == flash
+
+
+def test_flash_attention_on_several_devices() -> None:
+    """Each device attends to its own images, whatever XLA would make of a kernel it cannot split."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    mesh = make_mesh(jax.devices()[:2])
+    q = jax.device_put(normal(2, 512, 1, 32), over_batch(mesh))
+    want = kernels._attend(q, q, q, causal=False)
+    with compiling_for("tpu", mesh), pltpu.force_tpu_interpret_mode():
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, q, q)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    assert got.sharding.is_equivalent_to(q.sharding, 4)
+
+
+def test_doubling_inside_the_convolution() -> None:
+    p = {"weight": normal(3, 3, 16, 8), "bias": normal(8)}
+    x = normal(2, 7, 9, 16)
+    want = conv2d_of_doubled(p, x)
+    with compiling_for("tpu"):
+        got = conv2d_of_doubled(p, x)
+    assert got.shape == (2, 14, 18, 8)
+    np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_group_norm_of_16_bits(dtype: jnp.dtype) -> None:
+    """One pass of statistics loses less than half of what rounding ``x`` has lost, even where the mean is large."""
+    mean = 100.0
+    x = (normal(2, 16, 16, 32) + mean).astype(dtype)
+    p = {"weight": jnp.ones(32, dtype), "bias": jnp.zeros(32, dtype)}
+    got = group_norm(p, x, groups=8, eps=1e-5).astype(jnp.float32)
+    exact = np.asarray(x, np.float64).reshape(2, 256, 8, 4)
+    exact = (exact - exact.mean((1, 3), keepdims=True)) / np.sqrt(exact.var((1, 3), keepdims=True) + 1e-5)
+    rounding = mean * float(jnp.finfo(dtype).eps) / 2  # of x, whose standard deviation is one
+    np.testing.assert_allclose(got, exact.reshape(x.shape), rtol=float(jnp.finfo(dtype).eps), atol=rounding / 2)

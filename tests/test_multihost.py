@@ -1,0 +1,122 @@
+"""Two processes with four devices each, joined by jax.distributed: each draws and writes its own part."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from multihost_worker import PROMPTS
+from small_checkpoint import write_small_checkpoint
+
+import canvax
+from canvax.images.metadata import read_metadata
+from canvax.parallel import multihost
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("multihost") / "model")
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> canvax.Result:
+    pipe = canvax.load(checkpoint, mesh=canvax.make_mesh(jax.devices()[:1]))
+    return pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", options=canvax.Options(progress=False))
+
+
+def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[str]]:
+    """``command`` in two processes at once; its words PROCESS and PORT are replaced."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    running = []
+    for process in range(2):
+        words = [word.replace("PROCESS", str(process)).replace("PORT", port) for word in (*command, *rest)]
+        running.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+    done = []
+    for child in running:
+        try:
+            out, err = child.communicate(timeout=540)
+        except subprocess.TimeoutExpired:
+            for other in running:
+                other.kill()
+            raise
+        done.append(subprocess.CompletedProcess(child.args, child.returncode, out, err))
+    return done
+
+
+@pytest.mark.parametrize("model", [1, 2, 8])
+def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_path: Path) -> None:
+    """The pictures of one device; 8 splits the weights over both processes, and the first answers for the images."""
+    worker = [sys.executable, str(HERE / "multihost_worker.py"), "PROCESS", "2", "PORT"]
+    runs = run_two(worker, str(model), str(checkpoint), str(tmp_path))
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
+    parts = [np.load(tmp_path / f"{process}.npz") for process in range(2)]
+    own = [part["indices"].astype(int).tolist() for part in parts]
+    assert own == {1: [[0, 1, 2, 3], [4, 5]], 2: [[0, 1, 2, 3], [4, 5]], 8: [[0, 1, 2, 3, 4, 5], []]}[model]
+    for indices, part in zip(own, parts, strict=True):
+        assert part["prompts"].tolist() == [PROMPTS[i] for i in indices]
+        scale = alone.latents.std()
+        np.testing.assert_allclose(part["latents"] / scale, alone.latents[indices] / scale, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(part["pixels"], alone.pixels[indices], rtol=0, atol=1e-4)
+    written = [read_metadata(path) for path in (tmp_path / "pictures").glob("*.png")]
+    assert sorted((one["seed"], one["prompt"]) for one in written) == [(5 + i, PROMPTS[i]) for i in range(6)]
+    # Only the first shows progress, the seeds are those of one choice, and other arguments are refused in both.
+    assert "denoising" in runs[0].stderr
+    assert "denoising" not in runs[1].stderr
+    seeds = {}
+    for run in runs:
+        seeds |= ast.literal_eval(next(line for line in run.stdout.splitlines() if line[:5] == "seeds")[6:])
+        assert "refused the processes were given different arguments" in run.stdout
+        assert ("not saved mesh splits the weights over several processes" in run.stdout) == (model == 8)
+    assert [seeds[i] - seeds[0] for i in range(6)] == list(range(6))
+    if model < 8:
+        again = canvax.load(tmp_path / "saved", mesh=canvax.make_mesh(jax.devices()[:1]))
+        whole = canvax.load(checkpoint, mesh=canvax.make_mesh(jax.devices()[:1]))
+        jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+
+
+def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
+    """Seeds that nobody gave are the same choice in both, and each file is named by its writer alone."""
+    out = tmp_path / "out"
+    flags = ["--distributed", "--coordinator", "localhost:PORT", "--num-processes", "2", "--process-id", "PROCESS"]
+    asked = ["a cat", "a dog", "a pear", "-n", "2", "--steps", "2", "-m", str(checkpoint), "-o", str(out)]
+    runs = run_two([sys.executable, "-m", "canvax", "generate"], *asked, *flags, "--mesh", "data=4,model=2")
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
+    named = [run.stdout.split() for run in runs]
+    assert all(named)
+    assert sorted(named[0] + named[1]) == sorted(map(str, out.glob("*")))
+    written = sorted((one["seed"], one["prompt"]) for one in map(read_metadata, out.glob("*.png")))
+    assert [prompt for _, prompt in written] == ["a cat", "a cat", "a dog", "a dog", "a pear", "a pear"]
+    assert [seed - written[0][0] for seed, _ in written] == list(range(6))
+    assert "loading" in runs[0].stderr
+    assert "loading" not in runs[1].stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (("localhost:1234", None, None), "num_processes, process_id not given"),
+        (("localhost:1234", 2, 2), "process_id=2 is not in 0..1"),
+        (("localhost", 2, 0), "coordinator='localhost' is not host:port"),
+    ],
+)
+def test_bad_cluster(said: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        multihost.initialize(*said)
+
+
+def test_too_late_to_join() -> None:
+    jax.devices()
+    with pytest.raises(canvax.CanvaxError, match=r"could not be joined .* before it uses JAX"):
+        multihost.initialize("localhost:1234", 2, 0)

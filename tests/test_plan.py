@@ -1,0 +1,343 @@
+"""Planning for TPUs that are not there, all that needs no TPU compiler; test_plan_compiled.py has the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+from tiny_preset import TINY
+
+import canvax
+from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli.plan import lines, parse_mesh, parse_size
+from canvax.compile.inspect import collectives
+from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.models.presets import PRESETS, Preset
+from canvax.models.text import TextEncoders
+from canvax.params import count
+from canvax.planning import compiling
+from canvax.planning import plan as planning
+from canvax.planning.flops import count_flops
+from canvax.planning.hlo import Module, hbm_bytes
+from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.plan import Plan, architecture, check_axes
+from canvax.planning.targets import CHIPS, GIB, parse_target
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "shape", "options"),
+    [
+        ("tpu-v5e:2x2", "v5e", (2, 2), {}),
+        ("V5P:2x2x1", "v5p", (2, 2, 1), {}),
+        ("tpu:v6e:1x1", "v6e", (1, 1), {"chips_per_host_bounds": (1, 1, 1)}),
+        ("v4:2x2x2", "v4", (2, 2, 2), {"chip_config_name": "megacore"}),
+    ],
+)
+def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    target = parse_target(text)
+    assert (target.chip.name, target.shape, target.options) == (name, shape, options)
+    assert parse_target(str(target)) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v5f:2x2", "did you mean 'v5"),
+        ("h100", "There are v2, v3, v4, v5e, v5p, v6e"),
+        ("v5e", "how the chips are wired"),
+        ("v5e:2x2x2x2", "how the chips are wired"),
+        ("v5e:0x2", "no chips"),
+        ("", "write it like 'tpu-v5e:2x2'"),
+    ],
+)
+def test_wrong_targets(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said.replace("?", "[?]")):
+        parse_target(text)
+
+
+def test_data_sheets_are_plausible() -> None:
+    """The clock explains the peak: a whole number of units, each 128 x 128 multiply-adds a cycle."""
+    for chip in CHIPS.values():
+        units = chip.flops / (2 * 128 * 128 * chip.clock)
+        assert units == pytest.approx(round(units), rel=0.02), chip
+        assert 0.9 * chip.memory < chip.usable < chip.memory
+
+
+HLO = """\
+HloModule jit_f, is_scheduled=true
+
+%sliced (p0: bf16[10,64,64], p1: s32[]) -> bf16[64,64] {
+  %p0 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = s32[]{:T(128)} parameter(1)
+  %slice.1 = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,64,64}
+  ROOT %bitcast.1 = bf16[64,64]{1,0:T(8,128)(2,1)} bitcast(%slice.1)
+}
+
+%layer (a: (s32[], bf16[64,64], bf16[10,64,64])) -> (s32[], bf16[64,64], bf16[10,64,64]) {
+  %a = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)S(6)} get-tuple-element(%a), index=0
+  %x = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%a), index=1
+  %w = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%a), index=2
+  %y = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} fusion(%w, %i), kind=kOutput, calls=%sliced, backend_config={"window_config":{"estimated_cycles":"1503"}}
+  ROOT %t = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) tuple(%i, %y, %w)
+}
+
+%ten (b: (s32[], bf16[64,64], bf16[10,64,64])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(10)
+  %b = (s32[]{:T(128)}, bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[10,64,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%b), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %limit), direction=LT
+}
+
+%step (c: (s32[], bf16[64,64], bf16[10,64,64], s32[])) -> (s32[], bf16[64,64], bf16[10,64,64], s32[]) {
+  %c = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) parameter(0)
+  %in = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}) tuple(%c, %c, %c)
+  %layers = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}) while(%in), condition=%ten, body=%layer
+  %told = bf16[64,64]{1,0} custom-call(%in), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"197000000000","transcendentals":"0","bytes_accessed":"8"}}}
+  %silent = bf16[64,64]{1,0} custom-call(%told), custom_call_target="tpu_custom_call", backend_config={}
+  %free = bf16[64,64]{1,0} custom-call(%told), custom_call_target="ConcatBitcast", backend_config={}
+  %sum = bf16[64,64]{1,0} all-reduce(%told), to_apply=%add
+  ROOT %out = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) tuple(%c, %c, %c, %c)
+}
+
+%more (d: (s32[], bf16[64,64], bf16[10,64,64], s32[])) -> pred[] {
+  %d = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) parameter(0)
+  %k = s32[] get-tuple-element(%d), index=0
+  %n = s32[] get-tuple-element(%d), index=3
+  ROOT %lt.2 = pred[] compare(%k, %n), direction=LT
+}
+
+ENTRY %main (w.1: bf16[10,64,64], n.1: s32[]) -> bf16[64,64] {
+  %w.1 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %n.1 = s32[]{:T(128)} parameter(1)
+  %copy-start = (bf16[64,64]{1,0:S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%w.1)
+  %copy-done = bf16[64,64]{1,0:S(1)} copy-done(%copy-start)
+  %zero = s32[]{:T(128)} constant(0)
+  %all = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) tuple(%zero, %copy-done, %w.1, %n.1)
+  %gathered = bf16[128,64]{1,0:S(1)} all-gather-start(%copy-done), dimensions={0}
+  %steps = (s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0}, s32[]) while(%all), condition=%more, body=%step
+  %result = bf16[64,64]{1,0:S(1)} get-tuple-element(%steps), index=1
+  ROOT %end = bf16[64,64]{1,0} fusion(%result), kind=kLoop, calls=%sliced, backend_config={"window_config":{"estimated_cycles":"3006"}}
+}
+"""  # noqa: E501
+TILE = 64 * 64 * 2
+
+
+def test_costs_from_text() -> None:
+    module = Module(HLO, CHIPS["v5e"])
+    setup, step = module.setup(), module.step()
+    assert setup.seconds == pytest.approx(2e-6)
+    assert setup.bytes == 2 * TILE  # fetched, and written at the end; what stays on the chip moves nothing
+    # Ten layers of 1 us and a kernel of 1 ms; a layer reads its own slice of the stacked weights alone.
+    assert step.seconds == pytest.approx(10e-6 + 1e-3)
+    told = TILE + hbm_bytes("(s32[], bf16[64,64]{1,0:S(1)}, bf16[10,64,64]{2,1,0})")
+    assert step.bytes == 10 * TILE + told + 2 * TILE + 2 * TILE
+    assert sorted(step.unpriced) == ["silent", "sum"]
+    assert setup.unpriced == ("gathered",)
+    whole = module.whole()
+    assert whole.seconds == pytest.approx(setup.seconds + step.seconds)
+    assert "turns of the loop steps" in whole.unpriced
+    assert collectives(HLO) == {"all-gather": 1, "all-reduce": 1}
+    assert collectives(module.step_text()) == {"all-reduce": 1}
+
+
+def test_flops() -> None:
+    def f(x: Any, w: Any, image: Any, kernel: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), None
+
+        y, _ = jax.lax.scan(layer, x, w)
+        z = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return y, jax.jit(lambda z: z * 2)(z)
+
+    shape = jax.ShapeDtypeStruct
+    arguments = [shape(s, jnp.float32) for s in ((4, 8), (3, 8, 8), (1, 5, 5, 2), (3, 3, 2, 7))]
+    assert count_flops(f, *arguments) == 3 * 2 * 4 * 8 * 8 + 2 * 25 * 9 * 2 * 7
+
+
+def test_presets_have_the_published_sizes() -> None:
+    from canvax.models.unet import unet_spec
+
+    """Millions of parameters of the UNets, as their model cards have them."""
+    sizes = {name: round(count(unet_spec(PRESETS[name].unet)) / 1e6) for name in ("sd14", "sd15", "sd21", "sdxl")}
+    assert sizes == {"sd14": 860, "sd15": 860, "sd21": 866, "sdxl": 2567}
+
+
+def test_job_survives_the_way_to_the_process() -> None:
+    for preset in PRESETS.values():
+        job = Job(preset, "tpu-v5e:2x2", (4, 1), 4, 64, 64, True, "bfloat16")
+        assert Job.loads(job.dumps()) == replace(job, model=replace(preset, prediction="epsilon"))
+
+
+def test_a_program_is_known_by_what_decides_it(tmp_path: Path) -> None:
+    job, versions = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 16, 16, True, "bfloat16"), {"jax": "1"}
+
+    def keys(job: Job, versions: dict[str, str] = versions) -> list[str]:
+        return [compiling._key(job, name, versions) for name in PROGRAMS]
+
+    first = keys(job)
+    assert [a == b for a, b in zip(first, keys(replace(job, guided=False)), strict=True)] == [True, False, True]
+    assert [a == b for a, b in zip(first, keys(replace(job, height=32)), strict=True)] == [True, False, False]
+    for other in (replace(job, batch=8), replace(job, target="tpu-v5e:2x4"), replace(job, dtype="float32")):
+        assert not set(first) & set(keys(other))
+    assert not set(first) & set(keys(job, {"jax": "2"}))
+
+
+def said_by_process(*messages: dict[str, Any]) -> Any:
+    return lambda job, programs: iter(messages)
+
+
+def figures(**changed: Any) -> dict[str, Any]:
+    """What the process says about a program."""
+    same = {
+        "compile_seconds": 2.0, "seconds": 0.1, "setup_seconds": 0.01, "flops": 197e9, "hbm_bytes": 8.19e9,
+        "collectives": {}, "collectives_in_loop": {}, "unpriced": [], "argument_bytes": 2 * GIB, "output_bytes": 0,
+        "temporary_bytes": GIB, "code_bytes": 0, "cost_analysis": {},
+    }  # fmt: skip
+    return same | changed
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans "tiny" with figures in place of compiling: of each program, by its name."""
+    monkeypatch.setattr(planning, "libtpu_version", lambda: "0")
+
+    def call(**programs: dict[str, Any]) -> Plan:
+        results = [{"program": name, "result": programs.get(name, figures())} for name in PROGRAMS]
+        monkeypatch.setattr(compiling, "_messages", said_by_process(*results))
+        return canvax.plan("tiny", "v5e:2x2", steps=100)
+
+    return call
+
+
+def test_adding_up(told: Any) -> None:
+    plan = told()
+    assert plan.fits
+    assert plan.resident_bytes == 6 * GIB
+    assert plan.peak_bytes == 7 * GIB
+    assert (plan.batch, plan.height, plan.width) == (4, 8, 8)
+    # Two texts, 100 steps in two windows, one decoding.
+    assert plan.seconds == pytest.approx(0.1 * (2 + 100 + 1) + 0.01 * 2 * 3)
+    assert plan.bound_seconds == pytest.approx(0.01 * 103)  # bytes decide; FLOPs alone would take 1 ms
+    text = "\n".join(lines(plan))
+    assert "fits: 7.00 of 15.75 GiB on each chip" in text
+    assert "no estimate" not in text
+
+
+def test_too_large(told: Any) -> None:
+    plan = told(decode=figures(temporary_bytes=10 * GIB, unpriced=["kernel.3"]))
+    assert not plan.fits
+    assert plan.to_dict()["why_not"] == "0.25 GiB too much on each chip"
+    text = "\n".join(lines(plan))
+    assert "does not fit: 0.25 GiB too much" in text
+    assert "missing in the time: kernel.3" in text
+
+
+def test_refused_by_the_compiler(told: Any) -> None:
+    plan = told(decode={"compile_seconds": 3.0, "refused": "RESOURCE_EXHAUSTED: Ran out of memory on HBM"})
+    said = plan.to_dict()
+    assert not said["fits"]
+    assert said["why_not"] == "decode: RESOURCE_EXHAUSTED: Ran out of memory on HBM"
+    assert said["memory"] is said["estimated_seconds"] is said["bound_seconds"] is None
+    assert lines(plan)[-1] == f"does not fit: {plan.why_not}"
+
+
+def test_plans_are_kept(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = told()
+    assert [program.reused for program in first.programs] == [False] * 3
+    monkeypatch.setattr(compiling, "_messages", said_by_process())
+    again = canvax.plan("tiny", "v5e:2x2", steps=7)
+    assert [program.reused for program in again.programs] == [True] * 3
+    for path in compiling.cache_folder().iterdir():
+        path.write_text("{", encoding="utf-8")  # a damaged file is as good as none
+    assert not told().programs[0].reused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"batch": 3}, r"batch=3 cannot be split over data=4 devices; use 4"),
+        ({"batch": 0}, r"batch=0 is not a whole number"),
+        ({"steps": 0}, r"steps=0 is not a whole number"),
+        ({"height": 1001}, r"height=1001 is not divisible by 8; use 1000 or 1008"),
+        ({"dtype": "int8"}, r"dtype='int8' is not supported"),
+        ({"mesh": {"data": 2}}, r"has 2 devices, tpu-v5e:2x2 has 4; their product must be 4"),
+        ({"mesh": {"modle": 2}}, r"an axis 'modle'; did you mean 'model'"),
+        ({"model": "sdx"}, r"model='sdx' is no preset, folder or Hub id; did you mean 'sdxl'"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], said: str) -> None:
+    """Found before anything is compiled."""
+    with pytest.raises(InputError, match=said):
+        canvax.plan(**({"model": "tiny", "target": "v5e:2x2"} | arguments))
+
+
+def test_axes() -> None:
+    target = parse_target("v5e:2x2")
+    assert check_axes(None, 4, target) == {"data": 4, "model": 1}
+    assert check_axes({"model": 1}, 4, target) == {"data": 4, "model": 1}
+
+
+def test_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise planning.PackageNotFoundError(name)
+
+    monkeypatch.setattr(planning, "version", lambda name: missing(name) if "libtpu" in name else "1")
+    with pytest.raises(CanvaxError, match=r"pip install 'canvax\[tpu\]'"):
+        canvax.plan("tiny", "v5e:2x2")
+
+
+def test_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(planning, "libtpu_version", lambda: "0")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'F0000 out of luck' >&2\nexit 7\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(CanvaxError, match=r"compiling for tpu-v5e:2x2 failed \(7\): F0000 out of luck"):
+        canvax.plan("tiny", "v5e:2x2")
+
+
+def test_only_configs_of_a_folder_are_read(tmp_path: Path) -> None:
+    folder = write_small_checkpoint(tmp_path / "model")
+    for path in [*folder.rglob("*.safetensors"), *(folder / "tokenizer").iterdir()]:
+        path.unlink()
+    assert architecture(folder) == Preset(UNET, VAE, TextEncoders(TEXT))
+    (folder / "unet" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        architecture(folder)
+
+
+@pytest.mark.parametrize("text", ["1024", "1024x", "1024x768px", "x", "-8x8"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(InputError, match="--size"):
+        parse_size(text)
+
+
+def test_sizes_and_axes_as_typed() -> None:
+    assert parse_size("1024X768") == (1024, 768)
+    assert parse_mesh("data=2, model=2") == {"data": 2, "model": 2}
+    for text in ("data", "data=2,data=2", "data=x", ""):
+        with pytest.raises(InputError, match="--mesh"):
+            parse_mesh(text)
+
+
+def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "sdxl"]) == BAD_INPUT
+    assert "--target" in capsys.readouterr().err
+    assert main(["plan", "sdxl", "--target", "v5f:2x2", "--json"]) == BAD_INPUT
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "InputError"
+    assert main(["plan", "./nowhere", "--target", "v5e:2x2"]) == FAILED
+    assert "nowhere" in capsys.readouterr().err

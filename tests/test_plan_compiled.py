@@ -1,0 +1,166 @@
+"""Planning with the TPU's own compiler; skipped where libtpu is not installed (canvax[tpu])."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tiny_preset import TINY
+
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.models.presets import PRESETS, Preset
+from canvax.params import count
+from canvax.planning import compiling
+from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.plan import Plan, ProgramPlan
+from canvax.planning.targets import environment
+
+pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: canvax[tpu]")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, list[tuple[str, Any]]]]:
+    """ "tiny" compiled for four chips, and what was announced."""
+    heard: list[tuple[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("compiled")))
+        patch.setitem(PRESETS, "tiny", TINY)
+        yield (
+            canvax.plan("tiny", "v5e:2x2", height=16, width=16, steps=20, announce=lambda *it: heard.append(it)),
+            heard,
+        )
+
+
+def test_compiled_for_four_chips(compiled: tuple[Plan, list[tuple[str, Any]]]) -> None:
+    plan, heard = compiled
+    assert [what for what, seconds in heard if seconds is None] == [
+        f"{name} for tpu-v5e:2x2" for name in ("text encoder", "denoiser", "decoder")
+    ]
+    assert plan.fits
+    for program in plan.programs:
+        assert program.collectives == {}, program
+        assert program.unpriced == ()
+        assert 0 < program.bound_seconds(plan.target.chip) <= program.seconds < 0.1
+        # The compiler's own count has element-wise work and padding too.
+        assert 0.5 < program.flops / program.cost_analysis["flops"] <= 1
+    step = plan.programs[1]
+    assert step.setup_seconds < step.seconds
+    for program, parameters in zip(plan.programs, parameters_read(TINY), strict=True):
+        assert 2 * parameters < program.argument_bytes, program.name  # and the inputs, in tiles
+
+
+def parameters_read(model: Preset) -> list[int]:
+    """Parameters of the text encoder, the UNet and the VAE's decoder."""
+    from canvax.models.unet import unet_spec
+    from canvax.models.vae import vae_spec
+
+    text, decoder = model.text.specs["text_encoder"], vae_spec(model.vae)["decoder"]
+    return [count(spec) for spec in (text, unet_spec(model.unet), decoder)]
+
+
+def test_json_of_a_plan(compiled: tuple[Plan, Any]) -> None:
+    said = json.loads(json.dumps(compiled[0].to_dict()))
+    assert set(said) == {
+        "model", "target", "mesh", "device", "batch", "height", "width", "steps", "guided", "dtype", "fits", "why_not",
+        "memory", "estimated_seconds", "bound_seconds", "programs", "versions",
+    }  # fmt: skip
+    assert [program["name"] for program in said["programs"]] == list(PROGRAMS)
+    assert set(said["programs"][0]) == set(ProgramPlan.__dataclass_fields__) | {"bound_seconds"}
+    assert said["versions"]["libtpu"]
+
+
+def test_eight_cores_say_nothing_to_each_other() -> None:
+    """A v2-8 with the batch over its cores, as the old guide had it: no collective in the loop or before it."""
+    job = Job(TINY, "tpu-v2:2x2", (8, 1), 8, 16, 16, True, "bfloat16")
+    result = list(compiling._messages(job, ["denoise"]))[-1]["result"]
+    assert result["collectives"] == result["collectives_in_loop"] == {}
+    assert result["seconds"] > result["setup_seconds"] > 0
+
+
+def test_more_than_a_chip_has() -> None:
+    """Attention over 65,536 tokens needs its scores in memory, 16 GiB of them; the compiler's own words are told."""
+    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 256, 256, True, "bfloat16")
+    result = list(compiling._messages(job, ["decode"]))[-1]["result"]
+    assert result["refused"].startswith("Ran out of memory")
+    assert "exceeds available HBM (15.75G)" in result["refused"]
+
+
+def test_process_ends_with_its_caller() -> None:
+    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 16, 16, True, "bfloat16")
+    messages = compiling._messages(job, ["denoise"])
+    assert next(messages) == {"program": "denoise"}
+    began = time.perf_counter()
+    messages.close()
+    assert time.perf_counter() - began < 2
+    command = [sys.executable, "-m", "canvax.planning.worker", "denoise"]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(job.dumps() + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"program": "denoise"}
+        process.stdin.close()
+        assert process.wait(timeout=20) == 1
+        assert process.stdout.read() == ""
+
+
+def test_topology_that_libtpu_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--target", "v5e:3x5"]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert "libtpu refuses it" in err
+    assert "Traceback" not in out + err
+
+
+KERNELS = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import pallas as pl, topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
+
+def kernel(x, out):
+    out[...] = x[...] * 2
+
+def scaled(x, cost):
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), cost_estimate=cost)(x)
+
+cost = pl.CostEstimate(flops=197_000_000_000, bytes_accessed=8, transcendentals=0)
+told = jax.jit(lambda x: scaled(x, cost)).lower(x).compile()
+silent = jax.jit(lambda x: scaled(x, None)).lower(x).compile()
+mesh = Mesh(np.asarray(devices), ("data",))
+split = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+summed = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, PartitionSpec())).lower(split).compile()
+
+from canvax.compile.inspect import collectives
+from canvax.planning.hlo import Module
+from canvax.planning.targets import CHIPS
+chip = CHIPS["v5e"]
+print(Module(told.as_text(), chip).whole().seconds, len(Module(silent.as_text(), chip).whole().unpriced))
+print(sum(collectives(summed.as_text()).values()), sum(collectives(told.as_text()).values()))
+"""
+
+
+def test_kernels_and_collectives_in_real_text() -> None:
+    """What a custom kernel says it costs is counted, one that says nothing is named, and collectives are seen."""
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernel, numbers = done.stdout.strip().splitlines()
+    assert float(kernel.split()[0]) == pytest.approx(1e-3, rel=0.05)
+    assert kernel.split()[1] == "1"
+    assert [int(number) > 0 for number in numbers.split()] == [True, False]

@@ -1,0 +1,18 @@
+"""A model small enough that the TPU's compiler takes seconds for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from small_checkpoint import TEXT, UNET, VAE
+
+from canvax.models.presets import Preset
+from canvax.models.text import TextEncoders
+
+ONE_LEVEL = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+SHALLOW = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+TINY = Preset(
+    replace(UNET, block_out_channels=(32,), **SHALLOW),
+    replace(VAE, block_out_channels=(32,), **ONE_LEVEL),
+    TextEncoders(TEXT),
+)
