@@ -24,7 +24,7 @@ from canvax.cli.pictures import SETTINGS, Picture
 from canvax.cli.terminal import clean, command_line
 from canvax.images.metadata import read_metadata, save_png
 from canvax.pipelines.options import Options
-from canvax.samplers import SAMPLERS
+from canvax.samplers import CURVES, SAMPLERS
 from canvax.weights.hub import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
@@ -257,7 +257,14 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("x", "--eta", "2"), "eta=2.0"),
         (("x", "--eta", "0.5", "--sampler", "euler"), "eta=0.5"),
         (("x", "--sigmas", "karas"), "did you mean 'karras'"),
-        (("x", "--sigmas", "karras"), "sigmas='karras' does not apply to sampler='ddim'"),
+        (("x", "--sigmas", "1,2"), "does not fall"),
+        (("x", "--sigmas", "9,x"), "is not a list of numbers"),
+        (("x", "--set", "s_churn=3"), "s_churn=3 is not a setting of sampler='ddim'"),
+        (("x", "--set", "s_churn=many", "--sampler", "euler"), "s_churn='many' is not a number"),
+        (("x", "--set", "s_churn"), "names with values"),
+        (("x", "--guidance-interval", "0.8,0.2"), "guidance_interval"),
+        (("x", "--guidance-steps", "1,2,3", "--steps", "4"), "4 steps"),
+        (("x", "--sampler", "DDIM inversion"), "result.latents"),
         (("x", "--spacing", "wide"), "spacing='wide'"),
         (("x", "--noise", "perlin"), "noise='perlin'"),
         (("x", "--guidance-rescale", "-1"), "guidance_rescale=-1.0"),
@@ -385,6 +392,44 @@ def test_samplers(run: Run) -> None:
     _, out, _ = run("samplers")
     assert all(spec.name in out and spec.label in out for spec in SAMPLERS)
     assert len(json.loads(run("samplers", "--json")[1])["samplers"]) == len(SAMPLERS)
+
+
+def test_curves_and_their_picture(run: Run) -> None:
+    _, out, _ = run("samplers", "curves")
+    assert all(curve.name in out for curve in CURVES)
+    assert len(json.loads(run("samplers", "curves", "--json")[1])["curves"]) == len(CURVES)
+    code, out, _ = run("samplers", "plot", "karras", "AYS", "trailing", "--steps", 12, "-o", "levels.png")
+    assert (code, out) == (0, "levels.png\n")
+    with Image.open("levels.png") as image:
+        assert image.size == (1440, 480)
+        assert len(image.getcolors(1 << 20) or []) > 5
+    Path("config.json").write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}))
+    flow = ("samplers", "plot", "beta", "automatic", "--scheduler-config", "config.json", "--sampler", "heun")
+    assert run(*flow, "--json", "-o", "flow.png")[0] == 0
+    for words, said in (
+        (("plto",), "did you mean 'plot'"),
+        (("curves", "karras"), "one word too many"),
+        (("plot", "-o", "x.jpg"), "ends in .png"),
+        (("plot", "-o", "levels.png"), "there already"),
+        (("plot", "caras"), "did you mean 'karras'"),
+        (("plot", "--sampler", "eulr"), "did you mean"),
+        (("plot", "--scheduler-config", "none.json"), "none.json"),
+        (("plot", "--steps", "0"), "steps=0"),
+    ):
+        code, _, err = run("samplers", *words)
+        assert (code, said in err) == (BAD_INPUT, True), err
+
+
+def test_settings_of_a_sampler_come_back_from_a_picture(draw: Run, run: Run) -> None:
+    flags = ("--sampler", "euler", "--sigmas", "14,3,0.5,0", "--set", "s_churn=3", "--set", "s_noise=1.01")
+    more = ("--guidance-steps", "1,4,4", "--guidance-interval", "0,0.9")
+    code, _, err = draw("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
+    assert code == 0, err
+    command = run("info", "a.png")[1].splitlines()[-1]
+    assert "--sigmas 14.0,3.0,0.5,0.0 --set=s_churn=3 --set=s_noise=1.01 --guidance-steps 1.0,4.0,4.0" in command
+    code, _, err = draw("--from-image", "a.png", "-q", "-o", "b.png")
+    assert code == 0, err
+    assert np.array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
 
 
 def test_help_and_version(run: Run) -> None:

@@ -260,7 +260,7 @@ def test_options_overrule_the_name() -> None:
     text = to_infotext({"sampler": "euler", "options": {"sigmas": "exponential"}})
     assert "Sampler: euler, Schedule type: Exponential" in text
     text = to_infotext({"sampler": "ddim", "options": {"spacing": "trailing"}})
-    assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"] == {"spacing": "trailing"}
+    assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"] == {"sigmas": "sgm_uniform"}
 
 
 def test_local_folders_are_not_told() -> None:

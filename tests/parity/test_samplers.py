@@ -1,133 +1,41 @@
-"""Sampler tables against the reference schedulers, probed with unit vectors in float64.
-
-A sampler is a linear map of the initial noise, the network's outputs and the step noises. Both sides run on the unit
-vectors of that space, so that one run compares every coefficient after every evaluation. The reference computes much in
-float32; here its modules see a numpy and a torch whose float32 is float64, so that only its formulas are compared.
-"""
+"""Sampler tables against the reference schedulers, probed with unit vectors in float64 (see probe.py): the classes that
+checkpoints name in their files. The other classes are in test_solvers.py, k-diffusion in test_k_diffusion.py."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from canvax.errors import InputError  # noqa: E402
-from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, run  # noqa: E402
+from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the reference, about itself
+from .probe import (  # noqa: E402
+    BASE,
+    EXPLODING,
+    PREDICTIONS,
+    SPACINGS,
+    STEPS,
+    assert_agrees,
+    checkpoint,
+    compare,
+    in_float64,
+    reference_run,
+)
 
-TOLERANCE = 1e-6
-STEPS = (1, 2, 3, 4, 5, 10, 20, 50)
-PREDICTIONS = ("epsilon", "v_prediction", "sample")
-SPACINGS = ("leading", "trailing", "linspace")
-MODULES = {
-    "DDIMScheduler": "ddim",
-    "DDPMScheduler": "ddpm",
-    "PNDMScheduler": "pndm",
-    "EulerDiscreteScheduler": "euler_discrete",
-    "EulerAncestralDiscreteScheduler": "euler_ancestral_discrete",
-    "DPMSolverMultistepScheduler": "dpmsolver_multistep",
-}
-EXPLODING = ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
-BASE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-
-
-class Doubled:
-    """A module whose float32 is float64."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self.float32 = module.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-@pytest.fixture(autouse=True)
-def reference_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in MODULES.values():
-        module = importlib.import_module(f"diffusers.schedulers.scheduling_{name}")
-        monkeypatch.setattr(module, "np", Doubled(np))
-        monkeypatch.setattr(module, "torch", Doubled(torch))
-        if hasattr(module, "randn_tensor"):
-            monkeypatch.setattr(module, "randn_tensor", lambda *args, **kwargs: NOISE[0])
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-NOISE: list[Any] = [None]  # what the patched randn_tensor returns
-Output = Callable[[int, np.ndarray], np.ndarray]
-
-
-def reference_run(
-    name: str, config: dict[str, Any], steps: int, x: np.ndarray, output: Output, noises: np.ndarray, **extra: float
-) -> dict[str, np.ndarray]:
-    """Timesteps, network inputs and samples of a reference run, all in the reference's own frame; `frame` changes ours
-    after each row into it."""
-    # Through from_config, as a checkpoint's file is read: it also keeps fields that the class does not declare.
-    scheduler = getattr(diffusers, name).from_config(config)
-    scheduler.set_timesteps(steps)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
-    state = torch.from_numpy(x) * scheduler.init_noise_sigma
-    inputs, samples = [], []
-    for r, t in enumerate(scheduler.timesteps):
-        seen = scheduler.scale_model_input(state, t)
-        inputs.append(seen.numpy())
-        NOISE[0] = torch.from_numpy(noises[r])
-        state = scheduler.step(torch.from_numpy(output(r, inputs[-1])), t, state, **extra).prev_sample
-        samples.append(state.numpy())
-    frame = np.ones(len(samples))
-    if name in EXPLODING:
-        frame[:-1] = np.hypot(1, scheduler.sigmas.numpy()[1 : len(samples)])
-    return {
-        "timesteps": scheduler.timesteps.numpy().astype(np.float64),
-        "inputs": np.stack(inputs),
-        "samples": np.stack(samples),
-        "frame": frame,
-    }
-
-
-def compare(table: SamplerTable, name: str, config: dict[str, Any], steps: int, **extra: float) -> None:
-    """Unit vectors through both; agreement of timesteps, network inputs and samples after every evaluation."""
-    rows = len(table)
-    units = np.eye(1 + 2 * rows).reshape(1 + 2 * rows, 1, 1, 1, 1 + 2 * rows)
-    x, outputs, noises = units[0], units[1 : 1 + rows], units[1 + rows :]
-    expected = reference_run(name, config, steps, x, lambda r, seen: outputs[r], noises, **extra)
-    assert_agrees(table, expected, x, lambda r, seen: outputs[r], noises)
-
-
-def assert_agrees(
-    table: SamplerTable, expected: dict[str, np.ndarray], x: np.ndarray, output: Output, noises: np.ndarray
-) -> None:
-    np.testing.assert_allclose(table.timestep, expected["timesteps"], rtol=1e-9, atol=1e-6)
-    inputs = []
-
-    def denoise(seen: np.ndarray, timestep: float, row: int) -> np.ndarray:
-        inputs.append(seen)
-        return output(row, seen)
-
-    samples = run(table, denoise, x, noises)
-    for r in range(len(table)):
-        assert error(inputs[r], expected["inputs"][r]) < TOLERANCE, f"network input of row {r}"
-        assert error(samples[r] * expected["frame"][r], expected["samples"][r]) < TOLERANCE, f"sample after row {r}"
-
-
-def error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    assert np.isfinite(theirs).all(), "the reference itself is not finite"
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-
-
-def checkpoint(name: str, **fields: Any) -> tuple[Scheduler, dict[str, Any]]:
-    config = {"_class_name": name, **BASE, **fields}
-    return from_scheduler_config(config), config
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the reference, about itself
+    pytest.mark.usefixtures("in_float64"),
+]
+__all__ = ["in_float64"]
+CLASSES = (
+    *("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler"),
+    *("EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler"),
+)
 
 
 # Every class, prediction type, spacing and variant below, at every step count.
@@ -250,7 +158,7 @@ def test_clipped(name: str, fields: dict[str, Any], extra: dict[str, float], pre
         for steps in (1, 2, 5, 20):
             table = build_table(scheduler, steps, **extra)
             expected = reference_run(name, config, steps, x, network, noises, **extra)
-            assert_agrees(table, expected, x, network, noises)
+            assert_agrees(table, expected, x, network, noises, exploding=name in EXPLODING)
 
 
 def network(row: int, seen: np.ndarray) -> np.ndarray:
@@ -289,7 +197,7 @@ def test_switched_sampler(model: str) -> None:
     config = CHECKPOINTS[model]
     scheduler = from_scheduler_config(config)
     own = getattr(diffusers, config["_class_name"]).from_config(config)
-    for name in MODULES:
+    for name in CLASSES:
         switched = dict(getattr(diffusers, name).from_config(own.config).config)
         for steps in (4, 20):
             compare(build_table(scheduler, steps, sampler=name), name, switched, steps)

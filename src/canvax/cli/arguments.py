@@ -154,8 +154,7 @@ def build_parser() -> Parser:
         epilog=_PLAN_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
-    samplers = commands.add_parser("samplers", help="list the samplers", description="List the samplers.")
-    samplers.add_argument("--json", action="store_true", help="print one JSON object")
+    _samplers(commands)
     _cache(commands.add_parser(
         "cache",
         help="list or clear the compiled programs that are kept",
@@ -184,6 +183,26 @@ def _cache(parser: argparse.ArgumentParser) -> None:
         "--older-than", type=float, metavar="DAYS", help="with clear: only what has not been used for so many days"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _samplers(commands: Any) -> None:
+    parser = commands.add_parser(
+        "samplers",
+        usage="canvax samplers [list | curves | plot [CURVE ...]] [flags]",
+        help="list the samplers, or draw their noise levels",
+        description="List the samplers, list the curves of noise levels, or draw curves and spacings as a PNG.",
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    group = parser.add_argument_group("plot")
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps of the sampler (20)")
+    group.add_argument("--sampler", default="euler", metavar="NAME", help="whose steps (euler)")
+    group.add_argument(
+        "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
+    )
+    group.add_argument(
+        "-o", "--output", default="schedules.png", metavar="NAME.png", help="the picture (schedules.png)"
+    )
 
 
 def _what_to_draw(parser: argparse.ArgumentParser) -> None:
@@ -215,9 +234,17 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         help="how closely to follow the prompt (the model's own, else 7.5); 1 or less halves the work",
     )  # fmt: skip
     group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
-    group.add_argument("--sigmas", metavar="CURVE", help="noise levels: normal, karras, exponential, lu")
+    group.add_argument(
+        "--sigmas", metavar="CURVE", help="noise levels: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
+    )
     group.add_argument("--spacing", metavar="KIND", help="timesteps: leading, trailing, linspace")
     group.add_argument("--eta", type=float, metavar="X", help="0..1, randomness of DDIM and ancestral samplers")
+    group.add_argument(
+        "--set", "--sampler-settings", action="append", dest="sampler_settings", metavar="NAME=VALUE",
+        help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
+    )  # fmt: skip
+    group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
+    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1)")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")

@@ -159,7 +159,8 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         return  # not on disk yet, or not at all: loading will tell
     checkpoint = read_checkpoint(checkout, "float32")
     for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
-        steps = checkpoint.defaults.num_inference_steps if picture.steps is None else picture.steps
+        usual = picture.options.own_steps or checkpoint.defaults.num_inference_steps
+        steps = usual if picture.steps is None else picture.steps
         check_table(dataclasses.replace(picture, steps=steps), checkpoint.scheduler)
         skip, layers = picture.options.clip_skip, checkpoint.text.max_skip + 1
         if not 0 <= skip < layers:

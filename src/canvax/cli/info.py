@@ -13,6 +13,7 @@ from canvax.cli.pictures import OPTIONS
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
+from canvax.pipelines.options import PAIRS
 
 if TYPE_CHECKING:
     from canvax.weights.hub import Checkout
@@ -82,6 +83,11 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     for flag, value in said.items():
         if value is not None:
             several = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+            if flag == "--sampler-settings":
+                words += [f"--set={one}" for one in several]
+                continue
+            if flag.removeprefix("--").replace("-", "_") not in PAIRS:
+                several = [",".join(several)]
             words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
     return command_line(words)
 

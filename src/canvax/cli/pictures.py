@@ -118,8 +118,11 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
             sampler = settings.get("sampler")
-            if sampler is not None:
-                find(sampler)
+            if sampler is not None and find(sampler)[0].name == "ddim_inverse":
+                raise InputError(
+                    f"sampler={sampler!r} goes from a picture to its noise, which no file holds; in Python, pass "
+                    "latents=result.latents"
+                )
         except InputError as error:
             raise InputError(f"{where}{error}") from None
         except TypeError as error:  # a JSON field of another type than a flag could have
@@ -160,17 +163,20 @@ def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
     Raises:
         InputError: naming the setting.
     """
-    options, sampler = picture.options, picture.sampler
+    options, sampler, known = picture.options, picture.sampler, scheduler is not None
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
         scheduler,
-        1 if picture.steps is None else picture.steps,
+        (options.own_steps or 1) if picture.steps is None else picture.steps,
         sampler=sampler,
         eta=options.eta,
         spacing=options.spacing,
         sigmas=options.sigmas,
+        guidance=options.guidance_steps or 1.0,
         rescale=options.guidance_rescale,
+        guidance_interval=options.guidance_interval,
+        settings=options.settings if sampler is not None or known else None,
     )
 
 

@@ -1,26 +1,66 @@
-"""``canvax samplers``: the catalogue as a table."""
+"""``canvax samplers``: the catalogue, the curves of noise levels, and a picture of where they lie."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from canvax.cli.terminal import say, table
-from canvax.samplers import SAMPLERS
+from canvax.errors import InputError, nearest
+from canvax.samplers import (
+    CURVES,
+    SAMPLERS,
+    Scheduler,
+    build_table,
+    curve_named,
+    find,
+    from_scheduler_config,
+)
+
+WORDS = ("list", "curves", "plot")
+STABLE_DIFFUSION = {
+    "_class_name": "EulerDiscreteScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+}
+"""The noise schedule of Stable Diffusion 1.x, 2.x and XL."""
+SPACINGS = ("leading", "trailing", "linspace")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """List the samplers."""
+    """List the samplers or the curves, or draw curves."""
+    word, *curves = arguments.words or ["list"]
+    if word not in WORDS:
+        raise InputError(f"{word!r} is nothing that canvax samplers does; {nearest(word, WORDS)}")
+    if word != "plot" and curves:
+        raise InputError(f"{curves[0]!r} is one word too many for canvax samplers {word}")
+    if word == "plot":
+        _plot(arguments, curves, report)
+    elif word == "curves":
+        _list_curves(arguments, report)
+    else:
+        _list_samplers(arguments, report)
+
+
+def _list_samplers(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     report["samplers"] = [
         {
             "name": spec.name,
             "label": spec.label,
             "spellings": list(spec.spellings),
             "diffusers_class": spec.diffusers_class,
-            "evaluations_per_step": spec.evaluations,
+            "order": spec.order,
+            "evaluations": spec.evaluations,
             "stochastic": spec.stochastic,
             "sigmas": spec.curves,
             "eta": spec.eta,
+            "settings": list(spec.settings),
             "when": spec.when,
             "source": spec.source,
         }
@@ -28,10 +68,89 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     ]
     if arguments.json:
         return
-    rows = [("name", "label", "evaluations", "random", "karras", "when")]
+    rows = [("name", "label", "order", "evaluations", "random", "when", "source")]
     for spec in SAMPLERS:
-        yes = ["yes" if flag else "" for flag in (spec.stochastic, spec.curves)]
-        rows.append((spec.name, spec.label, spec.evaluations, yes[0], yes[1], spec.when))
+        source = spec.source.split("arXiv:")[-1].split(",")[0].split(";")[0] if "arXiv" in spec.source else spec.source
+        random = "yes" if spec.stochastic else ""
+        rows.append((spec.name, spec.label, spec.order, spec.evaluations, random, spec.when, source))
     for line in table(rows):
         say(line)
-    say("\nAny spelling works; add Karras or Exponential where the column says so: --sampler 'DPM++ 2M Karras'")
+    say(
+        "\nEvaluations of the network for n steps. Any spelling works; put a curve behind: --sampler 'DPM++ 2M Karras'."
+    )
+    say("canvax samplers curves lists the curves, canvax samplers plot draws them.")
+
+
+def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    report["curves"] = [
+        {"name": curve.name, "spellings": list(curve.also), "when": curve.when, "source": curve.source}
+        for curve in CURVES
+    ]
+    if arguments.json:
+        return
+    rows = [("name", "also", "what", "source")]
+    rows += [(curve.name, ", ".join(curve.also), curve.when, curve.source) for curve in CURVES]
+    for line in table(rows):
+        say(line)
+
+
+def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str, Any]) -> None:
+    from canvax.images.metadata import save_png
+
+    path = Path(arguments.output).expanduser()
+    if path.suffix.lower() != ".png":
+        raise InputError(f"--output {arguments.output!r} is not a PNG; give a name that ends in .png")
+    if path.exists():
+        raise InputError(f"--output {arguments.output!r} is there already, and nothing is written over; choose another")
+    scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
+    image = draw_curves(scheduler, curves or _usual(arguments.sampler), arguments.steps)
+    report["file"] = str(save_png(path, image, {}))
+    if not arguments.json:
+        say(report["file"])
+
+
+def _usual(sampler: str) -> list[str]:
+    """What is drawn where nothing is named: all curves that the sampler takes, and the spacings."""
+    if not find(sampler)[0].curves:
+        return ["leading", "trailing"]
+    return [*SPACINGS, *(curve.name for curve in CURVES if curve.name not in ("automatic", "exponential", "lu"))]
+
+
+def _config(file: str | None) -> dict[str, Any]:
+    if file is None:
+        return STABLE_DIFFUSION
+    try:
+        config = json.loads(Path(file).expanduser().read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--scheduler-config {file!r} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--scheduler-config {file!r} is not a JSON object; give a model's scheduler_config.json")
+    return config
+
+
+def draw_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Any:
+    """Sigma and timestep of each step, side by side; `curves` are names of curves or of spacings."""
+    from PIL import Image
+
+    from canvax.images.chart import line_chart
+
+    sigmas: dict[str, list[tuple[float, float]]] = {}
+    timesteps: dict[str, list[tuple[float, float]]] = {}
+    for name in curves:
+        chosen: dict[str, Any] = (
+            {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": curve_named(name)}
+        )
+        made = build_table(scheduler, steps, **chosen)
+        begins = np.searchsorted(made.step, np.arange(made.step[-1] + 1))
+        label = name if name in SPACINGS else curve_named(name)
+        sigmas[label] = [(i, float(made.sigma[row])) for i, row in enumerate(begins)]
+        timesteps[label] = [(i, float(made.timestep[row])) for i, row in enumerate(begins)]
+    title = f"{steps} steps of {scheduler.spec.label}"
+    charts = [
+        line_chart(sigmas, title=title, x_label="step", y_label="sigma", log_y=True),
+        line_chart(timesteps, title=title, x_label="step", y_label="timestep"),
+    ]
+    image = Image.new("RGB", (sum(chart.width for chart in charts), charts[0].height), "white")
+    for i, chart in enumerate(charts):
+        image.paste(chart, (i * charts[0].width, 0))
+    return image

@@ -16,10 +16,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _NEGATIVE = "Negative prompt:"
-_CURVES = ("Karras", "Exponential")
-_TRAILING = ("sgm uniform", "simple")
-"""Schedule types that mean trailing timesteps."""
-_PLAIN_SCHEDULES = ("", "automatic", "normal", "uniform", "discrete", "default")
+_CURVES = {
+    "Karras": "karras",
+    "Exponential": "exponential",
+    "Polyexponential": "polyexponential",
+    "SGM Uniform": "sgm_uniform",
+    "KL Optimal": "kl_optimal",
+    "Align Your Steps": "ays",
+    "Simple": "simple",
+    "Normal": "normal",
+    "DDIM": "ddim_uniform",
+    "Beta": "beta",
+}
+"""Schedule types, and what canvax calls these curves."""
+_SPELLINGS = {label.lower(): curve for label, curve in _CURVES.items()} | {"uniform": "normal"}
+_PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
@@ -66,12 +77,12 @@ def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
     """Sampler and schedule type; the options of a picture overrule what the sampler's name implies."""
     options = metadata.get("options") or {}
     sampler = str(metadata.get("sampler_label") or metadata.get("sampler") or "")
-    curve = next((name for name in _CURVES if sampler.lower().endswith(name.lower())), "")
+    words = sampler.lower().replace("_", " ")
+    curve = next((name for name in _CURVES if words.endswith(f" {name.lower()}")), "")
     if curve:
         sampler = sampler[: -len(curve)].rstrip(" _")
     if "sigmas" in options:
-        curve = str(options["sigmas"]).capitalize()
-        curve = curve if curve in _CURVES else ""
+        curve = next((label for label, name in _CURVES.items() if name == options["sigmas"]), "")
     return sampler, curve or ("SGM Uniform" if options.get("spacing") == "trailing" else "")
 
 
@@ -134,12 +145,11 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]
     schedule = settings.get("Schedule type", "").lower()
-    if schedule.capitalize() in _CURVES:
-        if "sampler" in metadata:
-            metadata["sampler"] += f" {schedule.capitalize()}"
-    elif schedule in _TRAILING:
-        options["spacing"] = "trailing"
-    if schedule.capitalize() in _CURVES or schedule in (*_TRAILING, *_PLAIN_SCHEDULES):
+    if schedule in ("karras", "exponential") and "sampler" in metadata:
+        metadata["sampler"] += f" {schedule.capitalize()}"
+    elif schedule in _SPELLINGS:
+        options["sigmas"] = _SPELLINGS[schedule]
+    if schedule in _SPELLINGS or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
     _take(settings, "Eta", float, options, "eta")
     _take(settings, "Clip skip", int, options, "clip_skip")

@@ -22,7 +22,7 @@ from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
-from canvax.samplers import Scheduler, find, from_scheduler_config, stable_diffusion_config
+from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
 from canvax.weights.hub import Checkout, resolve
@@ -127,7 +127,7 @@ class Checkpoint:
             same = spec.implied.items() <= implied.items()
         curve = implied.get("sigmas")
         if curve:
-            return f"{spec.name}_{curve}", f"{spec.label} {curve.capitalize()}"
+            return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
         return spec.name if same else spec.diffusers_class, spec.label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -51,7 +52,13 @@ class Options:
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
         spacing: which timesteps are visited: "leading", "trailing" or "linspace"; None for the checkpoint's.
-        sigmas: noise levels: "normal", "karras", "exponential"; None for what sampler and checkpoint say.
+        sigmas: noise levels: a curve of ``canvax samplers curves`` such as "karras", or the levels themselves, falling
+            (as for every list of numbers here, text with commas will do); None for what sampler and checkpoint say.
+        sampler_settings: further settings of the sampler by name, such as ``{"s_churn": 10}``, ``{"solver_order": 3}``
+            or ``{"timesteps": [999, 500, 250]}``; kept as ``("s_churn=10",)``.
+        guidance_steps: the guidance scale of each step, in place of ``guidance_scale``.
+        guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
+            prompt is followed without guidance (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
@@ -79,7 +86,10 @@ class Options:
 
     eta: float | None = None
     spacing: str | None = None
-    sigmas: str | None = None
+    sigmas: str | Sequence[float] | None = None
+    sampler_settings: Mapping[str, Any] | Sequence[str] = ()
+    guidance_steps: Sequence[float] | None = None
+    guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
     clip_skip: int = 0
     noise: NoiseKind = "philox"
@@ -99,6 +109,9 @@ class Options:
     negative_aesthetic_score: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("sigmas", "guidance_steps", "guidance_interval"):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        object.__setattr__(self, "sampler_settings", _settings(self.sampler_settings))
         if self.eta is not None and not (math.isfinite(self.eta) and 0 <= self.eta <= 1):
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
         if not (math.isfinite(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
@@ -118,6 +131,21 @@ class Options:
             if getattr(self, name) is not None and not _is_number(getattr(self, name)):
                 raise InputError(f"{name}={getattr(self, name)!r} is not a finite number; 6 is usual, 2.5 as negative")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """``sampler_settings`` by name."""
+        pairs = (setting.partition("=") for setting in self.sampler_settings)
+        return {name: _plain_value(value) for name, _, value in pairs}
+
+    @property
+    def own_steps(self) -> int | None:
+        """How many steps levels, timesteps or guidance of the user's own make; None without any."""
+        if self.settings.get("timesteps"):
+            return len(self.settings["timesteps"])
+        if isinstance(self.sigmas, tuple):
+            return len(self.sigmas) - (self.sigmas[-1] == 0)
+        return len(self.guidance_steps) if self.guidance_steps else None
+
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
         return {
@@ -129,6 +157,44 @@ class Options:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """A list of numbers, also as text with commas, as a tuple; the name of a curve and None as they are."""
+    if isinstance(value, str):
+        if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
+            return value
+        value = value.split(",")
+    if value is None:
+        return None
+    try:
+        numbers = tuple(float(one) for one in value)
+    except (TypeError, ValueError):
+        numbers = ()
+    if not numbers or not all(math.isfinite(one) for one in numbers):
+        raise InputError(f"{name}={value!r} is not a list of numbers, such as 14.6,6.5,2.7,0.9,0")
+    if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
+        raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
+    return numbers
+
+
+def _settings(value: Any) -> tuple[str, ...]:
+    """Settings as ``name=value`` texts, the value in JSON."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={json.dumps(one)}" for name, one in value.items()]
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
+        raise InputError(f"sampler_settings={value!r} are not names with values, such as s_churn=10")
+    return tuple(str(one) for one in value)
+
+
+def _plain_value(text: str) -> Any:
+    """A number, true, false, a list with or without its brackets, or a word."""
+    for candidate in (text, f"[{text}]" if "," in text else text):
+        try:
+            return json.loads(candidate)
+        except ValueError:
+            continue
+    return {"True": True, "False": False}.get(text, text)
 
 
 def _pair(name: str, value: Any) -> tuple[int, int] | None:

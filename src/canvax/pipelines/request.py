@@ -48,7 +48,7 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: at a guidance scale of 1 or less it does not."""
-        return self.guidance > 1
+        return max(self.options.guidance_steps or (self.guidance,)) > 1
 
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:

@@ -42,7 +42,7 @@ from canvax.pipelines.request import (
     check_size,
 )
 from canvax.pipelines.result import Result
-from canvax.samplers import SamplerTable, build_table
+from canvax.samplers import SamplerTable, build_table, find
 from canvax.types import Array
 
 Ids = dict[str, np.ndarray]
@@ -126,7 +126,9 @@ class StableDiffusion:
             seeds=check_seeds(seed, len(prompts)),
             height=height,
             width=width,
-            steps=defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+            steps=options.own_steps or defaults.num_inference_steps
+            if num_inference_steps is None
+            else num_inference_steps,
             guidance=check_guidance(guidance_scale, defaults.guidance_scale),
             sampler=sampler,
             latents=check_latents(latents, shape),
@@ -343,10 +345,12 @@ class StableDiffusion:
             eta=options.eta,
             spacing=options.spacing,
             sigmas=options.sigmas,
-            guidance=request.guidance,
+            guidance=options.guidance_steps or request.guidance,
             rescale=options.guidance_rescale,
             start=options.denoising_start,
             end=options.denoising_end,
+            guidance_interval=options.guidance_interval,
+            settings=options.settings,
         )
 
     def _conditions(
@@ -381,6 +385,12 @@ class StableDiffusion:
             raise InputError(
                 "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
                 "with options.denoising_end"
+            )
+        inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+        if inverts and request.latents is None:
+            raise InputError(
+                f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the "
+                "latents of the picture, such as result.latents"
             )
         if self.checkpoint.is_refiner and not started:
             raise InputError(

@@ -5,28 +5,34 @@ table = build_table(scheduler, steps, sampler="DPM++ 2M Karras")
 """
 
 from canvax.samplers.catalog import (
-    SAMPLERS,
-    SamplerSpec,
     Scheduler,
     build_table,
+    curve_named,
     find,
     from_scheduler_config,
     stable_diffusion_config,
 )
+from canvax.samplers.curves import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
+from canvax.samplers.specs import SAMPLERS, SamplerSpec
+from canvax.samplers.table import SLOTS, Clip, SamplerTable, batched_window, run
 
 __all__ = [
+    "CURVES",
     "SAMPLERS",
     "SLOTS",
     "Clip",
+    "Curve",
     "NoiseSchedule",
     "SamplerOptions",
     "SamplerSpec",
     "SamplerTable",
     "Scheduler",
+    "batched_window",
     "build_table",
+    "curve_label",
+    "curve_named",
     "find",
     "from_scheduler_config",
     "run",

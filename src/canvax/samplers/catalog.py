@@ -1,156 +1,32 @@
-"""The samplers by name, in every spelling people know, and the reading of a checkpoint's scheduler_config.json."""
+"""Finding a sampler by any of its names, reading a checkpoint's scheduler_config.json, making the table of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from numbers import Integral
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from canvax.errors import InputError, nearest
-from canvax.samplers import solvers
-from canvax.samplers.config import CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
-from canvax.samplers.options import SIGMAS, SPACINGS, SamplerOptions
+from canvax.samplers import curves
+from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
+from canvax.samplers.options import SPACINGS, SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.samplers.table import SamplerTable
 
-Solver = Callable[[NoiseSchedule, int, SamplerOptions], SamplerTable]
+SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
+"""Settings of the noise levels, which every sampler takes."""
 
-
-@dataclass(frozen=True)
-class SamplerSpec:
-    """One sampler of the catalogue.
-
-    implied: options that its name fixes, whatever the checkpoint says. curves: takes Karras and other sigma curves.
-    stochastic: draws noise in its steps at its usual eta (a table knows for itself). eta: has one to set.
-    evaluations: of the network for each step ("n + 1": for a whole run of n steps).
-    """
-
-    name: str
-    label: str
-    diffusers_class: str
-    k_diffusion: str | None
-    comfyui: str | None
-    solver: Solver
-    stochastic: bool
-    evaluations: str
-    when: str
-    source: str
-    implied: Mapping[str, Any] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
-    curves: bool = False
-    eta: bool = False
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Every name it answers to, the canonical one first."""
-        known = (self.name, self.label, self.k_diffusion, self.comfyui, *self.also)
-        return tuple(dict.fromkeys(name for name in known if name))
-
-
-SAMPLERS = (
-    SamplerSpec(
-        name="ddim",
-        label="DDIM",
-        diffusers_class="DDIMScheduler",
-        k_diffusion=None,
-        comfyui="ddim",
-        solver=solvers.ddim,
-        stochastic=False,
-        evaluations="1",
-        when="The plain deterministic choice; 30 to 50 steps; eta > 0 adds noise. Safe with every prediction type.",
-        source="Song et al. 2021, arXiv:2010.02502",
-        eta=True,
-    ),
-    SamplerSpec(
-        name="ddpm",
-        label="DDPM",
-        diffusers_class="DDPMScheduler",
-        k_diffusion=None,
-        comfyui="ddpm",
-        solver=solvers.ddpm,
-        stochastic=True,
-        evaluations="1",
-        when="The original random sampler; wants hundreds of steps. For comparison with papers.",
-        source="Ho et al. 2020, arXiv:2006.11239",
-    ),
-    SamplerSpec(
-        name="pndm",
-        label="PLMS",
-        diffusers_class="PNDMScheduler",
-        k_diffusion=None,
-        comfyui=None,
-        solver=solvers.pndm,
-        stochastic=False,
-        evaluations="n + 1",
-        when="What Stable Diffusion 1.x was released with; 50 steps. DPM++ 2M is as good in half of them.",
-        source="Liu et al. 2022, arXiv:2202.09778",
-        implied={"skip_prk_steps": True},
-        also=("k_plms", "pndm_plms"),
-    ),
-    SamplerSpec(
-        name="euler",
-        label="Euler",
-        diffusers_class="EulerDiscreteScheduler",
-        k_diffusion="sample_euler",
-        comfyui="euler",
-        solver=solvers.euler,
-        stochastic=False,
-        evaluations="1",
-        when="Simple and robust; 20 to 30 steps; the default of SDXL.",
-        source="Karras et al. 2022, arXiv:2206.00364",
-        also=("k_euler",),
-        curves=True,
-    ),
-    SamplerSpec(
-        name="euler_a",
-        label="Euler a",
-        diffusers_class="EulerAncestralDiscreteScheduler",
-        k_diffusion="sample_euler_ancestral",
-        comfyui="euler_ancestral",
-        solver=solvers.euler_ancestral,
-        stochastic=True,
-        evaluations="1",
-        when="Varied and soft pictures in 20 to 40 steps; the picture keeps changing with the number of steps.",
-        source="Song et al. 2021, arXiv:2011.13456; k-diffusion",
-        also=("k_euler_a", "k_euler_ancestral"),
-        curves=True,
-        eta=True,
-    ),
-    SamplerSpec(
-        name="dpmpp_2m",
-        label="DPM++ 2M",
-        diffusers_class="DPMSolverMultistepScheduler",
-        k_diffusion="sample_dpmpp_2m",
-        comfyui="dpmpp_2m",
-        solver=solvers.dpm_multistep,
-        stochastic=False,
-        evaluations="1",
-        when="The best default: converged in 20 to 25 steps, with or without Karras sigmas.",
-        source="Lu et al. 2022, arXiv:2211.01095",
-        implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
-        also=("k_dpmpp_2m", "dpm_solver_multistep", "dpm_solver++", "dpm_multistep"),
-        curves=True,
-    ),
-    SamplerSpec(
-        name="dpmpp_2m_sde",
-        label="DPM++ 2M SDE",
-        diffusers_class="DPMSolverMultistepScheduler",
-        k_diffusion="sample_dpmpp_2m_sde",
-        comfyui="dpmpp_2m_sde",
-        solver=solvers.dpm_multistep,
-        stochastic=True,
-        evaluations="1",
-        when="DPM++ 2M with fresh noise in each step: more texture, 25 to 40 steps.",
-        source="Lu et al. 2022, arXiv:2211.01095, appendix B",
-        implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
-        also=("k_dpmpp_2m_sde",),
-        curves=True,
-    ),
-)
+IMPOSSIBLE = {
+    "dpmadaptive": "DPM adaptive chooses its steps while it draws, and a table is made before; use 'DPM++ 2M'",
+    "dpmfast": "DPM fast is not in the catalogue; 'DPM++ 3S' (singlestep) is its successor",
+    "restart": "Restart is not in the catalogue; use 'DPM++ SDE'",
+}
 
 
 @dataclass(frozen=True)
@@ -166,20 +42,25 @@ class Scheduler:
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     """The sampler called `name` in any spelling, and the options that this name implies.
 
-    A trailing "Karras" (or "_k") or "Exponential" chooses the sigmas. A class name (EulerDiscreteScheduler) implies
-    nothing: its options are the checkpoint's.
+    A curve of `canvax.samplers.CURVES` behind the name, in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
+    chooses the sigmas. A class name (EulerDiscreteScheduler) implies nothing: its options are the checkpoint's.
     """
     key, classes = _plain(name), {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS)}
-    if key.removeprefix("flax") in classes:
-        return classes[key.removeprefix("flax")], {}
+    of_class = key.removeprefix("flax").replace("parallelscheduler", "scheduler")
+    if of_class in classes:
+        return classes[of_class], {}
     known = {_plain(spelling): spec for spec in reversed(SAMPLERS) for spelling in spec.spellings}
-    for suffix, curve in (("", None), ("karras", "karras"), ("exponential", "exponential"), ("k", "karras")):
+    if key in known:
+        return known[key], dict(known[key].implied)
+    for suffix, curve in _SUFFIXES.items():
         spec = known.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
         if spec is None:
             continue
-        if curve and not spec.curves:
+        if not spec.curves:
             raise InputError(f"sampler={name!r}: {spec.label} takes no {curve} sigmas; use {spec.label!r}")
-        return spec, {**spec.implied, **({"sigmas": curve} if curve else {})}
+        return spec, {**spec.implied, "sigmas": curve}
+    if key in IMPOSSIBLE:
+        raise InputError(f"sampler={name!r}: {IMPOSSIBLE[key]}")
     choices = [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
     raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices)}")
@@ -187,6 +68,23 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 def _plain(name: str) -> str:
     return "".join(c for c in str(name).lower().replace("++", "pp") if c.isalnum())
+
+
+# Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.
+_SUFFIXES = {
+    _plain(spelling): curve.name
+    for curve in curves.CURVES
+    for spelling in (curve.name, *curve.also)
+    if curve.name != "automatic" or spelling == "automatic"
+}
+_SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
+
+
+def curve_named(name: str) -> str:
+    """The curve called `name` in any spelling."""
+    if _plain(name) not in _SUFFIXES:
+        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), curves.NAMES)}")
+    return _SUFFIXES[_plain(name)]
 
 
 def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
@@ -197,20 +95,18 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
     """
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
+    stem = ALIASES.get(stem, stem)
     if stem not in CLASS_DEFAULTS and (sampler is None or stem not in RELATIVES):
-        cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
+        cure = "name a sampler, such as sampler='DPM++ 2M', to use this model;" if stem in RELATIVES else ""
         raise InputError(
             f"_class_name={name!r} of the scheduler config is not supported; "
             f"{cure or nearest(stem, list(CLASS_DEFAULTS))} Supported: {', '.join(CLASS_DEFAULTS)}"
         )
-    if sampler is None:
-        spec, implied = find(stem)
-    else:
-        spec, implied = find(sampler)
+    spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
-    if options.algorithm_type.startswith("sde"):
+    if options.algorithm_type.startswith("sde") and spec.name == "dpmpp_2m":
         spec, _ = find("dpmpp_2m_sde")
-    return Scheduler(schedule_of(config), spec, options, dict(config))
+    return Scheduler(schedule_of(config, stem), spec, options, dict(config))
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
@@ -234,73 +130,185 @@ def stable_diffusion_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_table(
     scheduler: Scheduler,
-    steps: int,
+    steps: int | None,
     *,
     sampler: str | None = None,
     eta: float | None = None,
     spacing: str | None = None,
-    sigmas: str | None = None,
-    guidance: float = 1.0,
+    sigmas: str | Sequence[float] | None = None,
+    guidance: float | Sequence[float] = 1.0,
     rescale: float = 0.0,
     start: float = 0.0,
     end: float = 1.0,
+    guidance_interval: Sequence[float] = (0.0, 1.0),
+    settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
     """The table of one run.
 
+    steps: as the field counts them (`SamplerSpec.evaluations`); None where levels or timesteps themselves are given.
     sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
     fields of its config that the named sampler understands and that sampler's own defaults for the rest.
-    spacing, sigmas ("normal" switches a curve off), eta: None keeps what config and name say.
+    spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
+    name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
+    `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
+    settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to picture. A part that
     starts late begins from x as the part before it left it, and remembers nothing else.
     """
     train = scheduler.schedule.num_train_timesteps
-    if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
-        raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")
     spec, options = scheduler.spec, scheduler.options
     if sampler is not None:
         spec, implied = find(sampler)
         options = _read(scheduler.config, spec, implied)
-    for name, value in (("guidance", guidance), ("rescale", rescale)):
-        if not math.isfinite(value) or (name == "rescale" and not 0 <= value <= 1):
-            raise InputError(f"{name}={value} cannot be used; guidance is a number such as 7.5, rescale is in 0..1")
-    changes = {"spacing": spacing, "sigmas": sigmas, "eta": eta}
-    _check(spec, changes)
-    options = replace(options, **{name: value for name, value in changes.items() if value is not None})
-    if start:
-        options = replace(options, restart=_cutoff(train, start))
-    with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
-        table = spec.solver(scheduler.schedule, int(steps), options)
-    return _part(table.with_guidance(guidance, rescale), train, start, end)
-
-
-def _cutoff(train: int, fraction: float) -> int:
-    """The timestep at a fraction of the way from noise to picture."""
-    return round(train - fraction * train)
-
-
-def _part(table: SamplerTable, train: int, start: float, end: float) -> SamplerTable:
-    """The rows from `start` to `end`: timesteps at a limit belong to the part before it."""
+    options = replace(options, **_changes(spec, eta, spacing, sigmas, settings or {}))
+    steps = _steps(steps, options, train)
+    each = np.atleast_1d(np.asarray(guidance, np.float64))
+    if not np.isfinite(each).all() or not math.isfinite(rescale) or not 0 <= rescale <= 1:
+        raise InputError(
+            f"guidance={guidance} and rescale={rescale} cannot be used; guidance is a number such as 7.5, or one for "
+            "each step; rescale is in 0..1"
+        )
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
-    lo = int(np.sum(table.timestep >= _cutoff(train, start))) if start else 0
-    hi = int(np.sum(table.timestep >= _cutoff(train, end))) if end < 1 else len(table)
-    if lo >= hi:
-        raise InputError(
-            f"no step of this run lies between start={start} and end={end}; use more steps or a longer part"
-        )
-    part = table.take(lo, hi)
-    return replace(part, init_scale=1.0) if start else part
+    if not spec.curves and (start or end < 1):
+        raise InputError(f"start={start} and end={end}: sampler={spec.name!r} is run whole; leave them out")
+    with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
+        table = spec.solver(scheduler.schedule, steps, options)
+        table = _guided(table, each if np.ndim(guidance) else each[0], rescale, guidance_interval, scheduler.schedule)
+        lo = _steps_before(table, scheduler.schedule, start) if start else 0
+        hi = _steps_before(table, scheduler.schedule, end) if end < 1 else steps
+        if lo >= hi:
+            raise InputError(
+                f"no step of this run lies between start={start} and end={end}; use more steps or a longer part"
+            )
+        part = table.take(int(np.sum(table.step < lo)), int(np.sum(table.step < hi)))
+        return _restarted(spec, scheduler.schedule, steps, options, part, lo, hi) if lo else part
 
 
-def _check(spec: SamplerSpec, changes: Mapping[str, Any]) -> None:
-    for name, allowed in (("spacing", SPACINGS), ("sigmas", SIGMAS)):
-        if changes[name] is not None and changes[name] not in allowed:
-            raise InputError(f"{name}={changes[name]!r} is not known; {nearest(str(changes[name]), allowed)}")
-    if changes["sigmas"] not in (None, "normal") and not spec.curves:
-        able = ", ".join(repr(other.name) for other in SAMPLERS if other.curves)
+def _restarted(
+    spec: SamplerSpec,
+    schedule: NoiseSchedule,
+    steps: int,
+    options: SamplerOptions,
+    part: SamplerTable,
+    lo: int,
+    hi: int,
+) -> SamplerTable:
+    """Steps lo..hi as a run that remembers nothing of the steps before, guided like `part`."""
+    fresh = spec.solver(schedule, steps, replace(options, restart=lo))
+    fresh = fresh.take(0, int(np.sum(fresh.step < hi - lo)))
+    first = part.step - lo
+    at = np.searchsorted(first, fresh.step)
+    return replace(
+        fresh,
+        guidance=part.guidance[at],
+        rescale=part.rescale[at],
+        step=fresh.step + lo,
+        first_row=part.first_row,
+        init_scale=1.0,
+    )
+
+
+def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
+    """Steps that belong to the part before `fraction` of the way: those whose timestep is at the limit or above."""
+    begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
+    train = schedule.num_train_timesteps
+    if schedule.told == "index":
+        return int(np.sum(begins >= round(train - fraction * train)))
+    index = np.interp(begins, schedule.timestep_of(schedule.sigmas), np.arange(train))
+    return int(np.sum(index >= round(train - fraction * train)))
+
+
+def _guided(
+    table: SamplerTable,
+    guidance: float | np.ndarray,
+    rescale: float,
+    interval: Sequence[float],
+    schedule: NoiseSchedule,
+) -> SamplerTable:
+    """The table with its guidance, 1 outside of the interval."""
+    low, high = interval
+    if not 0 <= low < high <= 1:
         raise InputError(
-            f"sigmas={changes['sigmas']!r} does not apply to sampler={spec.name!r}; leave it out or use {able}"
+            f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1"
         )
-    if changes["eta"] and not spec.eta:
+    table = table.with_guidance(guidance, rescale)
+    if (low, high) == (0.0, 1.0):
+        return table
+    lo = _steps_before(table, schedule, low) if low else 0
+    hi = _steps_before(table, schedule, high) if high < 1 else len(table)
+    inside = (table.step >= lo) & (table.step < hi)
+    return replace(table, guidance=np.where(inside, table.guidance, 1.0))
+
+
+def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
+    """The number of steps, which levels or timesteps of the user's own decide."""
+    own = None
+    if options.timesteps is not None:
+        own = len(options.timesteps)
+    elif not isinstance(options.sigmas, str):
+        own = len(options.sigmas) - (options.sigmas[-1] == 0)
+    if own is not None and steps not in (None, own):
+        raise InputError(f"steps={steps} with {own} levels or timesteps of your own; give as many, or steps=None")
+    steps = own if own is not None else steps
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
+        raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")
+    return int(steps)
+
+
+def _changes(
+    spec: SamplerSpec,
+    eta: float | None,
+    spacing: str | None,
+    sigmas: str | Sequence[float] | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The changes asked for, checked, as fields of SamplerOptions."""
+    if spacing is not None and spacing not in SPACINGS:
+        raise InputError(f"spacing={spacing!r} is not known; {nearest(str(spacing), SPACINGS)}")
+    if eta and not spec.eta:
         able = ", ".join(repr(other.name) for other in SAMPLERS if other.eta)
-        raise InputError(f"eta={changes['eta']} does not apply to sampler={spec.name!r}; leave it out or use {able}")
+        raise InputError(f"eta={eta} does not apply to sampler={spec.name!r}; leave it out or use {able}")
+    changes: dict[str, Any] = {"eta": eta, "spacing": spacing}
+    if isinstance(sigmas, str):
+        changes["sigmas"] = curve_named(sigmas)
+    elif sigmas is not None:
+        changes["sigmas"] = _falling("sigmas", sigmas)
+    if changes.get("sigmas", "automatic") != "automatic" and not spec.curves:
+        raise InputError(f"sigmas={sigmas!r} does not apply to sampler={spec.name!r}; leave it out")
+    for name, value in settings.items():
+        if name == "timesteps" and spec.curves:
+            changes[name] = _falling(name, value)
+            continue
+        able = (*SHAPES, *spec.settings)
+        if name not in able:
+            raise InputError(f"{name}={value!r} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}")
+        changes[name] = _setting(name, value)
+    return {name: value for name, value in changes.items() if value is not None}
+
+
+def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    numbers = np.asarray(values, np.float64)
+    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all() or numbers.min() < 0:
+        raise InputError(f"{name}={values!r} is not a list of numbers of at least 0")
+    if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
+        raise InputError(f"{name}={values!r} does not fall from noise to picture; sort it from the largest down")
+    return tuple(float(number) for number in numbers)
+
+
+def _setting(name: str, value: Any) -> Any:
+    """A value of the kind that the field has."""
+    default = next(one.default for one in dataclasses.fields(SamplerOptions) if one.name == name)
+    if isinstance(default, bool | str):
+        good = isinstance(value, type(default))
+    elif isinstance(default, tuple):
+        good = isinstance(value, Sequence) and all(isinstance(one, Integral) for one in value)
+        value = tuple(value) if good else value
+    elif isinstance(default, int):
+        good = isinstance(value, Integral) and not isinstance(value, bool)
+    else:
+        good = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    if not good:
+        kind = {bool: "True or False", str: "a name", int: "a whole number", tuple: "a list of whole numbers"}
+        raise InputError(f"{name}={value!r} is not {kind.get(type(default), 'a number')}")
+    return value

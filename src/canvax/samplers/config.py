@@ -19,73 +19,174 @@ _SCHEDULE_DEFAULTS: dict[str, Any] = {
     "rescale_betas_zero_snr": False,
     "prediction_type": "epsilon",
 }
+_K_BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
+_LATENT_BETAS = {**_K_BETAS, "beta_schedule": "scaled_linear"}
 _THRESHOLDING = {"thresholding": False, "dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0}
 _CLIPPING = {"clip_sample": True, "clip_sample_range": 1.0, **_THRESHOLDING}
 _LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
 _LINSPACE = {"timestep_spacing": "linspace", "steps_offset": 0}
-_SIGMAS = {
-    "use_karras_sigmas": False,
-    "use_exponential_sigmas": False,
-    "use_beta_sigmas": False,
-    "sigma_min": None,
-    "sigma_max": None,
+_CURVE_FLAGS = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
+_LIMITS = {"sigma_min": None, "sigma_max": None}
+_K = {**_LINSPACE, **_CURVE_FLAGS, **_LIMITS}
+_FLOW = {"use_flow_sigmas": False, "flow_shift": 1.0, "use_dynamic_shifting": False, "time_shift_type": "exponential"}
+_DPM = {
+    **_CURVE_FLAGS,
+    **_LIMITS,
+    **_FLOW,
+    **_THRESHOLDING,
+    "lambda_min_clipped": -math.inf,
+    "variance_type": None,
+    "algorithm_type": "dpmsolver++",
+    "solver_order": 2,
+    "solver_type": "midpoint",
     "final_sigmas_type": "zero",
+}
+_DISTILLED = {
+    **_LATENT_BETAS,
+    **_LEADING,
+    "original_inference_steps": 50,
+    "set_alpha_to_one": True,
+    "clip_sample": False,
+    "clip_sample_range": 1.0,
+    **_THRESHOLDING,
+    "timestep_scaling": 10.0,
+}
+_EDM = {
+    "sigma_min": 0.002,
+    "sigma_max": 80.0,
+    "sigma_data": 0.5,
+    "sigma_schedule": "karras",
+    "rho": 7.0,
+    "final_sigmas_type": "zero",
+}
+_MATCHING = {
+    "shift": 1.0,
+    **_CURVE_FLAGS,
+    "use_dynamic_shifting": False,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "invert_sigmas": False,
+    "shift_terminal": None,
+    "time_shift_type": "exponential",
+    "stochastic_sampling": False,
 }
 
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "DDIMScheduler": {**_LEADING, **_CLIPPING, "set_alpha_to_one": True},
+    "DDIMInverseScheduler": {**_LEADING, "clip_sample": True, "clip_sample_range": 1.0, "set_alpha_to_one": True},
     "DDPMScheduler": {**_LEADING, **_CLIPPING, "variance_type": "fixed_small"},
     "PNDMScheduler": {**_LEADING, "skip_prk_steps": False, "set_alpha_to_one": False},
     "EulerDiscreteScheduler": {
-        **_LINSPACE,
-        **_SIGMAS,
+        **_K,
+        "final_sigmas_type": "zero",
         "interpolation_type": "linear",
         "timestep_type": "discrete",
     },
     "EulerAncestralDiscreteScheduler": _LINSPACE,
+    "HeunDiscreteScheduler": {**_K_BETAS, **_K, "clip_sample": False, "clip_sample_range": 1.0},
+    "KDPM2DiscreteScheduler": {**_K_BETAS, **_K},
+    "KDPM2AncestralDiscreteScheduler": {**_K_BETAS, **_K},
+    "LMSDiscreteScheduler": _K,
+    "DPMSolverSDEScheduler": {**_K_BETAS, **_K, "noise_sampler_seed": None},
+    "IPNDMScheduler": {},
     "DPMSolverMultistepScheduler": {
         **_LINSPACE,
-        **_SIGMAS,
-        **_THRESHOLDING,
+        **_DPM,
         "use_lu_lambdas": False,
+        "lower_order_final": True,
+        "euler_at_final": False,
+    },
+    "DPMSolverSinglestepScheduler": {**_DPM, "lower_order_final": False},
+    "DEISMultistepScheduler": {
+        **_LINSPACE,
+        **_CURVE_FLAGS,
+        **_LIMITS,
+        **_FLOW,
+        **_THRESHOLDING,
+        "algorithm_type": "deis",
+        "solver_order": 2,
+        "solver_type": "logrho",
+        "lower_order_final": True,
+    },
+    "UniPCMultistepScheduler": {
+        **_LINSPACE,
+        **_CURVE_FLAGS,
+        **_LIMITS,
+        **_FLOW,
+        **_THRESHOLDING,
+        "shift_terminal": None,
+        "predict_x0": True,
+        "solver_order": 2,
+        "solver_type": "bh2",
+        "solver_p": None,
+        "disable_corrector": [],
+        "lower_order_final": True,
+        "final_sigmas_type": "zero",
+    },
+    "SASolverScheduler": {
+        **_LINSPACE,
+        **_CURVE_FLAGS,
+        **_LIMITS,
         "use_flow_sigmas": False,
-        "use_dynamic_shifting": False,
+        "flow_shift": 1.0,
+        **_THRESHOLDING,
         "lambda_min_clipped": -math.inf,
         "variance_type": None,
+        "algorithm_type": "data_prediction",
+        "predictor_order": 2,
+        "corrector_order": 2,
+        "tau_func": None,
+        "lower_order_final": True,
+    },
+    "LCMScheduler": _DISTILLED,
+    "TCDScheduler": _DISTILLED,
+    "EDMEulerScheduler": _EDM,
+    "EDMDPMSolverMultistepScheduler": {
+        **_EDM,
+        **_THRESHOLDING,
         "algorithm_type": "dpmsolver++",
         "solver_order": 2,
         "solver_type": "midpoint",
         "lower_order_final": True,
         "euler_at_final": False,
     },
+    "FlowMatchEulerDiscreteScheduler": _MATCHING,
+    "FlowMatchHeunDiscreteScheduler": {"shift": 1.0},
 }
 """What each class reads beyond the schedule, and its value where the file says nothing."""
 
-RELATIVES = frozenset(
-    f"{name}Scheduler"
-    for name in (
-        *("DDIMInverse", "DDIMParallel", "DDPMParallel", "DEISMultistep", "DPMSolverMultistepInverse", "DPMSolverSDE"),
-        *("DPMSolverSinglestep", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete", "LCM"),
-        *("LMSDiscrete", "SASolver", "TCD", "UniPCMultistep"),
-    )
-)
+ALIASES = {"DDIMParallelScheduler": "DDIMScheduler", "DDPMParallelScheduler": "DDPMScheduler"}
+"""Classes that differ from another in nothing that a table shows."""
+
+RELATIVES = frozenset({"DPMSolverMultistepInverseScheduler"})
 """Classes we have no solver for, but whose files describe the same kind of noise schedule."""
 
 # Fields of sibling classes. A config carries them along when the class was changed; they mean nothing to this one.
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
-    *("base_image_seq_len", "base_shift", "clip_denoised", "corrector_order", "disable_corrector", "eta"),
-    *("flow_shift", "invert_sigmas", "max_image_seq_len", "max_shift", "noise_sampler_seed"),
-    *("original_inference_steps", "predict_x0", "predictor_order", "rho", "s_noise", "shift", "shift_terminal"),
-    *("sigma_data", "sigma_schedule", "solver_p", "stochastic_sampling", "tau_func", "tensor_format"),
-    *("time_shift_type", "timestep_scaling"),
+    *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
 }
+# Fields that canvax passes over because they decide nothing here: the noise of a step comes from the image's seed, and
+# how the shift follows the size of the picture is for whoever gives `mu`.
+_NOTHING_HERE = (
+    *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
+    *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
+)
 
-_CURVES = {"use_exponential_sigmas": "exponential", "use_lu_lambdas": "lu", "use_karras_sigmas": "karras"}
-_REFUSED = {
-    "use_beta_sigmas": "use use_karras_sigmas instead",
-    "use_flow_sigmas": "flow models are not supported yet",
-    "use_dynamic_shifting": "flow models are not supported yet",
+_FLOW_TYPE = "flow_prediction"
+_CURVES = {
+    "use_beta_sigmas": "beta_sigmas",
+    "use_exponential_sigmas": "exponential",
+    "use_lu_lambdas": "lu",
+    "use_karras_sigmas": "karras",
 }
+_REFUSED = {
+    "solver_p": "another solver as predictor is not supported; remove it",
+    "tau_func": "a function cannot be read from a file; remove it for the usual one",
+    "invert_sigmas": "runs from picture to noise are not supported; set it to false",
+}
+_DPM_ALGORITHMS = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver", "deis")
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "timestep_spacing": SPACINGS,
     "prediction_type": PREDICTION_TYPES,
@@ -93,8 +194,10 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "final_sigmas_type": ("zero", "sigma_min"),
     "interpolation_type": ("linear", "log_linear"),
     "timestep_type": ("discrete", "continuous"),
-    "algorithm_type": ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver", "deis"),
+    "algorithm_type": (*_DPM_ALGORITHMS, "data_prediction", "noise_prediction"),
     "solver_type": ("midpoint", "heun", "logrho", "bh1", "bh2"),
+    "sigma_schedule": ("karras", "exponential"),
+    "time_shift_type": ("exponential", "linear"),
 }
 
 
@@ -112,6 +215,8 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     curves = [key for key in _CURVES if key in fields and config.get(key)]
     if len(curves) > 1:
         faults.append(f"{' and '.join(curves)} together (keep one)")
+    if "use_flow_sigmas" in fields and config.get("use_flow_sigmas") and config.get("prediction_type") != _FLOW_TYPE:
+        faults.append(f"use_flow_sigmas=True (of models whose prediction_type is {_FLOW_TYPE!r} alone)")
     betas, train = config.get("trained_betas"), config.get("num_train_timesteps", 1000)
     if isinstance(betas, list | tuple) and len(betas) != train:
         faults.append(f"trained_betas has {len(betas)} values (num_train_timesteps={train!r} must be the same)")
@@ -123,6 +228,9 @@ def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[s
     said = f"{key}={value!r}"
     if key in _REFUSED:
         return [f"{said} ({_REFUSED[key]})"] if value else []
+    if key == "disable_corrector":
+        good = isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
+        return [] if good else [f"{said} (a list of step numbers)"]
     if key == "variance_type":
         return [f"{said} (only fixed variances: the network predicts none)"] if "learned" in str(value) else []
     if key == "trained_betas":
@@ -148,26 +256,60 @@ def _numbers(values: Any) -> bool:
     )
 
 
-def schedule_of(config: Mapping[str, Any]) -> NoiseSchedule:
-    """The noise a model was trained with, as its config says, whatever scheduler class the file names."""
-    said = {key: config.get(key, default) for key, default in _SCHEDULE_DEFAULTS.items()}
+def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> NoiseSchedule:
+    """The noise a model was trained with, as its config says; what it leaves out is as in its scheduler class."""
+    defaults = CLASS_DEFAULTS.get(class_name or "", {})
+    said = {**_SCHEDULE_DEFAULTS, **{name: defaults[name] for name in _SCHEDULE_DEFAULTS if name in defaults}}
+    said |= {name: config[name] for name in said if name in config}
+    train = said["num_train_timesteps"]
+    kind = "sample" if said["prediction_type"] == "original_sample" else said["prediction_type"]
+    match class_name:
+        case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
+            fields = {name: config.get(name, _EDM[name]) for name in ("sigma_min", "sigma_max", "sigma_data")}
+            return NoiseSchedule.edm(**fields, prediction_type=kind, num_train_timesteps=train)
+        case "IPNDMScheduler":
+            return NoiseSchedule.angular(train)
+        case "FlowMatchEulerDiscreteScheduler" | "FlowMatchHeunDiscreteScheduler":
+            return NoiseSchedule.flow(train, 1.0 if config.get("use_dynamic_shifting") else config.get("shift", 1.0))
+    if kind == "flow_prediction":
+        return NoiseSchedule.flow(train, config.get("flow_shift", 1.0))
     betas = said["trained_betas"]
     if betas is None:
-        betas = make_betas(said["beta_schedule"], said["beta_start"], said["beta_end"], said["num_train_timesteps"])
-    kind = "sample" if said["prediction_type"] == "original_sample" else said["prediction_type"]
+        betas = make_betas(said["beta_schedule"], said["beta_start"], said["beta_end"], train)
     return NoiseSchedule.from_betas(betas, kind, zero_terminal_snr=bool(said["rescale_betas_zero_snr"]))
 
 
 def options_of(config: Mapping[str, Any], class_name: str) -> SamplerOptions:
     """The options of `config` as `class_name` reads it: the fields it has, its own defaults for the missing ones."""
     said = {key: config.get(key, default) for key, default in CLASS_DEFAULTS[class_name].items()}
-    sigmas = "normal"
+    sigmas = "automatic"
     for flag, curve in _CURVES.items():
         sigmas = curve if said.pop(flag, False) else sigmas
-    for key in _REFUSED:
+    for key in (*_NOTHING_HERE, *_SCHEDULE_DEFAULTS):
         said.pop(key, None)
-    if class_name == "DPMSolverMultistepScheduler":
-        said["round_timesteps"] = config.get("beta_schedule") != "squaredcos_cap_v2"
-        for limit in ("sigma_min", "sigma_max"):
-            said[limit] = config.get(limit)
-    return SamplerOptions(spacing=said.pop("timestep_spacing"), sigmas=sigmas, **said)
+    said["spacing"] = said.pop("timestep_spacing", "linspace")
+    match class_name:
+        case "DPMSolverMultistepScheduler":
+            said["round_timesteps"] = config.get("beta_schedule") != "squaredcos_cap_v2"
+        case "DEISMultistepScheduler":
+            said["final_sigmas_type"] = "repeated"
+            said.pop("algorithm_type")
+        case "UniPCMultistepScheduler":
+            said["flow_from_one"] = True
+            said["disable_corrector"] = tuple(said["disable_corrector"])
+            said["final_sigmas_type"] = "repeated" if said["final_sigmas_type"] == "sigma_min" else "zero"
+        case "SASolverScheduler":
+            said["final_sigmas_type"] = "repeated"
+            said["predict_x0"] = said.pop("algorithm_type") != "noise_prediction"
+        case "TCDScheduler":
+            said["final_sigmas_type"] = "sigma_min"
+            said["clip_sample"] = said["thresholding"] = False  # which the class declares and does not do
+        case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
+            said["sigma_min"] = said["sigma_max"] = None  # they are the ends of the schedule
+            if class_name == "EDMEulerScheduler" and said["final_sigmas_type"] == "sigma_min":
+                said["final_sigmas_type"] = "repeated"
+        case "HeunDiscreteScheduler" | "LMSDiscreteScheduler" | "EulerDiscreteScheduler" | "DPMSolverSDEScheduler":
+            said["round_timesteps"] = False
+        case _:
+            pass
+    return SamplerOptions(sigmas=sigmas, **said)

@@ -16,8 +16,8 @@ import numpy as np
 
 from canvax.errors import InputError, nearest
 
-PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
-BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "laplace", "sigmoid")
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", "flow_prediction")
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "exp", "laplace", "sigmoid")
 
 SMALLEST_ALPHA_CUMPROD = 2.0**-24
 """Stands for 0 in the variance-exploding view of a zero-terminal-SNR schedule, whose noise level would be infinite
@@ -29,12 +29,21 @@ class NoiseSchedule:
     """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and what its network predicts.
 
     alphas_cumprod: a_t at each training timestep, float64, decreasing. 0 at the end for a zero-terminal-SNR schedule.
-    prediction_type: "epsilon", "v_prediction" (v = sqrt(a) eps - sqrt(1 - a) x_0) or "sample" (x_0).
-    Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v.
+    prediction_type: "epsilon", "v_prediction" (v = sqrt(a) eps - sqrt(1 - a) x_0), "sample" (x_0), or
+    "flow_prediction" (v = eps - x_0), whose x_t = (1 - t) x_0 + t eps: such a schedule is made by `flow`.
+    sigma_data: set for EDM models, whose network is wrapped as in Karras et al. 2022, table 1; made by `edm`.
+    told: what the network is told: "index" of the training timestep, "quarter_log" of the level (EDM), or the "angle"
+    whose tangent is the level, as a fraction of a right angle.
+    shift: of flow models, t' = shift * t / (1 + (shift - 1) * t).
+    Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
+    al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
 
     alphas_cumprod: np.ndarray
     prediction_type: str = "epsilon"
+    sigma_data: float | None = None
+    told: str = "index"
+    shift: float = 1.0
 
     def __post_init__(self) -> None:
         values = np.asarray(self.alphas_cumprod, np.float64)
@@ -56,13 +65,41 @@ class NoiseSchedule:
         values = np.cumprod(1.0 - np.asarray(betas, np.float64))
         return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
 
+    @classmethod
+    def flow(cls, num_train_timesteps: int = 1000, shift: float = 1.0) -> NoiseSchedule:
+        """Rectified flow: t = 1/n, 2/n, ... 1, shifted."""
+        t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
+        return cls((1 - t) ** 2 / ((1 - t) ** 2 + t**2), "flow_prediction", shift=shift)
+
+    @classmethod
+    def edm(
+        cls, sigma_min: float, sigma_max: float, sigma_data: float, prediction_type: str, num_train_timesteps: int
+    ) -> NoiseSchedule:
+        """A network with EDM preconditioning between two noise levels: Karras et al. 2022, table 1."""
+        levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
+        return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, told="quarter_log")
+
+    @classmethod
+    def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
+        """sigma = sin^2 of an even angle, v prediction, the network told the angle of the level (IPNDM's models)."""
+        std = np.sin(np.arange(1, num_train_timesteps + 1) / num_train_timesteps * np.pi / 2) ** 2
+        return cls(1 - std**2, "v_prediction", told="angle")
+
     @property
     def num_train_timesteps(self) -> int:
         return self.alphas_cumprod.size
 
+    @property
+    def is_flow(self) -> bool:
+        return self.prediction_type == "flow_prediction"
+
     @cached_property
     def sigmas(self) -> np.ndarray:
-        """The variance-exploding noise level sqrt((1 - a) / a) of each training timestep, always finite."""
+        """The noise level of each training timestep, as the field's sigma: sqrt((1 - a) / a), always finite; of flow
+        models t."""
+        if self.is_flow:
+            n = self.num_train_timesteps
+            return shifted(np.arange(1, n + 1) / n, self.shift)
         kept = self.alphas_cumprod.copy()
         if kept[-1] == 0:
             kept[-1] = SMALLEST_ALPHA_CUMPROD
@@ -71,6 +108,27 @@ class NoiseSchedule:
     @cached_property
     def log_sigmas(self) -> np.ndarray:
         return np.log(self.sigmas)
+
+    def timestep_of(self, sigmas: np.ndarray) -> np.ndarray:
+        """What the network is told at each level: for most the fractional timestep, linear in log sigma, held at the
+        ends."""
+        match self.told:
+            case "quarter_log":
+                return 0.25 * np.log(sigmas)
+            case "angle":
+                return np.arctan(sigmas) * 2 / np.pi
+        if self.is_flow:
+            return sigmas * self.num_train_timesteps
+        return np.interp(np.log(sigmas), self.log_sigmas, np.arange(self.num_train_timesteps))
+
+    def sigma_at(self, timesteps: np.ndarray) -> np.ndarray:
+        """The level at fractional timesteps, log-linear between training timesteps."""
+        return np.exp(np.interp(timesteps, np.arange(self.num_train_timesteps), self.log_sigmas))
+
+
+def shifted(t: np.ndarray, shift: float) -> np.ndarray:
+    """Flow times moved towards noise: Esser et al. 2024, eq. 23."""
+    return shift * t / (1 + (shift - 1) * t)
 
 
 def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timesteps: int) -> np.ndarray:
@@ -89,6 +147,8 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
             return beta_start + (beta_end - beta_start) / (1.0 + np.exp(-np.linspace(-6.0, 6.0, n)))
         case "squaredcos_cap_v2":
             return _betas_of(np.cos((np.arange(n + 1) / n + 0.008) / 1.008 * np.pi / 2) ** 2)
+        case "exp":
+            return _betas_of(np.exp(-12.0 * np.arange(n + 1) / n))
         case "laplace":
             u = 0.5 - np.arange(n + 1) / n
             log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)

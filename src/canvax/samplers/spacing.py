@@ -6,11 +6,93 @@ and named here. All results run from noisy to clean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from canvax.errors import InputError, nearest
-from canvax.samplers.options import SIGMAS, SPACINGS, SamplerOptions
-from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.curves import curve_levels, exponential, karras
+from canvax.samplers.options import SPACINGS, SamplerOptions
+from canvax.samplers.path import Path
+from canvax.samplers.schedule import NoiseSchedule, shifted
+
+MOST_NOISE = 1 - 1e-6
+"""Of flow models, for solvers that take the logarithm of the signal."""
+SMALLEST_SIGNAL = 2.0**-48
+"""alpha^2, likewise, of models that are told an angle."""
+
+Base = Callable[[NoiseSchedule, int, SamplerOptions], tuple[np.ndarray, np.ndarray]]
+"""Timesteps [n] of a spacing, and their levels [n]."""
+
+
+def training_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
+    """For DDIM, DDPM, PNDM: whole timesteps, with the exact level of each, infinite where no signal is left."""
+    return _path(schedule, steps, options, _training_base, family="training")
+
+
+def euler_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
+    """For the solvers of k-diffusion: timesteps may be fractional."""
+    return _path(schedule, steps, options, _euler_base, family="euler")
+
+
+def dpm_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
+    """For DPM-Solver and its relatives: timesteps are whole.
+
+    Unlike the others, linspace and leading place steps + 1 timesteps and leave out the cleanest.
+    """
+    return _path(schedule, steps, options, _dpm_base, family="dpm")
+
+
+def distilled_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
+    """For LCM and TCD: a subset of the timesteps that the model was distilled on, or of all where those are too few.
+
+    Source: Luo et al. 2023 (Latent Consistency Models), section 4.3.
+    """
+    return _path(schedule, steps, options, _distilled_base, family="distilled")
+
+
+def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Base, *, family: str) -> Path:
+    even = False
+    if options.timesteps is not None:
+        timesteps = np.asarray(options.timesteps, np.float64)
+        sigmas = _level_at(schedule, timesteps, exact=family == "training")
+    elif not isinstance(options.sigmas, str):
+        sigmas = np.asarray(options.sigmas, np.float64)
+        sigmas = sigmas[: len(sigmas) - (sigmas[-1] == 0)]
+        timesteps = schedule.timestep_of(sigmas)
+    elif schedule.is_flow:
+        timesteps, sigmas = _flow(schedule, steps, options, family)
+    elif schedule.told != "index" and options.sigmas == "automatic":
+        sigmas = _own_levels(schedule, steps, options)
+        timesteps = schedule.timestep_of(sigmas)
+    else:
+        timesteps, sigmas = base(schedule, steps, options)
+        even = options.sigmas == "automatic"
+        if not even:
+            full = (schedule.sigmas[-1], schedule.sigmas[0])
+            ends = (sigmas[0], sigmas[-1]) if family == "euler" else full
+            sigmas = curve_levels(schedule, steps, options, float(ends[0]), float(ends[1]))
+            timesteps = _told(schedule, sigmas, options, family)
+    if schedule.is_flow and family == "dpm":
+        sigmas = np.minimum(sigmas, MOST_NOISE)
+    if _continuous(schedule, options):
+        timesteps = 0.25 * np.log(sigmas)
+    sigmas = np.append(sigmas, final_sigma(schedule, options, sigmas))[: len(timesteps) + 1]
+    return Path(schedule, timesteps, sigmas, len(timesteps), even).after(options.restart)
+
+
+def _told(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, family: str) -> np.ndarray:
+    """Timesteps of a curve: fractional, but where diffusers rounds them for its own curves."""
+    timesteps = schedule.timestep_of(sigmas)
+    if options.sigmas not in ("karras", "exponential", "lu", "beta_sigmas"):
+        return timesteps
+    if family == "euler":
+        return timesteps.round() if options.round_timesteps and options.sigmas == "karras" else timesteps
+    if family != "dpm":
+        return timesteps
+    if options.round_timesteps and options.sigmas in ("karras", "lu"):
+        timesteps = timesteps.round()
+    return np.floor(timesteps + 1e-6)  # whole, and 998.9999999 is a 999 that went through exp and log
 
 
 def trailing(train: int, steps: int, start: int | None = None) -> np.ndarray:
@@ -25,8 +107,7 @@ def leading(train: int, steps: int, offset: int) -> np.ndarray:
     return np.arange(steps)[::-1] * float(train // steps) + offset
 
 
-def training_timesteps(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
-    """Whole timesteps for DDIM, DDPM and PNDM, int64 [steps]."""
+def _training_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
     train = schedule.num_train_timesteps
     match options.spacing:
         case "leading":
@@ -42,11 +123,10 @@ def training_timesteps(schedule: NoiseSchedule, steps: int, options: SamplerOpti
             f"steps={steps} with steps_offset={options.steps_offset} reaches timestep {int(chosen.max())}, outside "
             f"0..{train - 1}; use fewer steps or spacing='trailing'"
         )
-    return chosen.astype(np.int64)
+    return chosen, _level_at(schedule, chosen, exact=True)
 
 
-def euler_sigmas(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Timesteps [R] and noise levels [R + 1] for Euler and Euler ancestral; timesteps may be fractional."""
+def _euler_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
     train = schedule.num_train_timesteps
     match options.spacing:
         case "leading":
@@ -59,27 +139,17 @@ def euler_sigmas(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
             raise _unknown_spacing(options)
     match options.interpolation_type:
         case "linear":
-            sigmas = np.interp(timesteps, np.arange(train), schedule.sigmas)
+            sigmas = _level_at(schedule, timesteps)
         case "log_linear":
             # One level more than timesteps: the run ends at the schedule's smallest level, not at the final one.
             sigmas = np.exp(np.linspace(schedule.log_sigmas[-1], schedule.log_sigmas[0], steps + 1))
         case other:
             hint = nearest(str(other), ("linear", "log_linear"))
             raise InputError(f"interpolation_type={other!r} is not known; {hint}")
-    if options.sigmas != "normal":
-        sigmas = _curve(options, sigmas[0], sigmas[-1], steps)
-        timesteps = sigma_to_timestep(schedule, sigmas)
-    sigmas = np.append(sigmas, final_sigma(schedule, options))
-    if _continuous(schedule, options):
-        timesteps = timesteps_of(schedule, sigmas[:-1], options)
-    return timesteps, sigmas[: len(timesteps) + 1]
+    return timesteps, sigmas
 
 
-def dpm_sigmas(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Timesteps [R] and noise levels [R + 1] for DPM-Solver multistep; timesteps are whole.
-
-    Unlike the others, linspace and leading place steps + 1 timesteps and leave out the cleanest.
-    """
+def _dpm_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
     train = schedule.num_train_timesteps
     # log(alpha / sigma) = -log(sigma / alpha); where the config cuts off the noisiest timesteps, start below them.
     last = train - int(np.searchsorted(-schedule.log_sigmas[::-1], options.lambda_min_clipped))
@@ -92,67 +162,92 @@ def dpm_sigmas(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> 
             timesteps = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
         case _:
             raise _unknown_spacing(options)
-    if options.sigmas == "normal":
-        sigmas = np.interp(timesteps, np.arange(train), schedule.sigmas)
+    return timesteps, _level_at(schedule, timesteps)
+
+
+def _distilled_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
+    train = schedule.num_train_timesteps
+    grid = options.original_inference_steps if steps <= options.original_inference_steps <= train else train
+    chosen = np.floor(np.linspace(0, grid, steps, endpoint=False))
+    timesteps = (grid - chosen) * (train // grid) - 1.0
+    return timesteps, _level_at(schedule, timesteps, exact=True)
+
+
+def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str) -> tuple[np.ndarray, np.ndarray]:
+    """Timesteps and times of a flow model. Each family of diffusers has its own even times; all are then shifted."""
+    train, shift = schedule.num_train_timesteps, schedule.shift
+    if options.use_dynamic_shifting:
+        if options.mu is None:
+            raise InputError(
+                "use_dynamic_shifting=True shifts by the size of the picture: give mu=..., its shift (or "
+                "use_dynamic_shifting=False and a shift in the config)"
+            )
+        shift = float(np.exp(options.mu)) if options.time_shift_type == "exponential" else options.mu
+    if options.sigmas in ("ays", "ays_sdxl"):
+        raise InputError(f"sigmas={options.sigmas!r} was made for Stable Diffusion, not for flow models; use 'beta'")
+    if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
+        sigmas = curve_levels(schedule, steps, options, 1.0, 1.0)
+        return schedule.timestep_of(sigmas), sigmas
+    if family != "dpm":
+        # The end is shifted twice, as the reference does.
+        cleanest = 1 / train if options.use_dynamic_shifting else schedule.sigmas[0]
+        sigmas = shifted(np.linspace(1.0, cleanest, steps), shift)
+    elif options.flow_from_one:
+        sigmas = shifted(np.linspace(1.0, 1 / train, steps + 1)[:-1], shift)
     else:
-        sigmas = _curve(options, schedule.sigmas[-1], schedule.sigmas[0], steps)
-        timesteps = sigma_to_timestep(schedule, sigmas)
-        if options.round_timesteps and options.sigmas in ("karras", "lu"):
-            timesteps = timesteps.round()
-        timesteps = np.floor(timesteps + 1e-6)  # whole, and 998.9999999 is a 999 that went through exp and log
-    return timesteps, np.append(sigmas, final_sigma(schedule, options))
+        sigmas = shifted(1 - np.linspace(1.0, 1 / train, steps + 1), shift)[:0:-1]
+    if options.shift_terminal and sigmas[-1] < 1:
+        left = 1 - sigmas
+        sigmas = 1 - left * ((1 - options.shift_terminal) / left[-1])
+    if options.sigmas != "automatic":
+        sigmas = curve_levels(schedule, steps, options, float(sigmas[0]), float(sigmas[-1]))
+    timesteps = schedule.timestep_of(sigmas)
+    if family == "dpm":
+        timesteps = np.floor(np.minimum(sigmas, MOST_NOISE) * train + 1e-9)
+    return timesteps, sigmas
 
 
-def final_sigma(schedule: NoiseSchedule, options: SamplerOptions) -> float:
-    """The noise level after the last step."""
+def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
+    """Levels of models that are not trained on numbered timesteps."""
+    if schedule.told == "angle":
+        std = np.sin(np.linspace(1, 0, steps + 1)[:-1] * np.pi / 2) ** 2
+        return std / np.sqrt(np.maximum(1 - std**2, SMALLEST_SIGNAL))
+    curve = karras if options.sigma_schedule == "karras" else exponential
+    return curve(float(schedule.sigmas[-1]), float(schedule.sigmas[0]), steps, options.rho)
+
+
+def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.ndarray) -> float:
+    """The noise level after the last step: of the kind "repeated", the last step stays where it is after a curve."""
+    if not isinstance(options.sigmas, str) and options.sigmas[-1] == 0:
+        return 0.0
     match options.final_sigmas_type:
         case "zero":
             return 0.0
-        case "sigma_min":
+        case "sigma_min" if not schedule.is_flow:
             return float(schedule.sigmas[0])
+        case "repeated" if options.sigmas == "automatic" and schedule.told == "index" and not schedule.is_flow:
+            return float(schedule.sigmas[0])
+        case "sigma_min" | "repeated":
+            return float(sigmas[-1])
     hint = nearest(str(options.final_sigmas_type), ("zero", "sigma_min"))
     raise InputError(f"final_sigmas_type={options.final_sigmas_type!r} is not known; {hint}")
 
 
-def timesteps_of(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions) -> np.ndarray:
-    """What an Euler network is told at the given levels: a timestep, or the c_noise of Karras et al. 2022, table 1."""
-    return 0.25 * np.log(sigmas) if _continuous(schedule, options) else sigma_to_timestep(schedule, sigmas)
+def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = False) -> np.ndarray:
+    """Levels at timesteps, linear between training timesteps; `exact` ones are infinite where no signal is left."""
+    if schedule.is_flow:
+        return timesteps / schedule.num_train_timesteps
+    train = np.arange(schedule.num_train_timesteps)
+    if not exact:
+        return np.interp(timesteps, train, schedule.sigmas)
+    with np.errstate(divide="ignore"):
+        remaining = np.interp(timesteps, train, schedule.alphas_cumprod)
+        return np.sqrt((1 - remaining) / remaining)
 
 
 def _continuous(schedule: NoiseSchedule, options: SamplerOptions) -> bool:
+    """Euler networks told the c_noise of Karras et al. 2022, table 1."""
     return options.timestep_type == "continuous" and schedule.prediction_type == "v_prediction"
-
-
-def sigma_to_timestep(schedule: NoiseSchedule, sigmas: np.ndarray) -> np.ndarray:
-    """The fractional timestep of each noise level, linear in log sigma between training timesteps, held at the ends."""
-    return np.interp(np.log(sigmas), schedule.log_sigmas, np.arange(schedule.num_train_timesteps))
-
-
-def karras(sigma_max: float, sigma_min: float, steps: int, rho: float = 7.0) -> np.ndarray:
-    """Noise levels even in sigma^(1/rho): Karras et al. 2022, eq. 5."""
-    ramp = np.linspace(0.0, 1.0, steps)
-    return (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
-
-
-def exponential(sigma_max: float, sigma_min: float, steps: int) -> np.ndarray:
-    """Noise levels even in log sigma, which is even in the lambda of Lu et al. 2022 (DPM-Solver), section 3.4."""
-    return np.exp(np.linspace(np.log(sigma_max), np.log(sigma_min), steps))
-
-
-def _curve(options: SamplerOptions, sigma_max: float, sigma_min: float, steps: int) -> np.ndarray:
-    """Noise levels of the curve asked for, between the config's limits, else the given ones."""
-    if options.sigmas == "lu":
-        return exponential(sigma_max, sigma_min, steps)
-    largest = sigma_max if options.sigma_max is None else options.sigma_max
-    smallest = sigma_min if options.sigma_min is None else options.sigma_min
-    if not 0 < smallest <= largest:
-        raise InputError(f"sigma_min={smallest} and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max")
-    match options.sigmas:
-        case "karras":
-            return karras(largest, smallest, steps)
-        case "exponential":
-            return exponential(largest, smallest, steps)
-    raise InputError(f"sigmas={options.sigmas!r} is not known; {nearest(str(options.sigmas), SIGMAS)}")
 
 
 def _unknown_spacing(options: SamplerOptions) -> InputError:

@@ -9,7 +9,7 @@ row slot 0 is the sample itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,7 @@ class SamplerTable:
     rescale   [R]            guidance rescale of the row (Lin et al. 2024, section 3.4)
     init_scale               x before row 0 = init_scale * unit noise
     sigma     [R]            noise level sigma / alpha of x before the row; 4096 stands for pure noise
+    step      [R]            int, the step that the row belongs to, from 0; a step may take several evaluations
     clip                     limits on D, or None
     first_row                index of row 0 in the whole run, from which the noise of a step is derived
     """
@@ -71,13 +72,14 @@ class SamplerTable:
     rescale: np.ndarray
     init_scale: float
     sigma: np.ndarray
+    step: np.ndarray
     clip: Clip | None = None
     first_row: int = 0
 
     def __post_init__(self) -> None:
         rows = len(self.timestep)
         shapes = {"M": (rows, SLOTS, SLOTS + 2), "raw": (rows, SLOTS)}
-        for name in ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "sigma"):
+        for name in ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "sigma", "step"):
             value = getattr(self, name)
             if value is not None and value.shape != shapes.get(name, (rows,)):
                 raise InputError(f"{name} of a sampler table has shape {value.shape}, not {shapes.get(name, (rows,))}")
@@ -101,18 +103,23 @@ class SamplerTable:
         return bool(np.any(self.M[:, :, NOISE]))
 
     def with_guidance(self, scale: float | np.ndarray, rescale: float | np.ndarray = 0.0) -> SamplerTable:
-        """The same table with other guidance: one number, or one for each row."""
-        rows = np.shape(self.timestep)
-        return replace(
-            self,
-            guidance=np.broadcast_to(np.asarray(scale, np.float64), rows).copy(),
-            rescale=np.broadcast_to(np.asarray(rescale, np.float64), rows).copy(),
-        )
+        """The same table with other guidance: one number, or one for each step."""
+        first = int(self.step[0])
+        steps = int(self.step[-1]) + 1 - first
+        for name, value in (("guidance", scale), ("rescale", rescale)):
+            if np.shape(value) not in ((), (steps,)):
+                raise InputError(
+                    f"{name} has shape {np.shape(value)}; give one number, or one for each of {steps} steps"
+                )
+        each = [
+            np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
+        ]
+        return replace(self, guidance=each[0], rescale=each[1])
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
         """Rows lo..hi alone. With lo > 0 the caller makes x at `sigma[lo]` himself; `init_scale` stays row 0's."""
         part = slice(lo, len(self) if hi is None else hi)
-        names = ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "sigma")
+        names = ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "sigma", "step")
         return replace(
             self,
             raw=None if self.raw is None else self.raw[part],
@@ -137,6 +144,17 @@ class SamplerTable:
         out["M"][len(held) :, np.arange(SLOTS), np.arange(SLOTS)] = 1.0
         out["guidance"][len(held) :] = 1.0
         return out
+
+
+def batched_window(tables: Sequence[SamplerTable], at: Sequence[int], size: int) -> dict[str, np.ndarray]:
+    """The windows of several images [B, size, ...], each at its own row of its own table.
+
+    All tables must have the same `clip`, which decides the program.
+    """
+    if len({table.clip for table in tables}) != 1:
+        raise InputError("the tables of one batch clip the denoised image differently; draw them in separate batches")
+    windows = [table.window(lo, size) for table, lo in zip(tables, at, strict=True)]
+    return {name: np.stack([window[name] for window in windows]) for name in windows[0]}
 
 
 Denoise = Callable[[np.ndarray, float, int], np.ndarray]

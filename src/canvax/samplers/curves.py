@@ -1,0 +1,190 @@
+"""Named curves of noise levels, what A1111 calls schedule types and ComfyUI schedulers.
+
+Each gives the levels of `steps` steps, falling; the last step then goes to zero (or as the config says). Curves of the
+first group lie between the levels that a scheduler's spacing reaches, those of the second use the whole noise schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from canvax.errors import InputError, nearest
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.schedule import NoiseSchedule
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A way to place noise levels. `also`: what others call it; the first entry is A1111's name."""
+
+    name: str
+    also: tuple[str, ...]
+    when: str
+    source: str
+
+
+CURVES = (
+    Curve("automatic", ("Automatic", "default"), "what sampler, checkpoint and `spacing` say", "diffusers"),
+    Curve(
+        "karras", ("Karras", "k"), "more steps at low noise; the usual choice for few steps", "arXiv:2206.00364 eq. 5"
+    ),
+    Curve("exponential", ("Exponential",), "even in log sigma; many steps at low noise", "k-diffusion"),
+    Curve("polyexponential", ("Polyexponential",), "even in (log sigma)^(1/rho); rho 1 is exponential", "k-diffusion"),
+    Curve("lu", ("Lu",), "even in log SNR, for DPM++", "arXiv:2206.00927 section 3.4"),
+    Curve("beta_sigmas", ("Beta sigmas",), "diffusers' use_beta_sigmas: beta quantiles of sigma itself", "diffusers"),
+    Curve(
+        "normal", ("Normal", "Uniform", "discrete"), "timesteps even from the noisiest to the cleanest", "k-diffusion"
+    ),
+    Curve("simple", ("Simple",), "every n-th training timestep, counted from the noisiest", "ComfyUI"),
+    Curve("sgm_uniform", ("SGM Uniform",), "even timesteps that stop short of the cleanest; Lightning models", "sgm"),
+    Curve("ddim_uniform", ("DDIM Uniform", "DDIM"), "every n-th training timestep, counted from 1", "ComfyUI"),
+    Curve("beta", ("Beta",), "beta(0.6, 0.6) quantiles of the timestep: more steps at both ends", "arXiv:2407.12173"),
+    Curve("kl_optimal", ("KL Optimal",), "even in atan(sigma)", "arXiv:2404.14507"),
+    Curve("ays", ("Align Your Steps", "AYS"), "optimised for Stable Diffusion 1.x at 10 steps", "arXiv:2404.14507"),
+    Curve("ays_sdxl", ("Align Your Steps SDXL", "AYS SDXL"), "the same for SDXL", "arXiv:2404.14507"),
+)
+
+
+def curve_label(name: str) -> str:
+    """What A1111 calls the curve `name`."""
+    return next(curve.also[0] for curve in CURVES if curve.name == name)
+
+
+NAMES = tuple(curve.name for curve in CURVES)
+
+# Sigmas of 10 steps as the authors publish them.
+_AYS = {
+    "ays": (14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029),
+    "ays_sdxl": (14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029),
+}
+BETA_SHAPE = 0.6
+
+
+def curve_levels(
+    schedule: NoiseSchedule, steps: int, options: SamplerOptions, largest: float, smallest: float
+) -> np.ndarray:
+    """Levels [steps] of the curve that `options.sigmas` names; `largest` and `smallest` are what a spacing reaches."""
+    name = options.sigmas
+    if name == "lu":
+        return exponential(largest, smallest, steps)
+    if name in _BETWEEN:
+        largest = largest if options.sigma_max is None else options.sigma_max
+        smallest = smallest if options.sigma_min is None else options.sigma_min
+        if not 0 < smallest <= largest:
+            raise InputError(f"sigma_min={smallest} and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max")
+        return _BETWEEN[name](largest, smallest, steps, options.rho)
+    if name in _WHOLE:
+        return _WHOLE[name](schedule, steps)
+    raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES)}")
+
+
+def karras(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
+    """Noise levels even in sigma^(1/rho): Karras et al. 2022, eq. 5."""
+    rho = 7.0 if rho is None else rho
+    ramp = np.linspace(0.0, 1.0, steps)
+    return (largest ** (1 / rho) + ramp * (smallest ** (1 / rho) - largest ** (1 / rho))) ** rho
+
+
+def exponential(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
+    """Noise levels even in log sigma, which is even in the lambda of Lu et al. 2022 (DPM-Solver), section 3.4."""
+    return np.exp(np.linspace(np.log(largest), np.log(smallest), steps))
+
+
+def polyexponential(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
+    """log sigma falls as a power of an even ramp."""
+    ramp = np.linspace(1.0, 0.0, steps) ** (1.0 if rho is None else rho)
+    return np.exp(ramp * (np.log(largest) - np.log(smallest)) + np.log(smallest))
+
+
+def beta_sigmas(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
+    """Quantiles of a beta distribution laid over sigma itself."""
+    return smallest + (largest - smallest) * beta_quantile(1.0 - np.linspace(0.0, 1.0, steps))
+
+
+def kl_optimal(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:
+    """Even in atan(sigma): Sabour et al. 2024 (Align Your Steps), theorem 3.1."""
+    return np.tan(np.linspace(np.arctan(largest), np.arctan(smallest), steps))
+
+
+_BETWEEN: dict[object, Callable[[float, float, int, float | None], np.ndarray]] = {
+    "karras": karras,
+    "exponential": exponential,
+    "polyexponential": polyexponential,
+    "beta_sigmas": beta_sigmas,
+    "kl_optimal": kl_optimal,
+}
+
+
+def normal(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+    """Timesteps even from the last to the first."""
+    return schedule.sigma_at(np.linspace(schedule.num_train_timesteps - 1, 0, steps))
+
+
+def sgm_uniform(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+    """As `normal` with one step more, whose last level is left out."""
+    return schedule.sigma_at(np.linspace(schedule.num_train_timesteps - 1, 0, steps + 1)[:-1])
+
+
+def simple(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+    """Every n-th training timestep from the noisiest down, n = train / steps."""
+    train = schedule.num_train_timesteps
+    return schedule.sigmas[train - 1 - (np.arange(steps) * (train / steps)).astype(int)]
+
+
+def ddim_uniform(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+    """Every n-th training timestep from the second up, n = train // steps."""
+    train = schedule.num_train_timesteps
+    chosen = 1 + np.arange(steps)[::-1] * (train // steps)
+    return schedule.sigmas[np.minimum(chosen, train - 1)]
+
+
+def beta(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+    """Quantiles of a beta distribution as timesteps, kept fractional: Lee et al. 2024 (Beta sampling), section 4."""
+    u = 1.0 - np.arange(steps) / steps
+    return schedule.sigma_at((schedule.num_train_timesteps - 1) * beta_quantile(u))
+
+
+def align_your_steps(name: str) -> Callable[[NoiseSchedule, int], np.ndarray]:
+    """The published levels, log-linear between them for other numbers of steps."""
+
+    def levels(schedule: NoiseSchedule, steps: int) -> np.ndarray:
+        table = np.log(_AYS[name])
+        at = np.linspace(0.0, 1.0, steps + 1)[:-1]
+        return np.exp(np.interp(at, np.linspace(0.0, 1.0, table.size), table))
+
+    return levels
+
+
+_WHOLE: dict[object, Callable[[NoiseSchedule, int], np.ndarray]] = {
+    "normal": normal,
+    "simple": simple,
+    "sgm_uniform": sgm_uniform,
+    "ddim_uniform": ddim_uniform,
+    "beta": beta,
+    "ays": align_your_steps("ays"),
+    "ays_sdxl": align_your_steps("ays_sdxl"),
+}
+
+
+def beta_quantile(u: np.ndarray, shape: float = BETA_SHAPE) -> np.ndarray:
+    """The inverse of the distribution function of beta(shape, shape), shape < 1, to about 1e-15.
+
+    Newton's method on the hypergeometric series of the incomplete beta function on the lower half, where the function
+    is concave, so that it converges from anywhere; the upper half is its mirror image.
+    """
+    lower = np.minimum(u, 1.0 - u)
+    k = np.arange(60)
+    # x^s / (s B(s, s)) * sum_k (1 - s)_k / k! * s / (s + k) * x^k
+    factors = np.cumprod(np.concatenate([[1.0], (k[:-1] + 1 - shape) / (k[:-1] + 1)])) * shape / (shape + k)
+    whole = math.gamma(shape) ** 2 / math.gamma(2 * shape)
+    x = np.minimum((lower * shape * whole) ** (1 / shape), 0.5)
+    for _ in range(8):
+        inside = np.where(x > 0, x, 0.25)
+        value = inside**shape / (shape * whole) * (inside[..., None] ** k @ factors)
+        density = (inside * (1 - inside)) ** (shape - 1) / whole
+        x = np.where(x > 0, np.clip(inside - (value - lower) / density, 0.0, 0.5), 0.0)
+    return np.where(u > 0.5, 1.0 - x, x)

@@ -1,0 +1,174 @@
+"""Building blocks of the solvers: rows written as linear forms, and the table made of them.
+
+A form is a row of weights over [state; D; noise], float64 [8], or [n, 8] for n rows at once. A solver reads like the
+paper: with `X`, `D`, `NOISE` and `S1` .. `S5` below, and columns of numbers, `X + col(dt) * (X - D) / col(sigma)` is an
+Euler step of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
+from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
+from canvax.samplers.table import DENOISED, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import NOISE as NOISE_COLUMN
+
+X, S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)
+D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]
+
+
+def col(values: np.ndarray) -> np.ndarray:
+    """Numbers of rows [n] as a column, to weigh forms with."""
+    return np.asarray(values)[:, None]
+
+
+def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
+    """M [count, K, K + 2] in which the given slots take the given forms and the others keep what they have."""
+    M = np.zeros((count, SLOTS, SLOTS + 2))
+    M[:, range(SLOTS), range(SLOTS)] = 1.0
+    for slot, form in slots.items():
+        M[:, slot] = form
+    return M
+
+
+def pairs(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """first[0], second[0], first[1], ...; without the second where `both` is False."""
+    merged = np.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
+    return merged[np.stack([np.ones_like(both), both], axis=1).ravel()]
+
+
+def history(count: int, limit: int) -> np.ndarray:
+    """How many values each row [count] may combine: what it has seen so far, at most `limit`."""
+    return np.minimum(np.arange(count) + 1, limit)
+
+
+def before(values: np.ndarray, k: int) -> np.ndarray:
+    """The value of k rows before, NaN where there is none."""
+    return np.concatenate([np.full(k, np.nan), values])[: len(values)]
+
+
+def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
+    """The table of rows M, one a step, written for x."""
+    if path.schedule.sigma_data is not None:
+        M[-1, 0] /= path.alpha[-1]  # EDM models hand over y
+    clip = clip_of(options, thresholding_only=True)
+    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)
+
+
+def framed(
+    path: Path,
+    frame: Frame,
+    told: np.ndarray,
+    level: np.ndarray,
+    after: np.ndarray,
+    N: np.ndarray,
+    *,
+    step: np.ndarray | None = None,
+    init_scale: float | None = None,
+    clip: Clip | None = None,
+) -> SamplerTable:
+    """The table of rows N that are written for y: told timestep, level before and level after each row.
+
+    The last row leaves y itself, which is what such solvers hand over. y starts at noise of the first level.
+    """
+    alpha, std = frame.alpha_std(level)
+    now, behind = frame.scale(level), frame.scale(after)
+    if frame.exploding and path.schedule.is_flow:
+        now = np.maximum(now, SMALLEST_ALPHA)
+    behind[-1] = 1.0
+    M = N.copy()
+    M[:, 0] *= col(behind)
+    M[:, :, 0] /= col(now)
+    start = float(level[0]) if init_scale is None else init_scale
+    return table_of(path.schedule, told, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
+
+
+def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
+    """The limits on D that a config asks for."""
+    if options.thresholding:
+        return Clip(options.sample_max_value, options.dynamic_thresholding_ratio)
+    return Clip(options.clip_sample_range) if options.clip_sample and not thresholding_only else None
+
+
+def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str) -> None:
+    """Refuse to read a picture from an eps that is all there is."""
+    if schedule.prediction_type == "epsilon" and np.any(alpha == 0):
+        raise InputError(
+            f"prediction_type='epsilon' says nothing about the picture at the last timestep of a zero-terminal-SNR "
+            f"schedule, which sampler={name!r} visits here; use spacing='leading', or sampler='euler'"
+        )
+
+
+def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
+    """Refuse models that are not trained on numbered timesteps of a variance-preserving process."""
+    if schedule.is_flow or schedule.told != "index":
+        raise InputError(
+            f"sampler={name!r} steps between numbered training timesteps, which flow and EDM models do not have; use "
+            "sampler='euler' or 'heun'"
+        )
+
+
+def table_of(
+    schedule: NoiseSchedule,
+    timesteps: np.ndarray,
+    alpha: np.ndarray,
+    std: np.ndarray,
+    M: np.ndarray,
+    *,
+    step: np.ndarray | None = None,
+    clip: Clip | None = None,
+    raw: np.ndarray | None = None,
+    init_scale: float = 1.0,
+) -> SamplerTable:
+    """The table of rows that stand at levels alpha, std: the one place where prediction types differ."""
+    count = len(timesteps)
+    level = std / np.where(alpha > 0, alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
+    c_in, p, q = _reading(schedule, alpha, std, level)
+    table = SamplerTable(
+        timestep=np.asarray(timesteps, np.float64),
+        c_in=c_in,
+        p=p,
+        q=q,
+        M=M,
+        raw=None if clip is None else (np.zeros((count, SLOTS)) if raw is None else raw),
+        guidance=np.ones(count),
+        rescale=np.zeros(count),
+        init_scale=init_scale,
+        sigma=level,
+        step=np.arange(count) if step is None else step,
+        clip=clip,
+    )
+    if not table.finite:
+        raise InputError(
+            f"steps={int(table.step[-1]) + 1} gives this sampler two rows at one noise level, or a level it cannot "
+            "leave; use fewer steps or another spacing"
+        )
+    return table
+
+
+def _reading(
+    schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray, level: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """c_in, p and q of each row."""
+    one = np.ones_like(alpha)
+    if schedule.sigma_data is not None:
+        total = np.hypot(level, schedule.sigma_data)
+        sign = -1 if schedule.prediction_type == "v_prediction" else 1
+        return (
+            1 / (alpha * total),
+            (schedule.sigma_data / total) ** 2 / alpha,
+            sign * level * schedule.sigma_data / total,
+        )
+    match schedule.prediction_type:
+        case "epsilon":
+            return one, 1 / alpha, -std / alpha
+        case "v_prediction":
+            return one, alpha, -std
+        case "flow_prediction":
+            return one, one, -std
+    return one, 0 * one, one

@@ -1,0 +1,193 @@
+"""DPM-Solver and its relatives: exponential integrators in lambda = log(alpha / std).
+
+    x_to = on_x * x + c0 * m + c1 * D1 + c2 * D2 + up * noise
+
+m is the model's value at the start of the step, as the picture D or as eps = (X - alpha D) / std; D1 and D2 are its
+first and second divided differences in lambda, over the steps before (multistep) or inside the step (singlestep).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from canvax.errors import InputError, nearest
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.path import Path
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, col, history, rows, stepped
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.spacing import dpm_path
+from canvax.samplers.table import SamplerTable
+from canvax.samplers.weights import exponential_moments, lagrange_weights
+
+ALGORITHM_TYPES = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver")
+
+
+def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """DPM-Solver++ multistep (2M, 3M), DPM-Solver multistep, and their SDE forms; orders 1 to 3.
+
+    Sources: Lu et al. 2022b (DPM-Solver++), eq. 8-9, algorithm 2 and appendix B for the SDE forms; Lu et al. 2022a
+    (DPM-Solver), eq. 4.1 and appendix B for eps prediction. Slots 1 and 2 hold the last two D (or eps).
+    """
+    algorithm = _checked(options)
+    if algorithm == "sde-dpmsolver" and options.solver_order == 3:
+        raise InputError("solver_order=3 is not defined for algorithm_type='sde-dpmsolver'; use solver_order=2")
+    path = dpm_path(schedule, steps, options)
+    orders = orders_of(path, options, options.solver_order)
+    with np.errstate(all="ignore"):  # a last level of 0 has infinite h; what is not finite is not used
+        h = np.diff(path.lambdas)
+        on_x, c, up = _coefficients(path, np.arange(len(path)), h, algorithm, options)
+        weights = _differences(orders, before(h, 1) / h, before(h, 2) / h, c)
+    value = model_value(path, picture=algorithm.endswith("++"))
+    moved = col(on_x) * X + col(weights[0]) * value + col(weights[1]) * S1 + col(weights[2]) * S2 + col(up) * NOISE
+    return stepped(path, options, rows(len(path), {0: moved, 1: value, 2: S1}))
+
+
+def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """DPM-Solver singlestep: blocks of `solver_order` evaluations, each block one step of that order.
+
+    n steps are n evaluations. Every row leaves x at the next level, each of a higher order and from where the block
+    began. Sources: Lu et al. 2022a, algorithms 1 and 2; Lu et al. 2022b, algorithm 1. Slots: 1 x where the block began,
+    2 and 3 the values of its first and second evaluation.
+    """
+    algorithm = _checked(options)
+    if algorithm == "sde-dpmsolver":
+        raise InputError("algorithm_type='sde-dpmsolver' is not defined for a singlestep solver; use 'sde-dpmsolver++'")
+    path = dpm_path(schedule, steps, options)
+    count = len(path)
+    orders = _blocks(count, options)
+    at = np.arange(count)
+    begin = at - orders + 1
+    lambdas = path.lambdas
+    with np.errstate(all="ignore"):
+        h = lambdas[1:] - lambdas[begin]
+        on_x, (c0, second, third, c2), up = _coefficients(path, begin, h, algorithm, options)
+        r0 = (lambdas[:-1] - lambdas[begin]) / h
+        r1 = (lambdas[np.maximum(at - 1, 0)] - lambdas[begin]) / h
+        # D1 and D2 of the values at begin (m_b), before (m_1) and now (m_0), as weights of each.
+        if options.solver_type == "heun":
+            slope0 = (third * -r1 + 2 * c2) / (r0 * (r0 - r1))
+            slope1 = (third * r0 - 2 * c2) / (r1 * (r0 - r1))
+        else:
+            slope0, slope1 = third / r0, np.zeros(count)
+        now = np.select([orders == 1, orders == 2], [c0, second / r0], slope0)
+        middle = np.where(orders == 3, slope1, 0.0)
+        old = np.select([orders == 1, orders == 2], [np.zeros(count), c0 - second / r0], c0 - slope0 - slope1)
+    value = model_value(path, picture=algorithm.endswith("++"))
+    first = col(orders == 1)
+    moved = col(on_x) * np.where(first, X, S1) + col(now) * value + col(up) * NOISE
+    moved = moved + col(old) * S2 + col(middle) * S3
+    slots = {
+        0: moved,
+        1: np.where(first, X, S1),
+        2: np.where(first, value, S2),
+        3: np.where(col(orders == 2), value, S3),
+    }
+    return stepped(path, options, rows(count, slots))
+
+
+def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """DEIS in log rho: eps interpolated in log(std / alpha), integrated over std / alpha; orders 1 to 3.
+
+    Source: Zhang and Chen 2023 (DEIS), eq. 15, rho-AB with t = log rho. Slots 1 and 2: earlier eps, newest first.
+    """
+    if options.solver_order not in (1, 2, 3):
+        raise InputError(f"solver_order={options.solver_order} is not 1, 2 or 3; 2 is right for guided sampling")
+    path = dpm_path(schedule, steps, options)
+    orders = orders_of(path, options, options.solver_order)
+    # u = log(rho_0 / rho), the way in lambda; rho falls from rho_0 as exp(-u).
+    lambdas, level = path.lambdas, path.ratios
+    nodes = np.stack([before(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
+    moments = -col(level[:-1]) * exponential_moments(np.diff(lambdas), 1.0, 3)
+    weights = lagrange_weights(nodes, moments, orders)
+    value = model_value(path, picture=False)
+    moved = X / col(path.alpha[:-1]) + col(weights[:, 0]) * value + weights[:, 1:] @ np.stack([S1, S2])
+    return stepped(path, options, rows(len(path), {0: col(path.alpha[1:]) * moved, 1: value, 2: S1}))
+
+
+def model_value(path: Path, *, picture: bool) -> np.ndarray:
+    """The form of D, or of eps = (X - alpha D) / std, at each row."""
+    if picture:
+        return np.broadcast_to(D, (len(path), D.size))
+    return (X - col(path.alpha[:-1]) * D) / col(path.std[:-1])
+
+
+def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
+    """The order of each row: no more than the history allows, and low again near the end of short runs."""
+    orders = history(len(path), limit)
+    short = options.lower_order_final and path.total < 15
+    if short or options.euler_at_final or path.sigmas[-1] == 0:
+        orders[-1:] = 1
+    if short:
+        orders[-2:-1] = np.minimum(orders[-2:-1], 2)
+    return orders
+
+
+def _blocks(count: int, options: SamplerOptions) -> np.ndarray:
+    """1, 2, 3, 1, 2, 3, ... or as far as the order goes; low at the end where steps or the last level demand it."""
+    limit = options.solver_order
+    final = options.lower_order_final or count % limit or options.final_sigmas_type == "zero"
+    orders = np.arange(count) % limit + 1
+    if (final and count % limit == 0) or options.final_sigmas_type == "zero":
+        orders[-1] = 1
+    return orders
+
+
+def _coefficients(
+    path: Path, begin: np.ndarray, h: np.ndarray, algorithm: str, options: SamplerOptions
+) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    """on_x, (c0, c1 at order 2, c1 at order 3, c2) and up of steps from row `begin` to the row after each.
+
+    phi_1, phi_2 and phi_3 of exponential integrators, at -g where x0 is integrated and at g where eps is.
+    """
+    a, s = path.alpha[begin], path.std[begin]
+    a_to, s_to = path.alpha[1:], path.std[1:]
+    eta = 1.0 if options.eta is None else options.eta
+    up = np.zeros_like(h)
+    if algorithm == "dpmsolver++":
+        on_x, k, sign, g = s_to / s, a_to, -1.0, h
+    elif algorithm == "sde-dpmsolver++":
+        on_x, k, sign, g = s_to / s * np.exp(-eta * h), a_to, -1.0, (1 + eta) * h
+        up = s_to * np.sqrt(-np.expm1(-2 * eta * h))
+        if eta == 0:
+            on_x, up = s_to / s, np.zeros_like(h)
+    else:
+        on_x, k, sign, g = a_to / a, -s_to, 1.0, h
+        if algorithm == "sde-dpmsolver":
+            k = 2 * k
+            up = s_to * np.sqrt(np.expm1(2 * h))
+    c0 = k * sign * np.expm1(sign * g)
+    heun = k * (np.expm1(sign * g) / g - sign)
+    second = heun if options.solver_type == "heun" else c0 / 2
+    c2 = k * ((sign * np.expm1(sign * g) - g) / g**2 - sign * 0.5)
+    return on_x, (c0, second, heun, c2), options.s_noise * up
+
+
+def _differences(orders: np.ndarray, r0: np.ndarray, r1: np.ndarray, c: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Weights [3, R] of the newest three values from those of their differences."""
+    c0, second, third, c2 = c
+    # D1 = d0 + r0 (d0 - d1) / (r0 + r1) and D2 = (d0 - d1) / (r0 + r1) with d0 = (m0 - m1) / r0, d1 = (m1 - m2) / r1.
+    older = (third * r0 + c2) / (r0 + r1)
+    on_d0 = np.where(orders == 3, third + older, second) / r0
+    on_d1 = -older / r1
+    on_d0, on_d1 = np.where(orders > 1, on_d0, 0.0), np.where(orders > 2, on_d1, 0.0)
+    return np.stack([c0 + on_d0, on_d1 - on_d0, -on_d1])
+
+
+def _checked(options: SamplerOptions) -> str:
+    """The algorithm asked for, if it can be done."""
+    algorithm = "dpmsolver++" if options.algorithm_type == "deis" else options.algorithm_type
+    if algorithm not in ALGORITHM_TYPES:
+        raise InputError(f"algorithm_type={algorithm!r} is not known; {nearest(str(algorithm), ALGORITHM_TYPES)}")
+    if options.solver_order not in (1, 2, 3):
+        raise InputError(f"solver_order={options.solver_order} is not 1, 2 or 3; 2 is right for guided sampling")
+    if options.solver_type not in ("midpoint", "heun", "logrho", "bh1", "bh2"):
+        hint = nearest(str(options.solver_type), ("midpoint", "heun"))
+        raise InputError(f"solver_type={options.solver_type!r} is not known; {hint}")
+    if not algorithm.endswith("++") and options.final_sigmas_type == "zero":
+        raise InputError(
+            f"algorithm_type={algorithm!r} with final_sigmas_type='zero' divides by zero at its last step; use "
+            "final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'"
+        )
+    if options.eta is not None and not 0.0 <= options.eta <= 1.0:
+        raise InputError(f"eta={options.eta} is outside 0..1; 0 is deterministic, 1 is the usual SDE solver")
+    return algorithm

@@ -1,0 +1,123 @@
+"""PNDM: pseudo numerical methods, Liu et al. 2022."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.path import Path
+from canvax.samplers.rows import S1, S2, S3, S4, S5, D, X, col, demand_numbered, demand_signal, rows, table_of
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.solvers.derivative import ADAMS_BASHFORTH
+from canvax.samplers.solvers.training import remaining_at
+from canvax.samplers.spacing import training_path
+from canvax.samplers.table import SamplerTable
+
+AFTER_THE_END = -1.0
+"""Stands for a timestep past the last."""
+
+
+class _Stage(NamedTuple):
+    """One evaluation of PNDM: told a timestep, it moves the x of slot `base` from level `start` to level `end` along
+    weights . (output, slots 3-5) + summed * (slot 2)."""
+
+    told: float
+    start: float
+    end: float
+    step: int
+    weights: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+    summed: float = 0.0
+    base: int = 0
+    anchors: bool = False  # slot 1 takes x
+    keep: float = 1.0  # slot 2 becomes keep * slot 2 + add * output
+    add: float = 0.0
+    pushes: bool = True  # slots 3-5 take the output
+
+
+def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """PNDM: Liu et al. 2022, algorithm 2, its Runge-Kutta start (eq. 14) and linear multistep (eq. 12).
+
+    With skip_prk_steps the start is a predictor and a corrector, steps + 1 evaluations in all (also called PLMS); the
+    table has a row for each, the last included. Otherwise three Runge-Kutta steps of four evaluations come first.
+    Slots: 1 the x that a several-stage step started from, 2 the Runge-Kutta sum, 3-5 earlier outputs, newest first.
+    With v prediction it is v that is combined over time, not the eps it implies: checkpoints were tuned so.
+    """
+    demand_numbered(schedule, "pndm")
+    path = training_path(schedule, steps, options)
+    stages_of = _plms_stages if options.skip_prk_steps else _prk_stages
+    stages = stages_of(path, schedule.num_train_timesteps // steps)
+    told, start, end, step, weights, summed, base, anchors, keep, add, pushes = (
+        np.array(column) for column in zip(*stages, strict=True)
+    )
+    remaining = _remaining(path, told, options)
+    a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
+    demand_signal(schedule, a, "pndm")
+    # The output again from what a row knows: on_x * x + on_d * D.
+    velocity = schedule.prediction_type == "v_prediction"
+    output = (col(a) * X - D) / col(s) if velocity else (X - col(a) * D) / col(s)
+    carry, gain = _transfer(_remaining(path, start, options), _remaining(path, end, options), velocity)
+    along = col(weights[:, 0]) * output + weights[:, 1:] @ np.stack([S3, S4, S5]) + col(summed) * S2
+    slots = {
+        0: col(carry) * np.where(col(base == 1), S1, X) + col(gain) * along,
+        1: np.where(col(anchors), X, S1),
+        2: col(keep) * S2 + col(add) * output,
+        3: np.where(col(pushes), output, S3),
+        4: np.where(col(pushes), S3, S4),
+        5: np.where(col(pushes), S4, S5),
+    }
+    return table_of(schedule, told, a, s, rows(len(stages), slots), step=step)
+
+
+def _remaining(path: Path, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
+    """alphas_cumprod at the timesteps of a stage, log-linear in the level along a curve."""
+    exact = remaining_at(path.schedule, timesteps, options)
+    return exact if path.even else np.where(timesteps < 0, exact, 1 / (1 + path.schedule.sigma_at(timesteps) ** 2))
+
+
+def _after(path: Path, stride: int) -> list[float]:
+    """Where each step ends: a stride further, or along a curve at the next timestep."""
+    return list(path.timesteps - stride) if path.even else [*path.timesteps[1:], AFTER_THE_END]
+
+
+def _plms_stages(path: Path, stride: int) -> list[_Stage]:
+    """Predictor, corrector (told the second timestep, which the next stage is told again), then Adams-Bashforth."""
+    t, after = list(path.timesteps), _after(path, stride)
+    stages = [_Stage(t[0], t[0], after[0], 0, anchors=True)]
+    if len(t) > 1:
+        start = t[1] + stride if path.even else t[0]
+        stages.append(_Stage(t[1], start, t[1], 1, (0.5, 0.5, 0.0, 0.0), base=1, pushes=False))
+    for i in range(1, len(t)):
+        stages.append(_Stage(t[i], t[i], after[i], i, tuple(ADAMS_BASHFORTH[min(i, 3)])))
+    return stages
+
+
+def _prk_stages(path: Path, stride: int) -> list[_Stage]:
+    """Three Runge-Kutta steps over the first four timesteps (in short runs fewer), then Adams-Bashforth of order 4."""
+    t, end = list(path.timesteps), _after(path, stride)
+    started = min(3, len(t) - 1)
+    stages = []
+    for i in range(started):
+        begin, after = t[i], t[i + 1]
+        half = stride // 2 if path.even else (begin - after) / 2
+        middle = after + half
+        stages += [
+            _Stage(begin, begin, begin - half, i, anchors=True, add=1 / 6),
+            _Stage(middle, begin, middle, i, base=1, add=1 / 3, pushes=False),
+            _Stage(middle, begin, middle - half, i, base=1, add=1 / 3, pushes=False),
+            _Stage(after, begin, after, i, (1 / 6, 0.0, 0.0, 0.0), summed=1.0, base=1, keep=0.0, pushes=False),
+        ]
+    rest = range(started, len(t))
+    return stages + [_Stage(t[i], t[i], end[i], i, tuple(ADAMS_BASHFORTH[min(i, 3)])) for i in rest]
+
+
+def _transfer(start: np.ndarray, end: np.ndarray, velocity: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Weights of x and of the network's output in a step between two levels, given as alphas_cumprod.
+
+    Liu et al. 2022, eq. 11: x0 and eps are read at `start` and put together again at `end`.
+    """
+    a, s, a_to, s_to = np.sqrt(start), np.sqrt(1 - start), np.sqrt(end), np.sqrt(1 - end)
+    if velocity:
+        return a_to * a + s_to * s, s_to * a - a_to * s
+    return a_to / a, s_to - a_to * s / a

@@ -1,0 +1,173 @@
+"""Solvers that step between training timesteps: DDIM and its inverse, DDPM, LCM, TCD.
+
+Notation: `a`, `s` weights of picture and noise at a row, `a_to`, `s_to` after it; eps = (X - a D) / s.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.path import Frame
+from canvax.samplers.rows import NOISE, D, X, clip_of, col, demand_numbered, demand_signal, rows, table_of
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.spacing import distilled_path, training_path
+from canvax.samplers.table import SLOTS, SamplerTable
+
+VARIANCE_TYPES = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log")
+
+
+def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
+    """alphas_cumprod at fractional timesteps, also past the end (t < 0), where it is 1 or the first timestep's, as
+    set_alpha_to_one says."""
+    final = 1.0 if options.set_alpha_to_one else schedule.alphas_cumprod[0]
+    whole = np.interp(timesteps, np.arange(schedule.num_train_timesteps), schedule.alphas_cumprod)
+    return np.where(timesteps >= 0, whole, final)
+
+
+def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """DDIM: Song et al. 2021, eq. 12, with eta of eq. 16.
+
+    The step goes from t to t - train // steps whatever the spacing, and the noise direction comes from the unclipped
+    output: both as checkpoints were tuned with. Along a curve it goes from level to level.
+    """
+    eta = _eta(options, 0.0, "0 is deterministic DDIM, 1 is as random as DDPM")
+    path = training_path(schedule, steps, options)
+    a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
+    demand_signal(schedule, a, "ddim")
+    if path.even:
+        remaining = remaining_at(schedule, path.timesteps - schedule.num_train_timesteps // steps, options)
+        a_to, s_to = np.sqrt(remaining), np.sqrt(1 - remaining)
+    std = eta * _posterior(a, s, a_to, s_to)
+    direction = np.sqrt(s_to**2 - std**2)
+    towards = col(a_to) * D + col(std) * NOISE
+    clip = clip_of(options)
+    if clip is None:
+        M = rows(len(path), {0: towards + col(direction / s) * (X - col(a) * D)})
+        return table_of(schedule, path.timesteps, a, s, M)
+    raw = np.zeros((len(path), SLOTS))
+    raw[:, 0] = -direction * a / s
+    M = rows(len(path), {0: towards + col(direction / s) * X})
+    return table_of(schedule, path.timesteps, a, s, M, clip=clip, raw=raw)
+
+
+def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray) -> np.ndarray:
+    """Standard deviation of x at the next level given x and x0: Ho et al. 2020, eq. 7."""
+    return s_to / s * np.sqrt(np.maximum(s**2 - (a / a_to * s_to) ** 2, 0.0))
+
+
+def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """DDIM backwards: from a picture to the noise that draws it. x starts as the picture's latents.
+
+    Source: Song et al. 2021, eq. 14, run towards noise; the network is told the timestep it goes to, as the reference
+    does. D is the picture that the network sees in x, at that timestep.
+    """
+    demand_numbered(schedule, "ddim_inverse")
+    if options.clip_sample or options.thresholding:
+        raise InputError(
+            "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
+        )
+    if options.spacing == "linspace":
+        raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
+    path = training_path(schedule, steps, options)
+    told, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
+    a_to, s_to = Frame(schedule).alpha_std(sigmas)
+    stride = schedule.num_train_timesteps // steps
+    remaining = remaining_at(schedule, told - stride, options)
+    a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
+    demand_signal(schedule, a_to, "ddim_inverse")
+    match schedule.prediction_type:
+        case "epsilon":
+            eps = (X - col(a_to) * D) / col(s_to)
+            picture = (X - col(s) * eps) / col(a)
+        case "v_prediction":
+            velocity = (col(a_to) * X - D) / col(s_to)
+            eps, picture = col(a) * velocity + col(s) * X, col(a) * X - col(s) * velocity
+        case _:
+            if np.any(s == 0):
+                raise InputError(
+                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean picture, "
+                    "where DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
+                )
+            eps, picture = (X - col(a) * D) / col(s), D
+    M = rows(steps, {0: col(a_to) * picture + col(s_to) * eps})
+    return table_of(schedule, told, a_to, s_to, M)
+
+
+def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """Ancestral sampling of DDPM: Ho et al. 2020, eq. 7, between the timesteps visited; the last step lands on x0."""
+    path = training_path(schedule, steps, options)
+    a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
+    demand_signal(schedule, a, "ddpm")
+    kept = a / a_to
+    on_x = kept * (s_to / s) ** 2
+    small = _posterior(a, s, a_to, s_to)
+    match options.variance_type:
+        case None | "fixed_small" | "fixed_small_log":
+            std = small
+        case "fixed_large" | "fixed_large_log":
+            std = np.sqrt(np.maximum(s**2 - (kept * s_to) ** 2, 0.0))
+        case other:
+            raise InputError(
+                f"variance_type={other!r} cannot be honoured: it needs a network that also predicts its "
+                f"variance; use one of {', '.join(VARIANCE_TYPES)}, or another sampler such as 'ddim'"
+            )
+    std = np.where(path.timesteps > 0, std, 0.0)
+    M = rows(len(path), {0: col(on_x) * X + col(a_to - on_x * a) * D + col(std) * NOISE})
+    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+
+
+def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """Latent consistency: D, noised afresh to the next level. Luo et al. 2023, algorithm 3.
+
+    `timestep_scaling` blends in x near timestep 0 (eq. 9 there); infinite, it does not.
+    """
+    path = distilled_path(schedule, steps, options)
+    a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
+    demand_signal(schedule, a, "lcm")
+    far = (
+        np.maximum(path.timesteps, 0.0) * options.timestep_scaling if np.isfinite(options.timestep_scaling) else np.inf
+    )
+    seen = 1 / np.hypot(1, 0.5 / np.where(far == 0, 1e-300, far)) * np.ones_like(a)
+    picture = col(seen) * D + col(1 - seen**2) * X
+    to = np.append(a_to[:-1], 1.0)
+    M = rows(len(path), {0: col(to) * picture + col(np.append(s_to[:-1], 0.0)) * NOISE})
+    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+
+
+def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
+    """Trajectory consistency: down the trajectory to a part 1 - eta of the next timestep, then noised afresh.
+
+    Source: Zheng et al. 2024 (TCD), algorithm 4, its gamma being eta. The run of a checkpoint ends at training timestep
+    0; with final_sigmas_type "zero" on the picture itself.
+    """
+    demand_numbered(schedule, "tcd")
+    eta = _eta(options, 0.3, "0 adds no noise, 0.3 is usual")
+    path = distilled_path(schedule, steps, options)
+    a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:].copy(), path.std[1:].copy()
+    demand_signal(schedule, a, "tcd")
+    after = np.append(path.timesteps[1:], 0.0)
+    if path.even:
+        remaining = remaining_at(schedule, np.floor((1 - eta) * after), options)
+    else:
+        remaining = 1 / (1 + schedule.sigma_at((1 - eta) * after) ** 2)
+    if path.sigmas[-1] == 0:
+        remaining[-1] = 1.0
+    else:
+        a_to[-1], s_to[-1] = np.sqrt(remaining[-1]), np.sqrt(1 - remaining[-1])
+    eps = (X - col(a) * D) / col(s)
+    down = col(np.sqrt(remaining)) * D + col(np.sqrt(1 - remaining)) * eps
+    kept = a_to / np.sqrt(remaining)
+    fresh = np.sqrt(np.maximum(1 - kept**2, 0.0))
+    if eta == 0:
+        kept, fresh = np.ones_like(kept), np.zeros_like(fresh)
+    M = rows(len(path), {0: col(kept) * down + col(fresh) * NOISE})
+    return table_of(schedule, path.timesteps, a, s, M)
+
+
+def _eta(options: SamplerOptions, usual: float, meaning: str) -> float:
+    eta = usual if options.eta is None else options.eta
+    if not 0.0 <= eta <= 1.0:
+        raise InputError(f"eta={eta} is outside 0..1; {meaning}")
+    return eta

@@ -1,0 +1,399 @@
+"""The samplers, one entry each: names in every spelling people know, what they cost, and when to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from canvax.samplers import solvers
+from canvax.samplers.options import SamplerOptions
+from canvax.samplers.schedule import NoiseSchedule
+from canvax.samplers.table import SamplerTable
+
+Solver = Callable[[NoiseSchedule, int, SamplerOptions], SamplerTable]
+
+CHURN = ("s_churn", "s_tmin", "s_tmax", "s_noise")
+DPM = ("solver_order", "solver_type", "lower_order_final", "euler_at_final", "final_sigmas_type", "lambda_min_clipped")
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """One sampler of the catalogue.
+
+    order: of convergence, in steps, where it is deterministic. stochastic: draws noise in its steps at its usual eta (a
+    table knows for itself). evaluations: of the network, for a run of n steps.
+    implied: options that its name fixes, whatever the checkpoint says. curves: takes Karras and other sigma curves.
+    eta: has one to set. settings: further fields of SamplerOptions that it reads.
+    """
+
+    name: str
+    label: str
+    diffusers_class: str
+    k_diffusion: str | None
+    comfyui: str | None
+    solver: Solver
+    order: str
+    stochastic: bool
+    evaluations: str
+    when: str
+    source: str
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    curves: bool = True
+    eta: bool = False
+    settings: tuple[str, ...] = ()
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every name it answers to, the canonical one first."""
+        known = (self.name, self.label, self.k_diffusion, self.comfyui, *self.also)
+        return tuple(dict.fromkeys(name for name in known if name))
+
+
+SAMPLERS = (
+    SamplerSpec(
+        *("ddim", "DDIM", "DDIMScheduler", None, "ddim", solvers.ddim),
+        order="1",
+        stochastic=False,
+        evaluations="n",
+        when="The plain deterministic choice; 30 to 50 steps; eta > 0 adds noise. Safe with every prediction type.",
+        source="Song et al. 2021, arXiv:2010.02502",
+        also=("DDIMParallelScheduler",),
+        eta=True,
+        settings=("set_alpha_to_one", "clip_sample", "clip_sample_range", "thresholding"),
+    ),
+    SamplerSpec(
+        *("ddpm", "DDPM", "DDPMScheduler", None, "ddpm", solvers.ddpm),
+        order="",
+        stochastic=True,
+        evaluations="n",
+        when="The original random sampler; wants hundreds of steps. For comparison with papers.",
+        source="Ho et al. 2020, arXiv:2006.11239",
+        also=("DDPMParallelScheduler",),
+        settings=("variance_type", "clip_sample", "clip_sample_range", "thresholding"),
+    ),
+    SamplerSpec(
+        *("pndm", "PLMS", "PNDMScheduler", None, None, solvers.pndm),
+        order="2",
+        stochastic=False,
+        evaluations="n + 1",
+        when="What Stable Diffusion 1.x was released with; 50 steps. DPM++ 2M is as good in half of them.",
+        source="Liu et al. 2022, arXiv:2202.09778",
+        implied={"skip_prk_steps": True},
+        also=("k_plms", "pndm_plms"),
+        settings=("set_alpha_to_one",),
+    ),
+    SamplerSpec(
+        *("pndm_prk", "PNDM PRK", "PNDMScheduler", None, None, solvers.pndm),
+        order="2",
+        stochastic=False,
+        evaluations="n + 9",
+        when="PNDM with its Runge-Kutta start, as in the paper; at least 4 steps.",
+        source="Liu et al. 2022, arXiv:2202.09778",
+        implied={"skip_prk_steps": False},
+        also=("prk",),
+        settings=("set_alpha_to_one",),
+    ),
+    SamplerSpec(
+        *("euler", "Euler", "EulerDiscreteScheduler", "sample_euler", "euler", solvers.euler),
+        order="1",
+        stochastic=False,
+        evaluations="n",
+        when="Simple and robust; 20 to 30 steps; the default of SDXL.",
+        source="Karras et al. 2022, arXiv:2206.00364",
+        also=("k_euler",),
+        settings=(*CHURN, "final_sigmas_type", "interpolation_type", "timestep_type"),
+    ),
+    SamplerSpec(
+        *("euler_a", "Euler a", "EulerAncestralDiscreteScheduler", "sample_euler_ancestral", "euler_ancestral"),
+        solver=solvers.euler_ancestral,
+        order="1 (eta 0)",
+        stochastic=True,
+        evaluations="n",
+        when="Varied and soft pictures in 20 to 40 steps; the picture keeps changing with the number of steps.",
+        source="Song et al. 2021, arXiv:2011.13456; k-diffusion",
+        also=("k_euler_a", "k_euler_ancestral"),
+        eta=True,
+        settings=("s_noise",),
+    ),
+    SamplerSpec(
+        *("heun", "Heun", "HeunDiscreteScheduler", "sample_heun", "heun", solvers.heun),
+        order="2",
+        stochastic=False,
+        evaluations="2n - 1",
+        when="Exact per step, two evaluations each; 15 to 25 steps. A yardstick more than a bargain.",
+        source="Karras et al. 2022, arXiv:2206.00364",
+        also=("k_heun",),
+        settings=CHURN,
+    ),
+    SamplerSpec(
+        *("dpm2", "DPM2", "KDPM2DiscreteScheduler", "sample_dpm_2", "dpm_2", solvers.dpm2),
+        order="2",
+        stochastic=False,
+        evaluations="2n - 1",
+        when="The midpoint method; like Heun, 15 to 25 steps.",
+        source="Lu et al. 2022, arXiv:2206.00927; k-diffusion",
+        also=("k_dpm_2", "k_dpm2"),
+        settings=CHURN,
+    ),
+    SamplerSpec(
+        *("dpm2_a", "DPM2 a", "KDPM2AncestralDiscreteScheduler", "sample_dpm_2_ancestral", "dpm_2_ancestral"),
+        solver=solvers.dpm2_ancestral,
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="2n - 1",
+        when="DPM2 with fresh noise; 20 to 30 steps, two evaluations each.",
+        source="k-diffusion",
+        also=("k_dpm_2_a", "k_dpm_2_ancestral"),
+        eta=True,
+        settings=("s_noise",),
+    ),
+    SamplerSpec(
+        *("lms", "LMS", "LMSDiscreteScheduler", "sample_lms", "lms", solvers.lms),
+        order="4",
+        stochastic=False,
+        evaluations="n",
+        when="Of the first days of Stable Diffusion; 40 to 60 steps, unstable with few. DPM++ 2M does better.",
+        source="Adams methods; k-diffusion",
+        also=("k_lms",),
+    ),
+    SamplerSpec(
+        *("dpmpp_2s_a", "DPM++ 2S a", "EulerAncestralDiscreteScheduler", "sample_dpmpp_2s_ancestral"),
+        comfyui="dpmpp_2s_ancestral",
+        solver=solvers.dpmpp_2s_ancestral,
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="2n - 1",
+        when="Fine texture with fresh noise; 15 to 25 steps, two evaluations each.",
+        source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
+        also=("DPM++ 2S Ancestral", "k_dpmpp_2s_a"),
+        eta=True,
+        settings=("s_noise",),
+    ),
+    SamplerSpec(
+        *("dpmpp_2m", "DPM++ 2M", "DPMSolverMultistepScheduler", "sample_dpmpp_2m", "dpmpp_2m"),
+        solver=solvers.dpm_multistep,
+        order="2",
+        stochastic=False,
+        evaluations="n",
+        when="The best default: converged in 20 to 25 steps, with or without Karras sigmas.",
+        source="Lu et al. 2022, arXiv:2211.01095",
+        implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
+        also=("k_dpmpp_2m", "dpm_solver_multistep", "dpm_solver++", "dpm_multistep"),
+        settings=DPM,
+    ),
+    SamplerSpec(
+        *("dpmpp_3m", "DPM++ 3M", "DPMSolverMultistepScheduler", None, None, solvers.dpm_multistep),
+        order="2",
+        stochastic=False,
+        evaluations="n",
+        when="Of smaller error than DPM++ 2M: for unguided or weakly guided pictures.",
+        source="Lu et al. 2022, arXiv:2211.01095",
+        implied={"algorithm_type": "dpmsolver++", "solver_order": 3},
+        settings=DPM,
+    ),
+    SamplerSpec(
+        *("dpmpp_2m_sde", "DPM++ 2M SDE", "DPMSolverMultistepScheduler", "sample_dpmpp_2m_sde", "dpmpp_2m_sde"),
+        solver=solvers.dpm_multistep,
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="n",
+        when="DPM++ 2M with fresh noise in each step: more texture, 25 to 40 steps.",
+        source="Lu et al. 2022, arXiv:2211.01095, appendix B",
+        implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
+        also=("k_dpmpp_2m_sde", "dpmpp_2m_sde_gpu"),
+        eta=True,
+        settings=("s_noise", *DPM),
+    ),
+    SamplerSpec(
+        *("dpmpp_2m_sde_heun", "DPM++ 2M SDE Heun", "DPMSolverMultistepScheduler", None, "dpmpp_2m_sde_heun"),
+        solver=solvers.dpm_multistep,
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="n",
+        when="DPM++ 2M SDE with the other second-order correction; hardly different.",
+        source="Lu et al. 2022, arXiv:2211.01095, appendix B",
+        implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2, "solver_type": "heun"},
+        also=("dpmpp_2m_sde_heun_gpu",),
+        eta=True,
+        settings=("s_noise", *DPM),
+    ),
+    SamplerSpec(
+        *("dpmpp_3m_sde", "DPM++ 3M SDE", "DPMSolverMultistepScheduler", "sample_dpmpp_3m_sde", "dpmpp_3m_sde"),
+        solver=solvers.dpm_multistep,
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="n",
+        when="DPM++ 2M SDE that remembers one picture more; exponential sigmas, 30 to 50 steps.",
+        source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
+        implied={
+            "algorithm_type": "sde-dpmsolver++",
+            "solver_order": 3,
+            "solver_type": "heun",
+            "lower_order_final": False,
+        },
+        also=("k_dpmpp_3m_sde", "dpmpp_3m_sde_gpu"),
+        eta=True,
+        settings=("s_noise", *DPM),
+    ),
+    SamplerSpec(
+        *("dpmpp_sde", "DPM++ SDE", "DPMSolverSDEScheduler", "sample_dpmpp_sde", "dpmpp_sde", solvers.dpmpp_sde),
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="2n - 1",
+        when="Crisp detail in few steps (10 to 20), two evaluations each.",
+        source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
+        also=("k_dpmpp_sde", "dpmpp_sde_gpu"),
+        eta=True,
+        settings=("s_noise",),
+    ),
+    SamplerSpec(
+        *("dpm_single_2", "DPM-Solver++ singlestep 2", "DPMSolverSinglestepScheduler", None, None),
+        solver=solvers.dpm_singlestep,
+        order="2",
+        stochastic=False,
+        evaluations="n",
+        when="DPM++ without memory between blocks of two evaluations; 20 to 30 steps.",
+        source="Lu et al. 2022, arXiv:2211.01095",
+        implied={"algorithm_type": "dpmsolver++", "solver_order": 2, "lower_order_final": True},
+        also=("DPM++ 2S", "dpmpp_2s", "dpm_solver_singlestep", "dpm_singlestep"),
+        settings=DPM,
+    ),
+    SamplerSpec(
+        *("dpm_single_3", "DPM-Solver++ singlestep 3", "DPMSolverSinglestepScheduler", None, None),
+        solver=solvers.dpm_singlestep,
+        order="3",
+        stochastic=False,
+        evaluations="n",
+        when="The same in blocks of three: for unguided pictures.",
+        source="Lu et al. 2022, arXiv:2211.01095",
+        implied={"algorithm_type": "dpmsolver++", "solver_order": 3, "solver_type": "heun", "lower_order_final": True},
+        also=("DPM++ 3S", "dpmpp_3s"),
+        settings=DPM,
+    ),
+    SamplerSpec(
+        *("unipc", "UniPC", "UniPCMultistepScheduler", None, "uni_pc", solvers.unipc),
+        order="4",
+        stochastic=False,
+        evaluations="n",
+        when="Corrects each step with the next evaluation; converged in 15 to 20 steps. B(h) = h.",
+        source="Zhao et al. 2023, arXiv:2302.04867",
+        implied={"predict_x0": True, "solver_type": "bh1", "solver_order": 3},
+        also=("uni_pc_bh1",),
+        settings=("solver_order", "solver_type", "lower_order_final", "final_sigmas_type", "disable_corrector"),
+    ),
+    SamplerSpec(
+        *("unipc_bh2", "UniPC BH2", "UniPCMultistepScheduler", None, "uni_pc_bh2", solvers.unipc),
+        order="4",
+        stochastic=False,
+        evaluations="n",
+        when="The same with B(h) = exp(h) - 1, the better choice for guided pictures in 5 to 10 steps.",
+        source="Zhao et al. 2023, arXiv:2302.04867",
+        implied={"predict_x0": True, "solver_type": "bh2", "solver_order": 3},
+        settings=("solver_order", "solver_type", "lower_order_final", "final_sigmas_type", "disable_corrector"),
+    ),
+    SamplerSpec(
+        *("deis", "DEIS", "DEISMultistepScheduler", None, "deis", solvers.deis),
+        order="3",
+        stochastic=False,
+        evaluations="n",
+        when="Multistep in eps, kin to DPM-Solver; 20 to 30 steps.",
+        source="Zhang and Chen 2023, arXiv:2204.13902",
+        implied={"solver_order": 3, "final_sigmas_type": "zero"},
+        settings=("solver_order", "lower_order_final", "final_sigmas_type"),
+    ),
+    SamplerSpec(
+        *("ipndm", "IPNDM", "IPNDMScheduler", None, "ipndm", solvers.ipndm),
+        order="2",
+        stochastic=False,
+        evaluations="n",
+        when="PNDM without its start, one evaluation a step; 20 to 30 steps of an even schedule.",
+        source="Zhang and Chen 2023, arXiv:2204.13902; Liu et al. 2022, arXiv:2202.09778",
+    ),
+    SamplerSpec(
+        *("sa_solver", "SA-Solver", "SASolverScheduler", None, "sa_solver", solvers.sa_solver),
+        order="2 (eta 0)",
+        stochastic=True,
+        evaluations="n",
+        when="Stochastic, with predictor and corrector; 20 to 40 steps.",
+        source="Xue et al. 2023, arXiv:2309.05019",
+        implied={"predict_x0": True, "final_sigmas_type": "zero"},
+        eta=True,
+        settings=("predictor_order", "corrector_order", "lower_order_final", "final_sigmas_type"),
+    ),
+    SamplerSpec(
+        *("lcm", "LCM", "LCMScheduler", None, "lcm", solvers.lcm),
+        order="",
+        stochastic=True,
+        evaluations="n",
+        when="For latent consistency models and LCM adapters alone: 2 to 8 steps, guidance 1 to 2.",
+        source="Luo et al. 2023, arXiv:2310.04378",
+        implied={"timestep_scaling": float("inf")},
+        also=("k_lcm",),
+        settings=("original_inference_steps", "timestep_scaling"),
+    ),
+    SamplerSpec(
+        *("tcd", "TCD", "TCDScheduler", None, None, solvers.tcd),
+        order="",
+        stochastic=True,
+        evaluations="n",
+        when="For trajectory consistency models and Hyper-SD adapters alone: 2 to 8 steps; eta (gamma) 0.3.",
+        source="Zheng et al. 2024, arXiv:2402.19159",
+        implied={"final_sigmas_type": "zero"},
+        eta=True,
+        settings=("original_inference_steps", "final_sigmas_type"),
+    ),
+    SamplerSpec(
+        *("edm_euler", "EDM Euler", "EDMEulerScheduler", None, None, solvers.euler),
+        order="1",
+        stochastic=False,
+        evaluations="n",
+        when="For models with EDM preconditioning; elsewhere it is Euler.",
+        source="Karras et al. 2022, arXiv:2206.00364",
+        settings=(*CHURN, "final_sigmas_type"),
+    ),
+    SamplerSpec(
+        *("edm_dpmpp_2m", "EDM DPM++ 2M", "EDMDPMSolverMultistepScheduler", None, None),
+        solver=solvers.dpm_multistep,
+        order="2",
+        stochastic=False,
+        evaluations="n",
+        when="For models with EDM preconditioning (Playground v2.5); elsewhere it is DPM++ 2M.",
+        source="Karras et al. 2022, arXiv:2206.00364; Lu et al. 2022, arXiv:2211.01095",
+        implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
+        also=("edm_dpm",),
+        settings=DPM,
+    ),
+    SamplerSpec(
+        *("flow_euler", "Flow Euler", "FlowMatchEulerDiscreteScheduler", None, None, solvers.euler),
+        order="1",
+        stochastic=False,
+        evaluations="n",
+        when="For flow models (SD 3, FLUX); 20 to 30 steps; elsewhere it is Euler.",
+        source="Lipman et al. 2023, arXiv:2210.02747; Esser et al. 2024, arXiv:2403.03206",
+        also=("flow_match_euler",),
+        settings=("mu", "shift_terminal", "stochastic_sampling", "use_dynamic_shifting", "time_shift_type"),
+    ),
+    SamplerSpec(
+        *("flow_heun", "Flow Heun", "FlowMatchHeunDiscreteScheduler", None, None, solvers.heun),
+        order="2",
+        stochastic=False,
+        evaluations="2n - 1",
+        when="For flow models, two evaluations a step; elsewhere it is Heun.",
+        source="Lipman et al. 2023, arXiv:2210.02747",
+        also=("flow_match_heun",),
+    ),
+    SamplerSpec(
+        *("ddim_inverse", "DDIM inversion", "DDIMInverseScheduler", None, None, solvers.ddim_inverse),
+        order="1",
+        stochastic=False,
+        evaluations="n",
+        when="Backwards: from the latents of a picture to the noise that DDIM draws it from. 50 steps or more.",
+        source="Song et al. 2021, arXiv:2010.02502",
+        implied={"clip_sample": False},
+        also=("ddim_inversion",),
+        curves=False,
+        settings=("set_alpha_to_one",),
+    ),
+)

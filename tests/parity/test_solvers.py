@@ -1,0 +1,267 @@
+"""The solvers that fewer checkpoints name, against diffusers, probed like those of test_samplers.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from canvax.samplers import build_table, from_scheduler_config  # noqa: E402
+
+from .probe import (  # noqa: E402
+    BASE,
+    EXPLODING,
+    SPACINGS,
+    STEPS,
+    assert_agrees,
+    checkpoint,
+    compare,
+    error,
+    in_float64,
+    reference_run,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the reference, about itself
+    pytest.mark.usefixtures("in_float64"),
+]
+__all__ = ["in_float64"]
+CURVES: tuple[dict[str, Any], ...] = (
+    {},
+    {"use_karras_sigmas": True},
+    {"use_exponential_sigmas": True},
+    {"use_beta_sigmas": True},
+)
+SMALLEST = {"final_sigmas_type": "sigma_min"}
+
+# Solvers on k-diffusion's levels: every spacing and curve.
+K_CLASSES = (
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LMSDiscreteScheduler",
+    "DPMSolverSDEScheduler",
+)
+NO_SAMPLE = ("KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "DPMSolverSDEScheduler")
+"""Classes that refuse to read prediction type "sample"."""
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *[(name, curve) for name in K_CLASSES for curve in CURVES],
+    ("HeunDiscreteScheduler", {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 10.0}),
+    ("HeunDiscreteScheduler", {"beta_schedule": "exp"}),
+    *[("DEISMultistepScheduler", {"solver_order": order}) for order in (1, 2, 3)],
+    *[("DEISMultistepScheduler", {**curve, "solver_order": 3}) for curve in CURVES[1:]],
+    ("DEISMultistepScheduler", {"solver_order": 3, "lower_order_final": False}),
+    *[
+        ("UniPCMultistepScheduler", {"solver_order": order, "solver_type": kind, **more})
+        for order in (1, 2, 3)
+        for kind in ("bh1", "bh2")
+        for more in (({} if kind == "bh2" else SMALLEST), {"predict_x0": False, **SMALLEST})
+    ],
+    *[("UniPCMultistepScheduler", {**curve, **SMALLEST}) for curve in CURVES[1:]],
+    ("UniPCMultistepScheduler", {"solver_order": 3, "lower_order_final": False, **SMALLEST}),
+    ("UniPCMultistepScheduler", {"solver_order": 3, "disable_corrector": [0, 2], "solver_type": "midpoint"}),
+    ("UniPCMultistepScheduler", {"rescale_betas_zero_snr": True, "use_karras_sigmas": True, "sigma_max": 20.0}),
+    *[("SASolverScheduler", {"predictor_order": p, "corrector_order": c}) for p in (1, 2, 3) for c in (1, 2, 3, 4)],
+    *[("SASolverScheduler", curve) for curve in CURVES[1:]],
+    ("SASolverScheduler", {"predictor_order": 3, "corrector_order": 3, "algorithm_type": "noise_prediction"}),
+    ("SASolverScheduler", {"predictor_order": 3, "lower_order_final": False, "lambda_min_clipped": -2.0}),
+    ("LCMScheduler", {}),
+    ("LCMScheduler", {"original_inference_steps": 100, "timestep_scaling": 2.0, "set_alpha_to_one": False}),
+    ("TCDScheduler", {}),
+    ("DDIMParallelScheduler", {"clip_sample": False}),
+    ("DDPMParallelScheduler", {"clip_sample": False}),
+]
+ONE_SPACING = ("LCMScheduler", "TCDScheduler")
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=str)
+def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -> None:
+    if prediction == "sample" and name in NO_SAMPLE:
+        pytest.skip("the reference does not read this prediction type")
+    # What a prediction type decides and what a spacing decides meet nowhere: all spacings for one, one for the others.
+    spacings = SPACINGS if prediction == "epsilon" and name not in ONE_SPACING else ("leading",)
+    for spacing in spacings:
+        scheduler, config = checkpoint(name, **fields, prediction_type=prediction, timestep_spacing=spacing)
+        for steps in STEPS:
+            compare(build_table(scheduler, steps), name, config, steps)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("final", ["zero", "sigma_min"])
+@pytest.mark.parametrize("algorithm", ["dpmsolver++", "dpmsolver", "sde-dpmsolver++"])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_singlestep(order: int, algorithm: str, final: str, prediction: str) -> None:
+    if algorithm == "dpmsolver" and final == "zero":
+        pytest.skip("eps prediction divides by zero there, and the reference refuses it, too")
+    for kind in ("midpoint", "heun"):
+        if (order, algorithm, kind) == (3, "sde-dpmsolver++", "heun"):
+            continue  # a wrong sign of the reference, see test_differences
+        fields = {"solver_order": order, "algorithm_type": algorithm, "solver_type": kind, "final_sigmas_type": final}
+        for more in ({"lower_order_final": True}, {"lower_order_final": False}, {"use_karras_sigmas": True}):
+            scheduler, config = checkpoint("DPMSolverSinglestepScheduler", **fields, **more, prediction_type=prediction)
+            for steps in STEPS:
+                compare(build_table(scheduler, steps), "DPMSolverSinglestepScheduler", config, steps)
+
+
+@pytest.mark.parametrize("name", ["EDMEulerScheduler", "EDMDPMSolverMultistepScheduler"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_edm(name: str, prediction: str) -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"sigma_schedule": "exponential", "sigma_data": 1.0},
+        {"rho": 5.0, **SMALLEST},
+    ]
+    if name.startswith("EDMDPM"):
+        variants += [{"solver_order": 3}, {"solver_order": 2, "solver_type": "heun"}]
+        variants += [{"algorithm_type": "sde-dpmsolver++"}]
+    for fields in variants:
+        config = {"_class_name": name, "prediction_type": prediction, **fields}
+        scheduler = from_scheduler_config(config)
+        for steps in STEPS:
+            if steps == 1 and "sigma_schedule" in fields:
+                continue  # one exponential step of the reference starts at the end, see test_differences
+            compare(build_table(scheduler, steps), name, config, steps)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_tcd_eta(eta: float, prediction: str) -> None:
+    scheduler, config = checkpoint("TCDScheduler", prediction_type=prediction)
+    for steps in STEPS:
+        compare(build_table(scheduler, steps, eta=eta), "TCDScheduler", config, steps, eta=eta)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+@pytest.mark.parametrize("to_one", [True, False])
+def test_ddim_inversion(prediction: str, spacing: str, to_one: bool) -> None:
+    if prediction == "sample" and to_one:
+        pytest.skip("the reference divides by zero: its first level has no noise to tell")
+    fields = {"clip_sample": False, "set_alpha_to_one": to_one, "timestep_spacing": spacing, "steps_offset": 0}
+    scheduler, config = checkpoint("DDIMInverseScheduler", prediction_type=prediction, **fields)
+    for steps in STEPS:
+        if spacing == "trailing" and prediction == "sample" and steps == 3:
+            continue  # 999 - 333 = 666, 333, 0: below no level, and zero again
+        compare(build_table(scheduler, steps), "DDIMInverseScheduler", config, steps)
+
+
+FLOWS: list[tuple[str, dict[str, Any]]] = [
+    ("FlowMatchEulerDiscreteScheduler", {}),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0, "shift_terminal": 0.1, "use_beta_sigmas": True}),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 2.0, "use_karras_sigmas": True}),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 2.0, "use_exponential_sigmas": True}),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0, "stochastic_sampling": True}),
+    ("FlowMatchHeunDiscreteScheduler", {"shift": 3.0}),
+    *[
+        (name, {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0})
+        for name in (
+            *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler"),
+            *("UniPCMultistepScheduler", "SASolverScheduler"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), FLOWS, ids=str)
+def test_flow(name: str, fields: dict[str, Any]) -> None:
+    config = {"_class_name": name, **fields}
+    for steps in STEPS:
+        if steps == 1 and "shift_terminal" in fields:
+            continue  # the reference stretches one time by 0 / 0
+        compare(build_table(from_scheduler_config(config), steps), name, config, steps)
+
+
+def test_ipndm() -> None:
+    """All but the first output: at its level of pure noise the reference divides by zero, guarded to 0, where the
+    picture that the network predicts should be."""
+    config = {"_class_name": "IPNDMScheduler"}
+    for steps in STEPS:
+        table = build_table(from_scheduler_config(config), steps)
+        units = np.eye(1 + steps).reshape(1 + steps, 1, 1, 1, 1 + steps)
+        outputs = units[1:].copy()
+        outputs[0] = 0.0
+        expected = reference_run("IPNDMScheduler", config, steps, units[0], lambda r, _: outputs[r], outputs)  # noqa: B023
+        ours = []
+
+        def denoise(seen: np.ndarray, timestep: float, row: int) -> np.ndarray:
+            ours.append(seen)  # noqa: B023
+            return outputs[row]  # noqa: B023
+
+        from canvax.samplers import run
+
+        samples = run(table, denoise, units[0])
+        np.testing.assert_allclose(table.timestep, expected["timesteps"], atol=1e-6)
+        for r in range(1, steps):
+            assert error(ours[r], expected["inputs"][r]) < 1e-6
+            if steps > 1:
+                assert error(samples[r], expected["samples"][r]) < 1e-6
+
+
+@pytest.mark.parametrize("fields", [{"clip_sample": True, "clip_sample_range": 0.7}], ids=str)
+@pytest.mark.parametrize("name", ["HeunDiscreteScheduler", "LCMScheduler"])
+def test_clipped(name: str, fields: dict[str, Any]) -> None:
+    """Clipping is not linear: a run with a nonlinear network in place of unit vectors."""
+    rng = np.random.default_rng(0)
+    x, noises = rng.standard_normal((2, 3, 4, 4)), rng.standard_normal((40, 2, 3, 4, 4))
+
+    def network(row: int, seen: np.ndarray) -> np.ndarray:
+        return np.tanh(2 * seen + row) + 0.3 * seen
+
+    for prediction in ("epsilon", "v_prediction", "sample"):
+        scheduler, config = checkpoint(name, **fields, prediction_type=prediction)
+        for steps in (1, 2, 5, 20):
+            expected = reference_run(name, config, steps, x, network, noises)
+            assert_agrees(build_table(scheduler, steps), expected, x, network, noises, exploding=name in EXPLODING)
+
+
+def test_defaults_of_the_classes_are_the_references() -> None:
+    """Every field that a class declares is known, with the value it has where the file says nothing."""
+    from canvax.samplers.config import _SCHEDULE_DEFAULTS, ALIASES, CLASS_DEFAULTS
+
+    ours_alone = {"sigma_min", "sigma_max"}  # hidden fields that the reference honours, too
+    for name in (*CLASS_DEFAULTS, *ALIASES):
+        declared = dict(getattr(diffusers, name)().config)
+        known = {**_SCHEDULE_DEFAULTS, **CLASS_DEFAULTS[ALIASES.get(name, name)]}
+        if name == "IPNDMScheduler" or name.startswith(("EDM", "FlowMatch")):
+            known = {**CLASS_DEFAULTS[name], **{key: known[key] for key in declared if key in known}}
+        extra = {key: value for key, value in declared.items() if key not in known and not key.startswith("_")}
+        assert not extra, (name, extra)
+        for key, value in declared.items():
+            if key in known and key not in ours_alone:
+                assert known[key] == value or (known[key] in (None, [], False) and not value), (name, key, value)
+
+
+def test_differences() -> None:
+    """What docs/samplers.md says we do differently, seen on the reference itself."""
+    # DPM-Solver singlestep of order 3 has the same wrong sign as the multistep one in its SDE form.
+    fields = {"solver_order": 3, "solver_type": "heun", "final_sigmas_type": "sigma_min", "use_karras_sigmas": True}
+    name = "DPMSolverSinglestepScheduler"
+    scheduler, config = checkpoint(name, algorithm_type="sde-dpmsolver++", **fields)
+    with pytest.raises(AssertionError, match="sample after row 2"):
+        compare(build_table(scheduler, 9), name, config, 9)
+    # Karras levels of LMS and DPM++ SDE pass over sigma_max, which those of Heun and the others keep to.
+    limited = {"use_karras_sigmas": True, "sigma_max": 10.0}
+    for name in ("LMSDiscreteScheduler", "DPMSolverSDEScheduler"):
+        theirs = getattr(diffusers, name).from_config({**BASE, **limited})
+        theirs.set_timesteps(10)
+        assert float(theirs.sigmas[0]) > 14
+        assert build_table(checkpoint(name, **limited)[0], 10).sigma[0] == pytest.approx(10.0)
+    # UniPC with B(h) = h has an infinite weight times 0 in a step to zero.
+    scheduler, config = checkpoint("UniPCMultistepScheduler", solver_type="bh1")
+    with pytest.raises(AssertionError, match="not finite"):
+        compare(build_table(scheduler, 5), "UniPCMultistepScheduler", config, 5)
+    # One exponential step of an EDM model starts where there is no noise left.
+    one = diffusers.EDMEulerScheduler(sigma_schedule="exponential")
+    one.set_timesteps(1)
+    assert float(one.sigmas[0]) == pytest.approx(0.002)
+    # More steps than a model was distilled on: the reference refuses, ours takes every training timestep.
+    with pytest.raises(ValueError, match="original"):
+        diffusers.LCMScheduler().set_timesteps(51)
+    assert len(build_table(checkpoint("LCMScheduler")[0], 51)) == 51

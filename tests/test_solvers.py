@@ -1,0 +1,342 @@
+"""What every solver must do, whatever its formulas: finite tables, the right end, the right order, the right spread."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canvax.errors import InputError
+from canvax.samplers import (
+    CURVES,
+    SAMPLERS,
+    SamplerTable,
+    Scheduler,
+    batched_window,
+    build_table,
+    find,
+    from_scheduler_config,
+    run,
+)
+
+SD15 = {
+    "_class_name": "PNDMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+    "skip_prk_steps": True,
+    "set_alpha_to_one": True,
+    "clip_sample": False,
+}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "clip_sample": False}
+NAMES = [spec.name for spec in SAMPLERS if spec.curves]
+NOT_ON_THE_PICTURE = ("pndm", "pndm_prk", "lms", "ipndm")
+"""Combine slopes even in their last step, so that their last row is not D, though a constant D ends on itself."""
+RANDOM = [spec.name for spec in SAMPLERS if spec.stochastic]
+EVALUATIONS = {"n": (1, 0), "n + 1": (1, 1), "n + 9": (1, 9), "2n - 1": (2, -1)}
+
+names, spacings = st.sampled_from(NAMES), st.sampled_from(["leading", "trailing", "linspace"])
+curves = st.sampled_from([curve.name for curve in CURVES])
+predictions, step_counts = st.sampled_from(["epsilon", "v_prediction", "sample"]), st.integers(1, 200)
+
+
+def scheduler(**fields: Any) -> Scheduler:
+    return from_scheduler_config({**SD15, **fields})
+
+
+def any_table(name: str, steps: int, curve: str, spacing: str, prediction: str, **fields: Any) -> SamplerTable:
+    model = scheduler(prediction_type=prediction, **fields)
+    return build_table(model, steps, sampler=name, sigmas=curve, spacing=spacing)
+
+
+@settings(max_examples=600, deadline=None)
+@given(names, step_counts, curves, spacings, predictions)
+def test_every_table(name: str, steps: int, curve: str, spacing: str, prediction: str) -> None:
+    table = any_table(name, steps, curve, spacing, prediction)
+    assert table.finite
+    assert all(np.isfinite(value).all() for value in table.window(0, 8).values())
+    assert table.step[-1] == steps - 1
+    begins = table.sigma[np.searchsorted(table.step, np.arange(steps))]
+    assert (np.diff(begins) < 0).all()
+    several, more = EVALUATIONS[find(name)[0].evaluations]
+    if steps >= 4:
+        assert len(table) == several * steps + more
+    if name not in NOT_ON_THE_PICTURE:
+        last = table.M[-1, 0].copy()
+        assert last[6] == pytest.approx(1.0)
+        last[6] = 0.0
+        assert np.abs(last).max() < 1e-9  # the last row is the denoised image, and nothing else
+
+
+@settings(max_examples=300, deadline=None)
+@given(names, step_counts, curves, spacings, predictions)
+def test_a_network_that_knows_the_picture_ends_there(
+    name: str, steps: int, curve: str, spacing: str, prediction: str
+) -> None:
+    if name.startswith("pndm") and prediction == "v_prediction":
+        prediction = "sample"  # PNDM combines the v of several levels, which differ even where the picture does not
+    if name.startswith("pndm") and curve == "automatic":
+        curve = "normal"  # its own steps of whole timesteps miss the levels that the network is told, a little
+    table = any_table(name, steps, curve, spacing, prediction)
+    rng = np.random.default_rng(steps)
+    x0, x = rng.standard_normal((2, 1, 4))
+    noises = rng.standard_normal((len(table), 1, 4))
+    final = run(table, lambda seen, t, r: (x0 - table.p[r] * seen) / table.q[r], x, noises)[-1]
+    np.testing.assert_allclose(final, x0, atol=1e-7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(names, st.integers(2, 200), curves, spacings)
+def test_zero_terminal_snr_stays_finite(name: str, steps: int, curve: str, spacing: str) -> None:
+    table = any_table(name, steps, curve, spacing, "v_prediction", rescale_betas_zero_snr=True)
+    assert table.finite
+    assert np.abs(table.M).max() < 1e5
+
+
+@settings(max_examples=200, deadline=None)
+@given(names, step_counts, curves)
+def test_flow_models(name: str, steps: int, curve: str) -> None:
+    if name in ("pndm", "pndm_prk", "tcd"):
+        return  # refused by name, see test_samplers
+    if curve.startswith("ays"):
+        with pytest.raises(InputError, match="flow"):
+            build_table(from_scheduler_config(FLOW), steps, sampler=name, sigmas=curve)
+        return
+    table = build_table(from_scheduler_config(FLOW), steps, sampler=name, sigmas=curve)
+    assert table.finite
+    rng = np.random.default_rng(steps)
+    x0, x = rng.standard_normal((2, 1, 4))
+    noises = rng.standard_normal((len(table), 1, 4))
+    final = run(table, lambda seen, t, r: (x0 - table.p[r] * seen) / table.q[r], x, noises)[-1]
+    np.testing.assert_allclose(final, x0, atol=1e-5)
+
+
+def test_initial_noise_has_the_level_of_the_first_row() -> None:
+    for name, spacing in itertools.product(NAMES, ("leading", "trailing", "linspace")):
+        table = build_table(scheduler(), 30, sampler=name, spacing=spacing)
+        sigma = table.sigma[0]
+        assert table.init_scale == pytest.approx(1.0, abs=0.01), name
+        assert table.init_scale in (pytest.approx(1.0), pytest.approx(sigma / np.hypot(1, sigma))), name
+
+
+def test_stochastic_is_said_as_it_is() -> None:
+    for spec in SAMPLERS:
+        assert build_table(scheduler(), 10, sampler=spec.name).stochastic == spec.stochastic, spec.name
+        if spec.eta:
+            assert not build_table(scheduler(), 10, sampler=spec.name, eta=0.0).stochastic, spec.name
+
+
+# ---- accuracy, where the solution is known: data are Gaussian, so the best denoiser is a formula
+
+SPREAD = np.array([0.5, 2.0])
+"""Standard deviations of the data in two directions."""
+MEAN = np.array([1.0, -0.5])
+
+
+def gaussian_network(table: SamplerTable) -> Any:
+    """The network that predicts the posterior mean of Gaussian data, exactly."""
+
+    def network(seen: np.ndarray, timestep: float, row: int) -> np.ndarray:
+        sigma = table.sigma[row]
+        y = seen * np.hypot(1, sigma)
+        denoised = MEAN + SPREAD**2 / (SPREAD**2 + sigma**2) * (y - MEAN)
+        return (denoised - table.p[row] * seen) / table.q[row]
+
+    return network
+
+
+def end_of(y: np.ndarray, start: float, end: float) -> np.ndarray:
+    """Where the probability-flow ODE leads y from one level to another."""
+    return MEAN + np.sqrt((SPREAD**2 + end**2) / (SPREAD**2 + start**2)) * (y - MEAN)
+
+
+ORDERS: tuple[tuple[str, float, dict[str, Any]], ...] = (
+    ("ddim", 1, {}),
+    ("euler", 1, {}),
+    ("euler_a", 1, {"eta": 0.0}),
+    ("tcd", 1, {"eta": 0.0}),
+    ("edm_euler", 1, {}),
+    ("flow_euler", 1, {}),
+    ("heun", 2, {}),
+    ("flow_heun", 2, {}),
+    ("dpm2", 2, {}),
+    ("dpm2_a", 2, {"eta": 0.0}),
+    ("dpmpp_2s_a", 2, {"eta": 0.0}),
+    ("dpmpp_sde", 2, {"eta": 0.0}),
+    ("dpmpp_2m", 2, {}),
+    ("edm_dpmpp_2m", 2, {}),
+    ("dpmpp_2m_sde", 2, {"eta": 0.0}),
+    ("dpmpp_2m_sde_heun", 2, {"eta": 0.0}),
+    # As published, the multistep formula of order 3 takes half of its second difference, and so converges with order 2.
+    ("dpmpp_3m", 2, {}),
+    ("dpmpp_3m_sde", 2, {"eta": 0.0}),
+    ("dpm_single_2", 2, {}),
+    ("dpm_single_3", 3, {}),
+    *[("deis", order, {"settings": {"solver_order": order}}) for order in (1, 2, 3)],
+    # UniC raises the order of UniP by one: Zhao et al. 2023, theorem 3.1.
+    *[
+        (name, order + 1, {"settings": {"solver_order": order, "lower_order_final": False}})
+        for name in ("unipc", "unipc_bh2")
+        for order in (1, 2, 3)
+    ],
+    *[
+        ("sa_solver", order, {"eta": 0.0, "settings": {"predictor_order": order, "corrector_order": order}})
+        for order in (1, 2, 3)
+    ],
+    ("lms", 4, {}),
+    # Fixed weights over uneven steps: Liu et al. 2022, theorem in section 3.4.
+    ("ipndm", 2, {}),
+    ("pndm", 2, {}),
+    ("pndm_prk", 2, {}),
+)
+
+
+def from_the_solution(table: SamplerTable, levels: np.ndarray, y: np.ndarray, *, corrects: bool) -> np.ndarray:
+    """x after the last row, of a run whose first three steps, of lower order for want of a history, are put right."""
+    network, state = gaussian_network(table), np.zeros((6, *y.shape))
+    state[0] = y / np.hypot(1, levels[0])
+    rows_in_steps = len(table) == table.step[-1] + 1
+    for r in range(len(table)):
+        denoised = table.p[r] * state[0] + table.q[r] * network(table.c_in[r] * state[0], 0.0, r)
+        state = np.tensordot(table.M[r], np.stack([*state, denoised, 0 * y]), axes=1)
+        if rows_in_steps and r < 3:
+            state[0] = end_of(y, levels[0], levels[r + 1]) / np.hypot(1, levels[r + 1])
+            if corrects:  # slot 1 is the corrected x that the row began with
+                state[1] = end_of(y, levels[0], levels[r]) / np.hypot(1, levels[r])
+    return state[0]
+
+
+def slope(name: str, counts: tuple[int, ...], **options: Any) -> float:
+    """Order of convergence over a smooth stretch of levels, in steps."""
+    errors = []
+    for steps in counts:
+        levels = np.exp(np.linspace(np.log(8.0), np.log(0.5), steps + 1))
+        table = build_table(scheduler(), None, sampler=name, sigmas=levels, **options)
+        part = table.take(0, int(np.sum(table.step < steps)))
+        y = np.array([[3.0, -4.0]])
+        x = from_the_solution(part, levels, y, corrects=name.startswith(("unipc", "sa_")))
+        errors.append(np.abs(x * np.hypot(1, 0.5) - end_of(y, 8.0, 0.5)).max())
+    return float(np.polyfit(np.log(counts), -np.log(errors), 1)[0])
+
+
+@pytest.mark.parametrize(("name", "order", "options"), ORDERS, ids=str)
+def test_order_of_convergence(name: str, order: float, options: dict[str, Any]) -> None:
+    assert slope(name, (60, 120, 240), **options) == pytest.approx(order, abs=0.2)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_solvers_have_the_mean_and_covariance_of_the_data(name: str) -> None:
+    if name in ("lcm", "tcd"):
+        pytest.skip("made for networks that jump to the end; the exact denoiser is not one")
+    steps, samples = 400, 10_000
+    table = build_table(scheduler(), steps, sampler=name, sigmas="karras" if name != "ddpm" else "normal")
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((samples, 2))
+    state = run_random(table, x, rng)
+    error = SPREAD / np.sqrt(samples)
+    assert np.all(np.abs(state.mean(axis=0) - MEAN) < 3 * error), (state.mean(axis=0) - MEAN) / error
+    covariance = np.cov(state.T)
+    expected = np.diag(SPREAD**2)
+    scale = np.sqrt((np.outer(SPREAD**2, SPREAD**2) + expected**2) / samples)
+    assert np.all(np.abs(covariance - expected) < 3 * scale), (covariance - expected) / scale
+
+
+def run_random(table: SamplerTable, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """`run`, its noise drawn row by row."""
+    network = gaussian_network(table)
+    state = np.zeros((6, *x.shape))
+    state[0] = table.init_scale * x
+    for r in range(len(table)):
+        denoised = table.p[r] * state[0] + table.q[r] * network(table.c_in[r] * state[0], 0.0, r)
+        state = np.tensordot(table.M[r], np.stack([*state, denoised, rng.standard_normal(x.shape)]), axes=1)
+    return state[0]
+
+
+def test_ddim_inversion_comes_back() -> None:
+    model = scheduler(timestep_spacing="leading", set_alpha_to_one=False, steps_offset=0)
+    picture = np.array([[0.3, -1.2]])
+    there = build_table(model, 500, sampler="ddim inversion")
+    back = build_table(model, 500, sampler="ddim")
+    noise = run(there, gaussian_network(there), picture)[-1]
+    again = run(back, gaussian_network(back), noise)[-1]
+    np.testing.assert_allclose(again, picture, atol=0.02)
+    assert abs(noise).max() < 4
+
+
+# ---- what a step may carry
+
+
+def test_guidance_of_each_step_and_interval() -> None:
+    table = build_table(scheduler(), 4, sampler="heun", guidance=[1.0, 5.0, 6.0, 7.0])
+    assert table.guidance.tolist() == [1, 1, 5, 5, 6, 6, 7]
+    table = build_table(scheduler(), 10, sampler="euler", guidance=7.5, guidance_interval=(0.2, 0.6))
+    assert table.guidance.tolist() == [1.0] * 2 + [7.5] * 4 + [1.0] * 4
+    part = build_table(scheduler(), 10, sampler="heun", guidance=7.5, guidance_interval=(0.2, 0.6), start=0.5)
+    whole = build_table(scheduler(), 10, sampler="heun", guidance=7.5, guidance_interval=(0.2, 0.6))
+    assert part.guidance.tolist() == whole.guidance[-len(part) :].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("middle", [0.3, 0.55])
+def test_a_run_in_two_parts(name: str, middle: float) -> None:
+    """Steps are never cut in two, levels go on where they stopped, and noise is that of the rows of the whole run."""
+    whole, first, second = (
+        build_table(scheduler(), 12, sampler=name, sigmas="normal", **part)
+        for part in ({}, {"end": middle}, {"start": middle})
+    )
+    assert first.step[-1] + 1 == second.step[0]
+    assert second.step[-1] == 11
+    assert second.first_row == len(first)
+    np.testing.assert_array_equal(first.M, whole.M[: len(first)])
+    assert second.sigma[0] == pytest.approx(whole.sigma[len(first)])
+    assert second.init_scale == 1.0
+    assert np.abs(second.M[0, 0, 1:6]).max() == 0  # remembers nothing
+    x0, x = np.random.default_rng(0).standard_normal((2, 1, 4))
+
+    def knows(table: SamplerTable) -> Any:
+        return lambda seen, t, r: (x0 - table.p[r] * seen) / table.q[r]
+
+    noises = np.zeros((len(whole) + 9, 1, 4))
+    between = run(first, knows(first), x, noises)[-1]
+    np.testing.assert_allclose(run(second, knows(second), between, noises)[-1], x0, atol=1e-7)
+
+
+def test_levels_and_timesteps_of_ones_own() -> None:
+    levels = [10.0, 4.0, 1.0, 0.2]
+    for own in (levels, [*levels, 0.0]):
+        table = build_table(scheduler(), None, sampler="dpm++ 2m", sigmas=own)
+        np.testing.assert_allclose(table.sigma, levels)
+        assert table.M[-1, 0, 6] == 1.0
+    assert build_table(scheduler(), 4, sampler="euler", sigmas=levels).sigma == pytest.approx(levels)
+    for name in NAMES:
+        table = build_table(scheduler(), None, sampler=name, settings={"timesteps": [900, 600, 300, 20]})
+        assert table.timestep[0] == pytest.approx(900), name
+        assert table.step[-1] == 3
+    with pytest.raises(InputError, match="does not fall"):
+        build_table(scheduler(), None, settings={"timesteps": [300, 600]})
+
+
+def test_align_your_steps() -> None:
+    table = build_table(scheduler(), 10, sampler="dpm++ 2m ays")
+    published = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152]
+    np.testing.assert_allclose(table.sigma, published)
+    np.testing.assert_allclose(table.timestep, [999, 850, 736, 645, 545, 455, 343, 233, 124, 24], atol=2.0)
+    twice = build_table(scheduler(), 20, sampler="dpm++ 2m ays").sigma
+    np.testing.assert_allclose(twice[::2], published)
+    np.testing.assert_allclose(twice[1:-1:2] ** 2, twice[:-2:2] * twice[2::2])
+
+
+def test_tables_of_several_images() -> None:
+    tables = [build_table(scheduler(), 12, sampler=name) for name in ("euler", "heun", "pndm")]
+    windows = batched_window(tables, [0, 3, 12], 8)
+    for i, (table, lo) in enumerate(zip(tables, (0, 3, 12), strict=True)):
+        for name, column in table.window(lo, 8).items():
+            np.testing.assert_array_equal(windows[name][i], column)
+    clipped = build_table(scheduler(), 12, sampler="ddim", settings={"clip_sample": True})
+    with pytest.raises(InputError, match="separate batches"):
+        batched_window([tables[0], clipped], [0, 0], 8)
