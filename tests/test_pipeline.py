@@ -177,7 +177,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no steps": ({"num_inference_steps": 0}, "steps=0"),
     "too many steps": ({"num_inference_steps": 5000}, "steps=5000"),
     "half a step": ({"num_inference_steps": 2.5}, "steps=2.5"),
-    "sampler": ({"sampler": "DPM++ 2N"}, "DPM\\+\\+ 2M"),
+    "sampler": ({"sampler": "DPM++ 2Mm"}, "DPM\\+\\+ 2M"),
     "NaN guidance": ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
     "images": ({"num_images_per_prompt": 0}, "num_images_per_prompt=0"),
     "prompt": ({"prompt": 3}, "prompt=3"),

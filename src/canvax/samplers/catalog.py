@@ -176,7 +176,7 @@ def build_table(
         table = spec.solver(scheduler.schedule, steps, options)
         table = _guided(table, each if np.ndim(guidance) else each[0], rescale, guidance_interval, scheduler.schedule)
         lo = _steps_before(table, scheduler.schedule, start) if start else 0
-        hi = _steps_before(table, scheduler.schedule, end) if end < 1 else steps
+        hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi:
             raise InputError(
                 f"no step of this run lies between start={start} and end={end}; use more steps or a longer part"

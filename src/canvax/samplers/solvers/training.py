@@ -30,14 +30,15 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     """DDIM: Song et al. 2021, eq. 12, with eta of eq. 16.
 
     The step goes from t to t - train // steps whatever the spacing, and the noise direction comes from the unclipped
-    output: both as checkpoints were tuned with. Along a curve it goes from level to level.
+    output: both as checkpoints were tuned with. The last one ends the run. Along a curve it goes from level to level.
     """
     eta = _eta(options, 0.0, "0 is deterministic DDIM, 1 is as random as DDPM")
     path = training_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
     demand_signal(schedule, a, "ddim")
     if path.even:
-        remaining = remaining_at(schedule, path.timesteps - schedule.num_train_timesteps // steps, options)
+        after = np.append(path.timesteps[:-1] - schedule.num_train_timesteps // steps, -1.0)
+        remaining = remaining_at(schedule, after, options)
         a_to, s_to = np.sqrt(remaining), np.sqrt(1 - remaining)
     std = eta * _posterior(a, s, a_to, s_to)
     direction = np.sqrt(s_to**2 - std**2)
