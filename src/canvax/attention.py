@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from canvax.target import target_mesh, target_platform, weight_shards
+from canvax.target import target_kind, target_mesh, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024
@@ -96,8 +96,10 @@ def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
 
 
 def _flash_takes(q: Array) -> bool:
+    """Whether the kernel compiles for these numbers; the matrix units of TPU v2 and v3 take bfloat16 only from XLA."""
     width = q.shape[-1]
-    return q.dtype in (jnp.bfloat16, jnp.float32) and (width < LANES or width % LANES == 0)
+    numbers = q.dtype == jnp.float32 or (q.dtype == jnp.bfloat16 and target_kind() not in ("TPU v2", "TPU v3"))
+    return numbers and (width < LANES or width % LANES == 0)
 
 
 LANES = 128

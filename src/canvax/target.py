@@ -12,25 +12,32 @@ from jax.sharding import Mesh
 
 _platform: ContextVar[str | None] = ContextVar("canvax_target_platform", default=None)
 _mesh: ContextVar[Mesh | None] = ContextVar("canvax_target_mesh", default=None)
+_kind: ContextVar[str] = ContextVar("canvax_target_kind", default="")
 
 
 @contextmanager
-def compiling_for(platform: str, mesh: Mesh | None = None) -> Iterator[None]:
+def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "") -> Iterator[None]:
     """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing.
 
-    ``mesh`` is given where XLA splits the program over several devices.
+    ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``.
     """
-    tokens = _platform.set(platform), _mesh.set(mesh)
+    tokens = _platform.set(platform), _mesh.set(mesh), _kind.set(kind)
     try:
         yield
     finally:
         _platform.reset(tokens[0])
         _mesh.reset(tokens[1])
+        _kind.reset(tokens[2])
 
 
 def target_platform() -> str:
     """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
     return _platform.get() or jax.default_backend()
+
+
+def target_kind() -> str:
+    """``device_kind`` of what is compiled for, such as "TPU v3"; "" where :func:`compiling_for` was not told."""
+    return _kind.get() if _platform.get() else jax.devices()[0].device_kind
 
 
 def target_mesh() -> Mesh | None:

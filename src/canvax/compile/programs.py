@@ -163,8 +163,8 @@ class Programs:
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        platform = self.mesh.devices.flat[0].platform
-        with compiling_for(platform, None if self.stacked else self.mesh), precision:
+        device = self.mesh.devices.flat[0]
+        with compiling_for(device.platform, None if self.stacked else self.mesh, device.device_kind), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
             return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()

@@ -172,7 +172,7 @@ def _by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: i
         raise InputError("there are no pictures to encode")
     p = jax.device_put(p, replicated(mesh))
     parts: list[HostArray] = []
-    with compiling_for(mesh.devices.flat[0].platform):
+    with compiling_for(mesh.devices.flat[0].platform, mesh, mesh.devices.flat[0].device_kind):
         for start in range(0, len(inputs), batch):
             part = inputs[start : start + batch]
             missing = batch - len(part)

@@ -244,7 +244,7 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    with compiling_for(mesh.devices.flat[0].platform):
+    with compiling_for(mesh.devices.flat[0].platform, mesh, mesh.devices.flat[0].device_kind):
         jitted = jax.jit(
             chunk if rows else update,
             in_shardings=(everywhere, everywhere, split, everywhere),
