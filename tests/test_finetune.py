@@ -156,6 +156,7 @@ def test_only_the_unet_changes(model: Path, done: Path) -> None:
     assert after.checkpoint.scheduler.config == before.checkpoint.scheduler.config
 
 
+@pytest.mark.slow
 def test_it_learns_from_the_pictures(model: Path, tmp_path: Path) -> None:
     """Four flat pictures are soon known; and drawing along the way leaves grids."""
     plan = Plan(steps=60, batch=4, chunk=20, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
@@ -168,6 +169,7 @@ def test_it_learns_from_the_pictures(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "previews" / "0000060.png").is_file()
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
     parts = task(model, tmp_path / "parts", pictures, flip=True, gamma=5.0)

@@ -268,6 +268,7 @@ def test_autoencoder_loss_by_hand() -> None:
 # Gradients
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter() -> None:
     """No path through text encoder and UNet is cut, and computing blocks again changes nothing."""
     params = {"text_encoder": init_params(text_encoder_spec(TEXT), 0), "unet": init_params(unet_spec(UNET), 1)}
