@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class CanvaxError(Exception):
@@ -31,6 +32,17 @@ class OutOfMemoryError(CanvaxError, MemoryError):
 
 class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
+
+
+def check_count(name: str, value: Any) -> int:
+    """``value`` if it is a whole number of at least 1.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+    return value
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

@@ -64,12 +64,19 @@ class Stored:
 
 
 def cache_path() -> Path | None:
-    """The folder that CANVAX_CACHE_DIR names, else the user's usual one; None for "off". Nothing is looked at."""
+    """The folder that CANVAX_CACHE_DIR names, else :func:`usual_path`; None for "off". Nothing is looked at."""
     named = os.environ.get(FOLDER, "")
     if named.lower() == "off":
         return None
-    if named:
-        return Path(named).expanduser().absolute()
+    return Path(named).expanduser().absolute() if named else usual_path()
+
+
+def usual_path() -> Path:
+    """``canvax`` in the folder where this system keeps a user's caches.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
     if os.environ.get("XDG_CACHE_HOME", "").startswith("/"):
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "win32":

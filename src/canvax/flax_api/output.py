@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+def _by_name_or_index(fields: Any, key: Any) -> Any:
+    return getattr(fields, key) if isinstance(key, str) else tuple.__getitem__(fields, key)
+
+
 class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
     """The field can be had by name, by index, and with its name as key.
 
@@ -23,8 +27,7 @@ class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
 
     images: np.ndarray
 
-    def __getitem__(self, key: Any) -> Any:
-        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+    __getitem__ = _by_name_or_index
 
 
 class FlaxStableDiffusionPipelineOutput(NamedTuple):
@@ -38,8 +41,7 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
     images: np.ndarray
     nsfw_content_detected: bool
 
-    def __getitem__(self, key: Any) -> Any:
-        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+    __getitem__ = _by_name_or_index
 
 
 def numpy_to_pil(images: Any) -> list[Image]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
 
 def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
     for name, value in (("rows", rows), ("cols", cols)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+        if value is not None:
+            check_count(name, value)
     if cols is None:
         cols = math.ceil(count / rows) if rows else math.ceil(math.sqrt(count))
     if rows is None:

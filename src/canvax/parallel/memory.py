@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +16,9 @@ from canvax.errors import OutOfMemoryError
 
 _MEMINFO = Path("/proc/meminfo")
 
+_ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+"""What programs take. Asking the compiler costs tens of milliseconds, and every picture wants to know of three."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -22,16 +26,14 @@ class Memory:
 
     Attributes:
         weights: the parameters that lie on the device, exactly.
-        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder".
+        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder". Estimated
+            from a trace, which knows nothing of the compiler's choices (``docs/devices.md`` says how far that is off).
         limit: what the device has for them; None if it does not tell.
-        compiled: whether ``programs`` are the compiler's own figures. Otherwise they are estimated from a trace, which
-            knows nothing of the compiler's choices (``docs/devices.md`` says how far that is off).
     """
 
     weights: int
     programs: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
-    compiled: bool = False
 
     @property
     def total(self) -> int:
@@ -82,25 +84,24 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
 
 def program_bytes(program: Any) -> int | None:
     """What a compiled program takes on a device beside its arguments, as its compiler says; None if it does not."""
-    program = getattr(program, "__wrapped__", program)
-    try:
-        analysis = getattr(program, "memory_analysis", lambda: None)()
-    except (NotImplementedError, jax.errors.JaxRuntimeError):  # a backend that does not tell
-        analysis = None
-    if analysis is None:
-        return None
-    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    if program not in _ASKED:
+        try:
+            told = program.memory_analysis()
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # a backend that does not tell
+            told = None
+        _ASKED[program] = told and told.temp_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
+    return _ASKED[program]
 
 
 def check_programs(programs: Mapping[str, Any], mesh: Mesh, cure: str) -> None:
-    """Refuse to run programs of which one takes more than is free.
+    """Refuse to run programs (None for one that is not wanted) of which one takes more than is free.
 
     Raises:
         OutOfMemoryError: naming the program, what it takes, what there is and the cure.
     """
     free = free_bytes(mesh)
     for name, program in programs.items():
-        needed = program_bytes(program)
+        needed = None if program is None else program_bytes(program)
         if free is not None and needed is not None and needed > free:
             raise OutOfMemoryError(
                 f"the {name} needs {gigabytes(needed)} on each device beside the weights, and {gigabytes(free)} are "

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 
 AXES = ("data", "model")
 
@@ -47,8 +47,8 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
         InputError: ``data * model`` is not the number of devices.
     """
     for name, value in (("data", data), ("model", model)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+        if value is not None:
+            check_count(name, value)
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)

@@ -114,6 +114,10 @@ class Checkpoint:
             Component("vae", vae_spec(self.vae), "diffusers"),
         ]
 
+    def weight_bytes(self, dtype: DType, sizes: Mapping[str, int]) -> int:
+        """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+        return sum(device_bytes(part.spec, np.dtype(dtype).itemsize, sizes) for part in self.components)
+
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """A name that draws the same again, and what other programs call the sampler; the checkpoint's own for None.
 
@@ -177,8 +181,7 @@ def open_checkpoint(
     dtype = default_dtype(mesh) if dtype is None else dtype
     checkpoint = read_checkpoint(checkout, dtype)
     if weights:
-        needed = sum(device_bytes(part.spec, np.dtype(dtype).itemsize, mesh.shape) for part in checkpoint.components)
-        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype)
+        check_weights(checkpoint.weight_bytes(dtype, mesh.shape), mesh, checkpoint.name, checkpoint.dtype)
         params = load_components(
             checkout,
             checkpoint.components,

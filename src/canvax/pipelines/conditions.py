@@ -9,6 +9,8 @@ from canvax.models.text import Conditions
 from canvax.parallel.place import put
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
+from canvax.pipelines.request import Request
+from canvax.samplers import find
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
@@ -33,6 +35,31 @@ def check_for_model(options: Options, checkpoint: Checkpoint) -> None:
     limit = checkpoint.text.max_skip
     if not 0 <= options.clip_skip <= limit:
         raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")
+
+
+def check_start(request: Request, checkpoint: Checkpoint) -> None:
+    """Refuse a call that goes on from a picture but was given none.
+
+    Raises:
+        InputError: naming the option and what to pass.
+    """
+    started = request.options.denoising_start > 0
+    if started and request.latents is None:
+        raise InputError(
+            "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
+            "with options.denoising_end"
+        )
+    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+    if inverts and request.latents is None:
+        raise InputError(
+            f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the "
+            "latents of the picture, such as result.latents"
+        )
+    if checkpoint.is_refiner and not started:
+        raise InputError(
+            f"{checkpoint.name} is a refiner, which only finishes pictures; pass latents of a base model that "
+            "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+        )
 
 
 def time_ids(options: Options, height: int, width: int, *, refiner: bool) -> tuple[np.ndarray, np.ndarray]:

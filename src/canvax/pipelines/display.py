@@ -85,3 +85,22 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+
+class Clock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage = ""
+        self._began = 0.0
+
+    def __call__(self, stage: str) -> Self:
+        self._stage = stage
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self._stage] = time.perf_counter() - self._began

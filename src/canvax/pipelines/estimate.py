@@ -6,24 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from canvax.compile.programs import Programs
-from canvax.errors import InputError
+from canvax.errors import check_count
 from canvax.parallel.liveness import peak_bytes
 from canvax.parallel.memory import Memory
 from canvax.parallel.mesh import AXES
-from canvax.parallel.rules import abstract_params, device_bytes
+from canvax.parallel.rules import abstract_params
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.request import check_size
 from canvax.target import compiling_for
 from canvax.types import DType
-
-
-def weight_bytes(checkpoint: Checkpoint, dtype: DType, sizes: Mapping[str, int]) -> int:
-    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
-    return sum(device_bytes(part.spec, np.dtype(dtype).itemsize, sizes) for part in checkpoint.components)
 
 
 def estimate(
@@ -56,10 +50,8 @@ def estimate(
     """
     native = checkpoint.native_size
     height, width = check_size("height", size[0], native[0]), check_size("width", size[1], native[1])
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InputError(f"batch={batch!r} is not a whole number of at least 1")
     mesh: Any = AbstractMesh((1, 1), AXES)
-    each = -(-batch // sizes.get("data", 1))
+    each = -(-check_count("batch", batch) // sizes.get("data", 1))
     factor = checkpoint.vae.factor
     latents = (each, height // factor, width // factor, checkpoint.unet.in_channels)
     params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
@@ -69,7 +61,7 @@ def estimate(
         "denoiser": traced.denoise(params, latents, guided=guided),
         "decoder": traced.decode(params, latents),
     }
-    return Memory(weight_bytes(checkpoint, dtype, sizes), programs, limit)
+    return Memory(checkpoint.weight_bytes(dtype, sizes), programs, limit)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.noise import image_seeds
 from canvax.pipelines.options import Options
 
@@ -53,8 +53,7 @@ class Request:
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
-    if not isinstance(per_prompt, int) or isinstance(per_prompt, bool) or per_prompt < 1:
-        raise InputError(f"num_images_per_prompt={per_prompt!r} is not a whole number of at least 1")
+    check_count("num_images_per_prompt", per_prompt)
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(p, str) for p in prompts):
         raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")

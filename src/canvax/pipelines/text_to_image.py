@@ -12,12 +12,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from canvax._version import __version__
 from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, initial_state, window_rows
-from canvax.errors import Cancelled, InputError
+from canvax.errors import Cancelled, InputError, check_count
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
 from canvax.noise import initial_noise, seed_keys
@@ -28,10 +27,11 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, time_ids, zeros_like
-from canvax.pipelines.display import Display
+from canvax.pipelines.conditions import check_for_model, check_start, time_ids, zeros_like
+from canvax.pipelines.display import Clock, Display
 from canvax.pipelines.estimate import estimate
 from canvax.pipelines.options import Options, Step
+from canvax.pipelines.record import metadata
 from canvax.pipelines.request import (
     Request,
     check_guidance,
@@ -42,7 +42,7 @@ from canvax.pipelines.request import (
     check_size,
 )
 from canvax.pipelines.result import Result
-from canvax.samplers import SamplerTable, build_table, find
+from canvax.samplers import SamplerTable, build_table
 from canvax.types import Array
 
 Ids = dict[str, np.ndarray]
@@ -138,7 +138,7 @@ class StableDiffusion:
             zeros=(negative_prompt, options.negative_prompt_2) == (None, None)
             and self.checkpoint.zeros_for_no_negative,
         )
-        self._check_start(request)
+        check_start(request, self.checkpoint)
         cure = cures(self.programs.mesh, self.checkpoint.dtype, batch=shape[0], height=height, width=width)
         if multihost.is_spread(self.programs.mesh):
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
@@ -229,9 +229,7 @@ class StableDiffusion:
         params = self._params(params)
         side, factor = self.checkpoint.native_size, self.programs.vae.factor
         height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise InputError(f"batch={batch!r} is not a whole number of at least 1")
-        images = padded_batch(batch, self.programs.mesh)
+        images = padded_batch(check_count("batch", batch), self.programs.mesh)
         shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
         table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
@@ -260,7 +258,7 @@ class StableDiffusion:
         began, compiled_before = time.perf_counter(), compilations()
         mesh = self.programs.mesh
         display = Display(shown=request.options.progress and multihost.leads(mesh))
-        clock = _Clock()
+        clock = Clock()
         table = self._table(request)
         ids = self._tokenize(request.prompts, request.prompts_2)
         negative_ids = self._tokenize(request.negatives, request.negatives_2)
@@ -293,9 +291,9 @@ class StableDiffusion:
         timings["step"] = timings["denoise"] / len(table)
         timings["first_step"] = display.first_step - began
         timings["total"] = time.perf_counter() - began
-        metadata = self._metadata(request)
-        metadata = [metadata[i] for i in indices]
-        return Result(to_pil(pixels), pixels, latents, metadata, timings, compilations() - compiled_before, indices)
+        told = metadata(self.checkpoint, request)
+        told = [told[i] for i in indices]
+        return Result(to_pil(pixels), pixels, latents, told, timings, compilations() - compiled_before, indices)
 
     def _denoise(
         self,
@@ -379,25 +377,6 @@ class StableDiffusion:
         second = prompts_2 if len(tokenizers) > 1 else prompts
         return {name: one(second if name == SECOND else prompts, length=length) for name, one in tokenizers.items()}
 
-    def _check_start(self, request: Request) -> None:
-        started = request.options.denoising_start > 0
-        if started and request.latents is None:
-            raise InputError(
-                "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
-                "with options.denoising_end"
-            )
-        inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
-        if inverts and request.latents is None:
-            raise InputError(
-                f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the "
-                "latents of the picture, such as result.latents"
-            )
-        if self.checkpoint.is_refiner and not started:
-            raise InputError(
-                f"{self.checkpoint.name} is a refiner, which only finishes pictures; pass latents of a base model that "
-                "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
-            )
-
     def _put(self, array: np.ndarray, padded: tuple[int, ...]) -> Array:
         """On the devices, split over the batch; the batch is filled up to ``padded`` with copies of its last entry."""
         missing = padded[0] - len(array)
@@ -410,56 +389,3 @@ class StableDiffusion:
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
         return params if is_on(params, self.programs.mesh) else self.place(params)
-
-    def _metadata(self, request: Request) -> list[dict[str, Any]]:
-        sampler, label = self.checkpoint.sampler_names(request.sampler)
-        shared = {
-            "height": request.height,
-            "width": request.width,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.guidance,
-            "sampler": sampler,
-            "sampler_label": label,
-            "model": self.checkpoint.name,
-            "revision": self.checkpoint.revision,
-            "dtype": self.checkpoint.dtype,
-            "noise": "given" if request.latents is not None else request.options.noise,
-            "canvax": __version__,
-        }
-        # Where no negative prompt means zeros, None and "" are two pictures.
-        negatives = [None] * len(request.prompts) if request.zeros else request.negatives
-        return [
-            {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
-            for prompt, negative, seed, options in zip(
-                request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
-            )
-        ]
-
-
-def _options_of_images(request: Request) -> list[dict[str, Any]]:
-    """The options of each image: of a list of second prompts, its own."""
-    changed = request.options.changed()
-    second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
-    return [
-        changed | {name: values[i] for name, values in second.items() if name in changed}
-        for i in range(len(request.prompts))
-    ]
-
-
-class _Clock:
-    """Seconds of each stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._stage = ""
-        self._began = 0.0
-
-    def __call__(self, stage: str) -> Self:
-        self._stage = stage
-        return self
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self._stage] = time.perf_counter() - self._began

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from canvax.compile.cache import usual_path
 from canvax.errors import CanvaxError, InputError
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import environment
@@ -52,8 +53,8 @@ def compile_programs(
 
 
 def cache_folder() -> Path:
-    """Where plans are kept: ``canvax/plans`` in XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canvax" / "plans"
+    """Where plans are kept, wherever CANVAX_CACHE_DIR keeps programs."""
+    return usual_path() / "plans"
 
 
 def _key(job: Job, program: str, versions: Mapping[str, str]) -> str:

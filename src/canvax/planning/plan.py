@@ -16,7 +16,7 @@ from typing import Any
 
 from canvax._version import __version__
 from canvax.denoise import WINDOW
-from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
+from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.models.presets import PRESETS, Preset
 from canvax.parallel.mesh import AXES
 from canvax.pipelines.checkpoint import check_index, parse_dtype, read_networks
@@ -226,11 +226,11 @@ def plan(
     aim = parse_target(target)
     devices = aim.chips * (2 if aim.chip.device == "core" else 1)
     axes = check_axes(mesh, devices, aim)
-    batch = _count("batch", axes["data"] if batch is None else batch)
+    batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
         raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
-    _count("steps", steps)
+    check_count("steps", steps)
     dtype = parse_dtype(dtype).name
     networks = architecture(model, **source)
     side = (networks.unet.sample_size or 64) * networks.vae.factor
@@ -266,7 +266,7 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     for name, size in asked.items():
         if name not in AXES:
             raise InputError(f"mesh has an axis {name!r}; {nearest(name, AXES)}")
-        _count(f"mesh {name}", size)
+        check_count(f"mesh {name}", size)
     axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
@@ -274,12 +274,6 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
             f"{devices}; their product must be {devices}"
         )
     return axes
-
-
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name}={value!r} is not a whole number of at least 1")
-    return value
 
 
 def architecture(model: str | Path, **source: Any) -> Preset:
