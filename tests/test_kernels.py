@@ -9,8 +9,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from canvax import attention as kernels
+from canvax import nn
 from canvax.attention import attention
-from canvax.nn import conv2d_of_doubled, group_norm
+from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
 from canvax.target import compiling_for
 
 rng = np.random.default_rng(0)
@@ -69,14 +70,39 @@ def test_flash_attention_on_several_devices() -> None:
     assert got.sharding.is_equivalent_to(q.sharding, 4)
 
 
-def test_doubling_inside_the_convolution() -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_doubling_inside_the_convolution(platform: str) -> None:
     p = {"weight": normal(3, 3, 16, 8), "bias": normal(8)}
     x = normal(2, 7, 9, 16)
-    want = conv2d_of_doubled(p, x)
-    with compiling_for("tpu"):
+    want = conv2d(p, jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2))
+    with compiling_for(platform):
         got = conv2d_of_doubled(p, x)
     assert got.shape == (2, 14, 18, 8)
     np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ p["weight"]) @ k
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("rows", [1024, 1031], ids=["whole parts", "filled up"])
+def test_rows_a_few_at_a_time(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers and gradients as all at once, each image with its own ``k``, on one device and on two."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    monkeypatch.setattr(nn, "LARGE_ROWS", 1)
+    mesh = make_mesh(jax.devices()[:devices])
+    p, x, k = {"weight": normal(8, 32)}, normal(2, rows, 8), normal(2, 32, 16)
+    x, k = (jax.device_put(array, over_batch(mesh)) for array in (x, k))
+    with compiling_for("cpu", mesh):
+        got = jax.jit(lambda *given: by_rows(some_rows, *given))(p, x, k)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(by_rows(some_rows, *given)).sum()))(p, x, k)
+        traced = str(jax.make_jaxpr(lambda *given: by_rows(some_rows, *given))(p, x, k))
+    assert "scan" in traced
+    np.testing.assert_allclose(got, some_rows(p, x, k), atol=ROUNDING)
+    wanted = jax.grad(lambda p: jnp.sin(some_rows(p, x, k)).sum())(p)
+    np.testing.assert_allclose(slopes["weight"], wanted["weight"], atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

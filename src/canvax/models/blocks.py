@@ -6,6 +6,7 @@ import jax
 
 from canvax.attention import attention
 from canvax.nn import (
+    by_rows,
     conv2d,
     conv2d_of_doubled,
     conv2d_spec,
@@ -120,9 +121,13 @@ def _transformer_block(p: Params, x: Array, context: Array, *, heads: int, upcas
     """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
     x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
-    x = x + attend(p["attn2"], layer_norm(p["norm2"], x), context, heads=heads, upcast=upcast)
-    h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
-    return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
+
+    def each_row(p: Params, x: Array, k: Array, v: Array) -> Array:
+        x = x + attend_to(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)
+        h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
+        return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
+
+    return by_rows(each_row, p, x, *keys_and_values(p["attn2"], context, heads))
 
 
 def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:
@@ -138,9 +143,19 @@ def attention_spec(channels: int, context: int, *, heads: int, bias: bool = Fals
 
 def attend(p: Params, x: Array, context: Array, *, heads: int, upcast: bool = False) -> Array:
     """Multi-head attention of ``x`` [B, Tq, C] over ``context`` [B, Tk, D] -> [B, Tq, C]."""
-    q = linear(p["to_q"], x).reshape(*x.shape[:2], heads, -1)
-    k = linear(p["to_k"], context).reshape(*context.shape[:2], heads, -1)
-    v = linear(p["to_v"], context).reshape(*context.shape[:2], heads, -1)
+    return attend_to(p, x, *keys_and_values(p, context, heads), upcast=upcast)
+
+
+def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array]:
+    """What is attended to: [B, Tk, D] -> keys and values [B, Tk, N, Dh]."""
+    k, v = linear(p["to_k"], context), linear(p["to_v"], context)
+    shape = (*context.shape[:2], heads, -1)
+    return k.reshape(shape), v.reshape(shape)
+
+
+def attend_to(p: Params, x: Array, k: Array, v: Array, *, upcast: bool) -> Array:
+    """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C]."""
+    q = linear(p["to_q"], x).reshape(*x.shape[:2], *k.shape[2:])
     return linear(p["to_out"]["0"], attention(q, k, v, upcast=upcast).reshape(x.shape))
 
 
