@@ -13,6 +13,7 @@ from canvax.nn import (
     gated_linear,
     gelu,
     group_norm,
+    kept_apart,
     layer_norm,
     linear,
     linear_spec,
@@ -44,6 +45,7 @@ def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, grou
     return spec
 
 
+@kept_apart
 def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: float) -> Array:
     """Residual block (He et al. 2016, pre-activation) with the time embedding added between its convolutions.
 
@@ -117,6 +119,7 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
     }
 
 
+@kept_apart
 def _transformer_block(p: Params, x: Array, context: Array, *, heads: int, upcast: bool) -> Array:
     """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
