@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,39 @@ def test_which_kernel(platform: str, queries: int, keys: int, dtype: jnp.dtype, 
     with compiling_for(platform.split()[0].lower(), kind=platform):
         traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, k))  # a new function: traces are remembered
     assert ("pallas_call" in traced) == flash
+
+
+@pytest.mark.parametrize(
+    ("keys", "width", "dtype", "fused"),
+    [
+        (4096, 40, jnp.bfloat16, True),
+        (1024, 64, jnp.float16, True),
+        (4096, 64, jnp.float32, False),
+        (4096, 512, jnp.bfloat16, False),
+        (77, 64, jnp.bfloat16, False),
+    ],
+)
+def test_which_kernel_on_cuda(
+    keys: int, width: int, dtype: jnp.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no GPU here: that cuDNN is asked for, and with which arguments, is all that can be seen."""
+    asked = []
+
+    def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str) -> jax.Array:
+        asked.append(implementation)
+        return real(q, k, v, implementation="xla")
+
+    real = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client)])
+    q, k = normal(1, 64, 2, width).astype(dtype), normal(1, keys, 2, width).astype(dtype)
+    with compiling_for("gpu"):
+        got = attention(q, k, k)
+    assert asked == (["cudnn"] if fused else [])
+    want = kernels._attend(q, k, k, causal=False).astype(jnp.float32)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
 
 
 def test_flash_attention_on_several_devices() -> None:

@@ -15,7 +15,7 @@ CHUNK_SCORES = 2 * 1024 * 1024
 """Scores of one head that are held at once on the CPU: 8 MiB in float32, which stay in the caches."""
 
 LEAST_KEYS = 512
-"""Keys from which the TPU's kernel is worth its transposes; the 77 of a prompt are not."""
+"""Keys from which a kernel is worth what it costs to call; the 77 of a prompt are not."""
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
@@ -34,6 +34,8 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
     if not causal and target_platform() == "tpu" and k.shape[1] >= LEAST_KEYS and _flash_takes(q):
         # Its scores are float32 whatever the dtype, so ``upcast`` would change nothing.
         return _on_each_device(_attend_by_flash, q, k, v)
+    if not causal and target_platform() == "gpu" and k.shape[1] >= LEAST_KEYS and _cudnn_takes(q):
+        return _on_each_device(_attend_by_cudnn, q, k, v)
     if upcast:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if not causal and target_platform() == "cpu" and q.shape[1] * k.shape[1] > CHUNK_SCORES // 4:
@@ -93,6 +95,18 @@ def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
 
     out = jax.lax.map(head, (chunks, by_head(k), by_head(jnp.concatenate([v, ones], axis=-1))))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
+
+
+def _cudnn_takes(q: Array) -> bool:
+    """Whether cuDNN is there and its fused attention compiles for these numbers: 16 bits, heads of 8, 16, ... 128."""
+    width = q.shape[-1]
+    numbers = q.dtype in (jnp.bfloat16, jnp.float16) and width <= 128 and width % 8 == 0
+    return numbers and jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def _attend_by_cudnn(q: Array, k: Array, v: Array) -> Array:
+    """Long sequences on NVIDIA GPUs: cuDNN's fused attention; scores are float32 and never leave the chip."""
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
 def _flash_takes(q: Array) -> bool:
