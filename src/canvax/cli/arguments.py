@@ -244,7 +244,7 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
     )  # fmt: skip
     group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
-    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1)")
+    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1); less work")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")

@@ -47,7 +47,8 @@ XL_ONLY = ("prompt_2", "negative_prompt_2", *PAIRS, *AESTHETICS)
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a picture. None of them ever compiles anything again.
+    """Options of a picture. None of them ever compiles anything again, but guidance in a part of the run alone takes
+    a second program, which is compiled once.
 
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
@@ -58,7 +59,7 @@ class Options:
             or ``{"timesteps": [999, 500, 250]}``; kept as ``("s_churn=10",)``.
         guidance_steps: the guidance scale of each step, in place of ``guidance_scale``.
         guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
-            prompt is followed without guidance (Kynkaanniemi et al. 2024).
+            prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from canvax.pipelines.request import (
     check_size,
 )
 from canvax.pipelines.result import Result
+from canvax.pipelines.work import Work
 from canvax.samplers import SamplerTable, build_table
 from canvax.types import Array
 
@@ -86,6 +87,8 @@ class StableDiffusion:
         params: Params | None = None,
     ) -> Result:
         """Draw pictures. Nothing but height, width, the number of images and guidance on or off ever compiles again.
+
+        Guidance that is on in a part of the run alone takes both programs.
 
         Args:
             prompt: what to draw; a list draws each.
@@ -233,24 +236,27 @@ class StableDiffusion:
         shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
         table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
-        self._build(params, shape, guidance, table, display)
+        self._build(params, shape, {guidance}, table, display)
         return tuple(display.builds)
 
     def _build(
         self,
         params: Params,
         shape: tuple[int, int, int, int],
-        guided: bool,
+        guided: Collection[bool],
         table: SamplerTable,
         display: Display,
         *,
         decoder: bool = True,
-    ) -> tuple[Any, Any, Any]:
-        """The three programs for latents of ``shape``; None in place of a decoder that is not wanted."""
+    ) -> tuple[Any, dict[bool, Any], Any]:
+        """The programs for latents of ``shape``: a denoiser with guidance, one without, or both, by ``guided``.
+
+        None in place of a decoder that is not wanted.
+        """
         programs, tell = self.programs, display.announce
         return (
             programs.encode_text(params, shape[0], tell),
-            programs.denoise(params, shape, guided=guided, clip=table.clip, announce=tell),
+            {one: programs.denoise(params, shape, guided=one, clip=table.clip, announce=tell) for one in guided},
             programs.decode(params, shape, tell) if decoder else None,
         )
 
@@ -265,10 +271,11 @@ class StableDiffusion:
 
         padded = (padded_batch(shape[0], mesh), *shape[1:])
         whole = request.options.denoising_end == 1
-        encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
+        work = Work.of(table, guided=request.guided)
+        encode, denoise, decode = self._build(params, padded, work.programs, table, display, decoder=whole)
 
-        programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
-        check_programs(programs, mesh, cure)
+        for one in denoise.values():
+            check_programs({"text encoder": encode, "denoiser": one, "decoder": decode}, mesh, cure)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -279,7 +286,7 @@ class StableDiffusion:
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            state = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            state = self._denoise(denoise, params, conditions, negative, noise, work, request, display, padded)
             indices, own = own_rows(state, shape[0])
             latents = own[:, 0]
         with clock("decode"):
@@ -297,34 +304,33 @@ class StableDiffusion:
 
     def _denoise(
         self,
-        program: Any,
+        programs: Mapping[bool, Any],
         params: Params,
         conditions: Conditions,
         negative: Conditions | None,
         noise: np.ndarray,
-        table: SamplerTable,
+        work: Work,
         request: Request,
         display: Display,
         padded: tuple[int, ...],
     ) -> Array:
         """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
-        batch, total = len(noise), len(table)
+        batch, table, total = len(noise), work.table, len(work.table)
         callback = request.options.callback
         # Processes that draw together keep step: what one of them measures may not decide how far it goes.
         singly = callback or multihost.is_spread(self.programs.mesh)
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
-        done = 0
         with display.bar(total) as bar:
-            while done < total:
-                count = 1 if singly else min(bar.chunk(total - done), total - done, WINDOW)
-                rows, noisy = window_rows(table, done, WINDOW, padded[0])
+            for start, count, guided in work.calls(lambda left: 1 if singly else bar.chunk(left)):
+                rows, noisy = window_rows(table, start, WINDOW, padded[0])
                 batched = {name: self._put(column, padded) for name, column in rows.items()}
-                state, denoised = program(
-                    params["unet"], state, conditions, negative, batched, keys, noisy, np.int32(count)
+                against = negative if guided else None
+                state, denoised = programs[guided](
+                    params["unet"], state, conditions, against, batched, keys, noisy, np.int32(count)
                 )
                 jax.block_until_ready(state)
-                done += count
+                done = start + count
                 bar.advance(count)
                 display.stepped()
                 if callback:
