@@ -56,7 +56,7 @@ def rows_of(emoji: canvax.StableDiffusion, tables: list[SamplerTable], at: list[
     noisy = rows["M"][:, :, :, NOISE].any(axis=(0, 2))
     state = initial_state(noise, np.array([table.init_scale for table in tables]))
     keys = seed_keys(list(range(len(tables))))
-    state, _ = program(emoji.params["unet"], state, conditions, None, rows, keys, noisy, np.int32(count))  # type: ignore
+    state, *_ = program(emoji.params["unet"], state, conditions, None, rows, keys, noisy, np.int32(count), None)  # type: ignore
     return np.asarray(state)[:, 0]
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Announce, Build, obtain, slot
-from canvax.denoise import WINDOW, denoise
+from canvax.denoise import WINDOW, Reuse, denoise, features_shape
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
 from canvax.models.vae import vae_decode
@@ -73,9 +73,13 @@ class Programs:
         *,
         guided: bool,
         clip: Clip | None = None,
+        layers: int = 0,
         announce: Announce | None = None,
-    ) -> Callable[..., tuple[Array, Array]]:
-        """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C]."""
+    ) -> Callable[..., tuple[Array, Array, Array | None]]:
+        """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C].
+
+        With ``layers`` it can reuse what lies deeper (:class:`canvax.denoise.Reuse`).
+        """
         batch = latents[0]
         conditions = self._conditions(params, batch)
         f32 = jnp.float32
@@ -92,8 +96,15 @@ class Programs:
             self._batched((batch, 2), jnp.uint32),
             self._shared((WINDOW,), jnp.bool_),
             self._shared((), jnp.int32),
+            self._reuse(params, latents, guided, layers) if layers else None,
         )
-        return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip), arguments, announce)
+        more = {"layers": layers} if layers else {}
+        return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip, **more), arguments, announce)
+
+    def _reuse(self, params: Params, latents: tuple[int, int, int, int], guided: bool, layers: int) -> Reuse:
+        shape = features_shape(self.unet, latents, layers, guided=guided)
+        features = self._batched(shape, params["unet"]["conv_in"]["weight"].dtype)
+        return Reuse(features, self._shared((WINDOW,), jnp.bool_), self._shared((WINDOW, 2), jnp.float32))
 
     def decode(
         self, params: Params, latents: tuple[int, int, int, int], announce: Announce | None = None
@@ -158,7 +169,7 @@ class Programs:
             height, width = (side * self.vae.factor for side in data.shape[-3:-1])
             about |= {"height": height, "width": width}
         if name == "denoiser":
-            about |= {"guided": arguments[3] is not None}
+            about |= {"guided": arguments[3] is not None, "reuse": arguments[8] is not None}
         return about
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
-from canvax.denoise import WINDOW, initial_state, window_rows
+from canvax.denoise import WINDOW, features_shape, initial_state, window_rows
 from canvax.errors import Cancelled, InputError, check_count
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
@@ -27,7 +27,7 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, check_start, time_ids, zeros_like
+from canvax.pipelines.conditions import check_for_model, check_layers, check_start, time_ids, zeros_like
 from canvax.pipelines.display import Clock, Display
 from canvax.pipelines.estimate import estimate
 from canvax.pipelines.options import Options, Step
@@ -207,6 +207,7 @@ class StableDiffusion:
         batch: int = 1,
         *,
         guidance: bool = True,
+        reuse_layers: int = 0,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -219,6 +220,7 @@ class StableDiffusion:
             width: likewise.
             batch: number of images, rounded up to the number of devices.
             guidance: with it on; a guidance scale of 1 or less is another program.
+            reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -236,7 +238,9 @@ class StableDiffusion:
         shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
         table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
-        self._build(params, shape, {guidance}, table, display)
+        if reuse_layers:
+            check_layers(reuse_layers, self.checkpoint)
+        self._build(params, shape, {guidance}, table, display, layers=reuse_layers)
         return tuple(display.builds)
 
     def _build(
@@ -247,16 +251,18 @@ class StableDiffusion:
         table: SamplerTable,
         display: Display,
         *,
+        layers: int = 0,
         decoder: bool = True,
     ) -> tuple[Any, dict[bool, Any], Any]:
         """The programs for latents of ``shape``: a denoiser with guidance, one without, or both, by ``guided``.
 
-        None in place of a decoder that is not wanted.
+        With ``layers`` they reuse what lies deeper. None in place of a decoder that is not wanted.
         """
         programs, tell = self.programs, display.announce
+        denoise = partial(programs.denoise, params, shape, clip=table.clip, layers=layers, announce=tell)
         return (
             programs.encode_text(params, shape[0], tell),
-            {one: programs.denoise(params, shape, guided=one, clip=table.clip, announce=tell) for one in guided},
+            {one: denoise(guided=one) for one in guided},
             programs.decode(params, shape, tell) if decoder else None,
         )
 
@@ -271,8 +277,11 @@ class StableDiffusion:
 
         padded = (padded_batch(shape[0], mesh), *shape[1:])
         whole = request.options.denoising_end == 1
-        work = Work.of(table, guided=request.guided)
-        encode, denoise, decode = self._build(params, padded, work.programs, table, display, decoder=whole)
+        work = Work.of(table, guided=request.guided, reuse=request.options.reuse, order=request.options.reuse_order)
+        layers = request.options.reuse_layers if work.reuses else 0
+        encode, denoise, decode = self._build(
+            params, padded, work.programs, table, display, layers=layers, decoder=whole
+        )
 
         for one in denoise.values():
             check_programs({"text encoder": encode, "denoiser": one, "decoder": decode}, mesh, cure)
@@ -319,15 +328,19 @@ class StableDiffusion:
         callback = request.options.callback
         # Processes that draw together keep step: what one of them measures may not decide how far it goes.
         singly = callback or multihost.is_spread(self.programs.mesh)
+        features = None
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
         with display.bar(total) as bar:
-            for start, count, guided in work.calls(lambda left: 1 if singly else bar.chunk(left)):
+            for stretch, start, count in work.calls(lambda left: 1 if singly else bar.chunk(left)):
                 rows, noisy = window_rows(table, start, WINDOW, padded[0])
                 batched = {name: self._put(column, padded) for name, column in rows.items()}
-                against = negative if guided else None
-                state, denoised = programs[guided](
-                    params["unet"], state, conditions, against, batched, keys, noisy, np.int32(count)
+                told = (conditions, negative if stretch.guided else None)
+                if start == stretch.start:
+                    features = self._no_features(params, work, request, padded, guided=stretch.guided)
+                reuse = work.reuse(start, features)
+                state, denoised, features = programs[stretch.guided](
+                    params["unet"], state, *told, batched, keys, noisy, np.int32(count), reuse
                 )
                 jax.block_until_ready(state)
                 done = start + count
@@ -339,6 +352,16 @@ class StableDiffusion:
                     if callback(step) is False:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
         return state
+
+    def _no_features(
+        self, params: Params, work: Work, request: Request, padded: tuple[int, ...], *, guided: bool
+    ) -> Array | None:
+        """Deep features before the first row of a stretch, which computes them; None if nothing is reused."""
+        if not work.reuses:
+            return None
+        shape = features_shape(self.programs.unet, padded, request.options.reuse_layers, guided=guided)
+        dtype = params["unet"]["conv_in"]["weight"].dtype
+        return put(np.zeros(shape, dtype), over_batch(self.programs.mesh))
 
     def _table(self, request: Request) -> SamplerTable:
         options = request.options
