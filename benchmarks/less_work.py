@@ -25,8 +25,8 @@ import canvax
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows
 from canvax.models.presets import PRESETS
 from canvax.models.unet import unet_spec
-from canvax.params import init_params
 from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
 from canvax.samplers import build_table, from_scheduler_config
 
 PROMPTS = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,8 +15,12 @@ import small_sdxl
 
 import canvax
 from canvax.compile.programs import Programs
+from canvax.models.presets import PRESETS
 from canvax.models.unet import deep_shape, skip_connections, unet, unet_reusing
+from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
+from canvax.pipelines.request import is_tiled
 from canvax.pipelines.work import Stretch, Work
 from canvax.samplers import SamplerTable, build_table
 
@@ -280,3 +286,70 @@ def test_reuse_that_the_run_or_the_model_has_not(emoji: canvax.StableDiffusion) 
     for layers in (0, 7, True, 1.0):
         with pytest.raises(canvax.InputError, match=r"reuse_layers=.* 1\.\.6"):
             draw(emoji, options=reusing(reuse_layers=layers))
+
+
+def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> float:
+    """How much steeper the difference to the untiled picture is at the edges of tiles than elsewhere, as a ratio."""
+    steps = np.abs(np.diff(image - whole, axis=axis)).mean(axis=tuple({0, 1, 2, 3} - {axis}))
+    at = [edge - 1 for edge in edges]  # from pixel edge - 1 to edge
+    return float(steps[at].mean() / np.delete(steps, at).mean())
+
+
+@pytest.mark.parametrize("model", ["emoji", "full channels"])
+def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
+    """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.
+
+    On latents of pictures of the bundled model, and on noise through random weights with Stable Diffusion's channels.
+    """
+    if model == "emoji":
+        params, cfg = emoji.params["vae"], emoji.programs.vae  # type: ignore[index]
+        latents = draw(emoji, height=192, width=128, num_inference_steps=6, options=QUIET).latents
+        tile, overlap = 96, 48
+    else:
+        cfg = PRESETS["sd15"].vae
+        params = init_params(vae_spec(cfg), 0)
+        latents = np.random.default_rng(0).standard_normal((1, 36, 20, 4)).astype(np.float32)
+        tile, overlap = 192, 96
+    whole = np.asarray(jax.jit(lambda p, z: vae_decode(p, z, cfg))(params, latents))
+    tiled = partial(vae_decode_tiled, cfg=cfg, tile=tile, overlap=overlap)
+    got = np.asarray(jax.jit(tiled)(params, latents))
+    assert 10 * np.log10(4 / np.mean((got - whole) ** 2)) > 38
+    pixels = got.shape[1]
+    side, starts = even_tiles(latents.shape[1], tile // cfg.factor, overlap // cfg.factor)
+    assert len(starts) > 1
+    edges = [start * cfg.factor for start in starts[1:]] + [(start + side) * cfg.factor for start in starts[:-1]]
+    assert seam(got, whole, edges, axis=1) < 1.5
+    # The measure sees steps of one level of an 8-bit picture.
+    steps = sum(2 / 255 * (np.arange(pixels) >= edge) for edge in edges)
+    assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
+
+
+def test_a_picture_of_one_tile_is_what_it_was(emoji: canvax.StableDiffusion) -> None:
+    want, got = (draw(emoji, options=dataclasses.replace(QUIET, tiling=tiling)) for tiling in ("off", "on"))
+    np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+    assert got.metadata[0]["options"] == {"tiling": "on"}
+    np.testing.assert_array_equal(draw(emoji, options=QUIET).pixels, want.pixels)
+    with pytest.raises(canvax.InputError, match="tiling="):
+        canvax.Options(tiling="yes")  # type: ignore[arg-type]
+
+
+def test_size_alone_decides_about_tiles() -> None:
+    assert [is_tiled(1536, side) for side in (1536, 1544)] == [False, True]
+    assert is_tiled(64, 64, "on")
+    assert not is_tiled(4096, 4096, "off")
+
+
+@pytest.mark.parametrize("size", range(8, 400, 13))
+def test_tiles_cover_an_axis(size: int) -> None:
+    side, starts = even_tiles(size, 128, 16)
+    assert side <= 128
+    assert starts[0] == 0
+    assert starts[-1] + side == size
+    assert all(0 < b - a <= side - 16 for a, b in pairwise(starts))
+
+
+def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
+    shape = (1, 640, 640, 4)
+    whole, tiled = (emoji.programs.decode(emoji.params, shape, tiled=one) for one in (False, True))  # type: ignore
+    taken = [one.memory_analysis().temp_size_in_bytes for one in (whole, tiled)]  # type: ignore[attr-defined]
+    assert taken[1] < 0.5 * taken[0]

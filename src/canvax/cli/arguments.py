@@ -254,6 +254,10 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
     )
     group.add_argument("--reuse-order", type=int, metavar="0|1", help="of --reuse: take the last, or extrapolate (1)")
+    group.add_argument(
+        "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
+        help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",
+    )  # fmt: skip
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")
 

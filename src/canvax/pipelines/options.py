@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -46,6 +46,9 @@ XL_ONLY = ("prompt_2", "negative_prompt_2", *PAIRS, *AESTHETICS)
 """Options that mean nothing to Stable Diffusion 1.x and 2.x."""
 
 
+Tiling = Literal["auto", "on", "off"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of a picture. None of them ever compiles anything again, but guidance in a part of the run alone takes
@@ -69,6 +72,7 @@ class Options:
             Another number is another program, compiled once.
         reuse_order: 1 follows the line through the last two that were computed (TaylorSeer: Liu et al. 2025), which
             takes the first two; 0 takes the last as it is.
+        tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
         progress: show compiling and steps on stderr.
@@ -103,6 +107,7 @@ class Options:
     reuse: int | Sequence[int] = 1
     reuse_layers: int = 1
     reuse_order: int = 1
+    tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
     progress: bool = True
@@ -131,6 +136,8 @@ class Options:
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
         if not (math.isfinite(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
+        if self.tiling not in get_args(Tiling):
+            raise InputError(f"tiling={self.tiling!r} is not known; {nearest(str(self.tiling), get_args(Tiling))}")
         if self.noise not in get_args(NoiseKind):
             raise InputError(f"noise={self.noise!r} is not known; {nearest(str(self.noise), get_args(NoiseKind))}")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (

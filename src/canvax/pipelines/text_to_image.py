@@ -30,7 +30,7 @@ from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
 from canvax.pipelines.conditions import check_for_model, check_layers, check_start, time_ids, zeros_like
 from canvax.pipelines.display import Clock, Display
 from canvax.pipelines.estimate import estimate
-from canvax.pipelines.options import Options, Step
+from canvax.pipelines.options import Options, Step, Tiling
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import (
     Request,
@@ -40,6 +40,7 @@ from canvax.pipelines.request import (
     check_second,
     check_seeds,
     check_size,
+    is_tiled,
 )
 from canvax.pipelines.result import Result
 from canvax.pipelines.work import Work
@@ -252,18 +253,19 @@ class StableDiffusion:
         display: Display,
         *,
         layers: int = 0,
-        decoder: bool = True,
+        decoder: Tiling | None = "auto",
     ) -> tuple[Any, dict[bool, Any], Any]:
         """The programs for latents of ``shape``: a denoiser with guidance, one without, or both, by ``guided``.
 
-        With ``layers`` they reuse what lies deeper. None in place of a decoder that is not wanted.
+        With ``layers`` they reuse what lies deeper. ``decoder`` None: it is not wanted, and None in its place.
         """
         programs, tell = self.programs, display.announce
+        height, width = (side * programs.vae.factor for side in shape[1:3])
         denoise = partial(programs.denoise, params, shape, clip=table.clip, layers=layers, announce=tell)
         return (
             programs.encode_text(params, shape[0], tell),
             {one: denoise(guided=one) for one in guided},
-            programs.decode(params, shape, tell) if decoder else None,
+            programs.decode(params, shape, tell, tiled=is_tiled(height, width, decoder)) if decoder else None,
         )
 
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
@@ -279,8 +281,9 @@ class StableDiffusion:
         whole = request.options.denoising_end == 1
         work = Work.of(table, guided=request.guided, reuse=request.options.reuse, order=request.options.reuse_order)
         layers = request.options.reuse_layers if work.reuses else 0
+        tiling = request.options.tiling if whole else None
         encode, denoise, decode = self._build(
-            params, padded, work.programs, table, display, layers=layers, decoder=whole
+            params, padded, work.programs, table, display, layers=layers, decoder=tiling
         )
 
         for one in denoise.values():
