@@ -206,14 +206,14 @@ def _numbers(name: str, value: Any) -> Any:
 
 def _evaluations(value: Any) -> int | tuple[int, ...]:
     """Every n-th evaluation, or a rising list of them, also as text with commas."""
+    said = value
     if isinstance(value, str):
-        value = value.split(",") if "," in value else [value]
-        each = [int(one) if one.strip().isdigit() else -1 for one in value]
-        value = each if len(each) > 1 else each[0]
-    if _is_whole(value) and value >= 1:
-        return int(value)
-    if isinstance(value, Sequence | np.ndarray) and len(value) and all(_is_whole(one) for one in value):
-        listed = tuple(int(one) for one in value)
+        each = [int(one) if one.strip().isdecimal() else -1 for one in value.split(",")]
+        said = each if len(each) > 1 else each[0]
+    if _is_whole(said) and said >= 1:
+        return int(said)
+    if isinstance(said, Sequence | np.ndarray) and len(said) and all(_is_whole(one) for one in said):
+        listed = tuple(int(one) for one in said)
         if listed[0] >= 0 and all(a < b for a, b in pairwise(listed)):
             return listed
     raise InputError(
