@@ -206,7 +206,7 @@ def _numbers(name: str, value: Any) -> Any:
 
 def _evaluations(value: Any) -> int | tuple[int, ...]:
     """Every n-th evaluation, or a rising list of them, also as text with commas."""
-    said = value
+    said: Any = value
     if isinstance(value, str):
         each = [int(one) if one.strip().isdecimal() else -1 for one in value.split(",")]
         said = each if len(each) > 1 else each[0]
