@@ -11,13 +11,16 @@ import canvax
 from canvax.parallel import multihost
 
 PROMPTS = ["a cat", "a dog", "a red apple", "a pear", "a car", "a tree"]
+INTERVAL = (0.0, 0.7)  # two rows guided, one not
 
 
 def main(process: int, processes: int, port: str, model: int, checkpoint: str, out: Path) -> None:
     multihost.initialize(f"localhost:{port}", processes, process)
     pipe = canvax.load(checkpoint, mesh=canvax.make_mesh(model=model))
     steps: list[int] = []
-    options = canvax.Options(progress=True, callback=lambda step: steps.append(len(step.latents)))
+    options = canvax.Options(
+        guidance_interval=INTERVAL, progress=True, callback=lambda step: steps.append(len(step.latents))
+    )
     result = pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", options=options)
     prompts = [one["prompt"] for one in result.metadata]
     np.savez(

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from multihost_worker import PROMPTS
+from multihost_worker import INTERVAL, PROMPTS
 from small_checkpoint import write_small_checkpoint
 
 import canvax
@@ -30,7 +30,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> canvax.Result:
     pipe = canvax.load(checkpoint, mesh=canvax.make_mesh(jax.devices()[:1]))
-    return pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", options=canvax.Options(progress=False))
+    options = canvax.Options(progress=False, guidance_interval=INTERVAL)
+    return pipe(PROMPTS, seed=5, num_inference_steps=3, sampler="Euler a", options=options)
 
 
 def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[str]]:

@@ -11,7 +11,8 @@ Everything a user changes between pictures is in the rows, the keys and the text
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ import numpy as np
 from canvax.guidance import guide
 from canvax.models.configs import UNetConfig
 from canvax.models.text import Conditions
-from canvax.models.unet import unet
+from canvax.models.unet import Recall, deep_shape, unet, unet_reusing
 from canvax.params import Params
 from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip, SamplerTable
 from canvax.types import Array
@@ -33,6 +34,20 @@ Rows = dict[str, Any]
 may be at different rows of different tables."""
 
 
+class Reuse(NamedTuple):
+    """What a run needs that does not compute the deep features of the UNet in each row.
+
+    Attributes:
+        features: those of the last two rows that did, newest first [B, 2, h', w', C'], [2 B, ...] with guidance.
+        full: [WINDOW] bool, which rows compute them; like ``noisy`` the same for all images.
+        weights: [WINDOW, 2] float32, what each row makes of the two; (1, 0) where ``full``.
+    """
+
+    features: Any
+    full: Any
+    weights: Any
+
+
 def denoise(
     params: Params,
     state: Array,
@@ -42,10 +57,12 @@ def denoise(
     keys: Array,
     noisy: Array,
     count: Array,
+    reuse: Reuse | None = None,
     *,
     cfg: UNetConfig,
     clip: Clip | None = None,
-) -> tuple[Array, Array]:
+    layers: int = 0,
+) -> tuple[Array, Array, Array | None]:
     """Run the first ``count`` rows of a window.
 
     Args:
@@ -58,38 +75,63 @@ def denoise(
         noisy: [WINDOW] bool, whether a row uses noise for any image; a host-side fact, so that no device has to ask
             the others.
         count: rows to run, an int32 scalar.
+        reuse: deep features, and which rows reuse them; None: every row computes all.
         cfg: the UNet's config.
         clip: limits on D, a static property of the few models that want them.
+        layers: with ``reuse``, what is computed in any case; see :func:`canvax.models.unet.unet_reusing`.
 
     Returns:
-        The state after the last row run, and D at that row [B, h, w, C] float32.
+        The state after the last row run, D at that row [B, h, w, C] float32, and ``reuse.features`` as they are then.
     """
     dtype = params["conv_in"]["weight"].dtype
     told = conditions if negative is None else jax.tree.map(_side_by_side, negative, conditions)
     told = {**told, "text": told["text"].astype(dtype)}
 
-    def network(x: Array, row: Rows) -> Array:
-        x = (_per_image(row["c_in"]) * x).astype(dtype)
+    def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
+        x, timestep = (_per_image(row["c_in"]) * x).astype(dtype), row["timestep"]
+        if negative is not None:
+            x, timestep = jnp.repeat(x, 2, axis=0), jnp.repeat(timestep, 2)
+        if reuse is None or features is None:
+            output = unet(params, x, timestep, cfg=cfg, **told)
+        else:
+            recall = _recall(features, reuse.full[i], reuse.weights[i])
+            output, features = unet_reusing(params, x, timestep, cfg=cfg, **told, layers=layers, recall=recall)
+        output = output.astype(jnp.float32)
         if negative is None:
-            return unet(params, x, row["timestep"], cfg=cfg, **told).astype(jnp.float32)
-        output = unet(params, jnp.repeat(x, 2, axis=0), jnp.repeat(row["timestep"], 2), cfg=cfg, **told)
-        output = output.astype(jnp.float32).reshape(-1, 2, *output.shape[1:])
-        return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"])
+            return output, features
+        output = output.reshape(-1, 2, *output.shape[1:])
+        return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"]), features
 
-    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        state, _ = carry
+    def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
+        state, _, features = carry
         row = {name: jax.lax.dynamic_index_in_dim(column, i, axis=1, keepdims=False) for name, column in rows.items()}
         x = state[:, 0]
-        raw = _per_image(row["p"]) * x + _per_image(row["q"]) * network(x, row)
+        output, features = network(x, row, i, features)
+        raw = _per_image(row["p"]) * x + _per_image(row["q"]) * output
         denoised = raw if clip is None else _clip(raw, clip)
         noise = jax.lax.cond(noisy[i], lambda: step_noise(keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x))
         state = _combine(row["M"], state, denoised, noise)
         if clip is not None:
             state = state + row["raw"][:, :, None, None, None] * raw[:, None]
-        return state, denoised
+        return state, denoised, features
 
     with jax.named_scope("denoise"):
-        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros_like(state[:, 0])))
+        first = (state, jnp.zeros_like(state[:, 0]), reuse and reuse.features)
+        return jax.lax.fori_loop(0, count, step, first)
+
+
+def _recall(features: Array, full: Array, weights: Array) -> Recall:
+    """The deep features of a row: computed where it is ``full``, else what ``weights`` make of the last two."""
+
+    def recall(compute: Callable[[], Array]) -> tuple[Array, Array]:
+        def fresh() -> Array:
+            return jnp.stack([compute(), features[:, 0]], axis=1)
+
+        kept = jax.lax.cond(full, fresh, lambda: features)
+        deep = weights[0] * kept[:, 0].astype(jnp.float32) + weights[1] * kept[:, 1].astype(jnp.float32)
+        return deep.astype(features.dtype), kept
+
+    return recall
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -121,6 +163,12 @@ def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
     state = np.zeros((noise.shape[0], SLOTS, *noise.shape[1:]), np.float32)
     state[:, 0] = noise * init_scale.astype(np.float32)[:, None, None, None]
     return state
+
+
+def features_shape(cfg: UNetConfig, latents: Sequence[int], layers: int, *, guided: bool) -> tuple[int, ...]:
+    """Shape of ``Reuse.features`` for latents of shape [B, h, w, C]; before the first full row they are zeros."""
+    batch, *deep = deep_shape(cfg, latents, layers)
+    return (2 * batch if guided else batch, 2, *deep)
 
 
 def _side_by_side(negative: Array, positive: Array) -> Array:

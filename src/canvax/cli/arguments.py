@@ -169,6 +169,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's own)")
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
+    parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -244,8 +245,19 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
     )  # fmt: skip
     group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
-    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1)")
+    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1); less work")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
+    group.add_argument(
+        "--reuse", metavar="N|I,I,...", help="all of the UNet in every N-th evaluation alone (1), or in those listed"
+    )
+    group.add_argument(
+        "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
+    )
+    group.add_argument("--reuse-order", type=int, metavar="0|1", help="of --reuse: take the last, or extrapolate (1)")
+    group.add_argument(
+        "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
+        help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",
+    )  # fmt: skip
     group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
     group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")
 

@@ -41,7 +41,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for width, height in sizes or [checkpoint.native_size[::-1]]:
         for batch in arguments.batch:
             builds = pipe.compile(
-                height, width, batch, guidance=not arguments.no_guidance, progress=not arguments.quiet
+                height,
+                width,
+                batch,
+                guidance=not arguments.no_guidance,
+                reuse_layers=arguments.reuse_layers,
+                progress=not arguments.quiet,
             )
             for build in builds:
                 sized = {} if build.program == "text encoder" else {"width": width, "height": height}

@@ -141,6 +141,7 @@ def _check_batch_size(size: int | None) -> None:
 def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
     """What depends on the model, if its files are on disk: no weights are read."""
     from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
+    from canvax.pipelines.conditions import check_layers
     from canvax.weights.hub import resolve
 
     if source.dtype is not None:
@@ -165,6 +166,7 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         skip, layers = picture.options.clip_skip, checkpoint.text.max_skip + 1
         if not 0 <= skip < layers:
             raise InputError(f"clip_skip={skip!r} is not in 0..{layers - 1}")
+        check_layers(picture.options.reuse_layers, checkpoint)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:

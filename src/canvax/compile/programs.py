@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Announce, Build, obtain, slot
-from canvax.denoise import WINDOW, denoise
+from canvax.denoise import WINDOW, Reuse, denoise, features_shape
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
-from canvax.models.vae import vae_decode
+from canvax.models.vae import vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
@@ -73,9 +73,13 @@ class Programs:
         *,
         guided: bool,
         clip: Clip | None = None,
+        layers: int = 0,
         announce: Announce | None = None,
-    ) -> Callable[..., tuple[Array, Array]]:
-        """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C]."""
+    ) -> Callable[..., tuple[Array, Array, Array | None]]:
+        """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C].
+
+        With ``layers`` it can reuse what lies deeper (:class:`canvax.denoise.Reuse`).
+        """
         batch = latents[0]
         conditions = self._conditions(params, batch)
         f32 = jnp.float32
@@ -92,15 +96,31 @@ class Programs:
             self._batched((batch, 2), jnp.uint32),
             self._shared((WINDOW,), jnp.bool_),
             self._shared((), jnp.int32),
+            self._reuse(params, latents, guided, layers) if layers else None,
         )
-        return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip), arguments, announce)
+        more = {"layers": layers} if layers else {}
+        return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip, **more), arguments, announce)
+
+    def _reuse(self, params: Params, latents: tuple[int, int, int, int], guided: bool, layers: int) -> Reuse:
+        shape = features_shape(self.unet, latents, layers, guided=guided)
+        features = self._batched(shape, params["unet"]["conv_in"]["weight"].dtype)
+        return Reuse(features, self._shared((WINDOW,), jnp.bool_), self._shared((WINDOW, 2), jnp.float32))
 
     def decode(
-        self, params: Params, latents: tuple[int, int, int, int], announce: Announce | None = None
+        self,
+        params: Params,
+        latents: tuple[int, int, int, int],
+        announce: Announce | None = None,
+        *,
+        tiled: bool = False,
     ) -> Callable[..., Array]:
-        """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``."""
+        """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``.
+
+        ``tiled``: tile by tile, in less memory.
+        """
         arguments = (_abstract(params["vae"]), self._batched(latents, jnp.float32))
-        return self._get("decoder", partial(decode_images, cfg=self.vae), arguments, announce)
+        more = {"tiled": True} if tiled else {}
+        return self._get("decoder", partial(decode_images, cfg=self.vae, **more), arguments, announce)
 
     def _conditions(self, params: Params, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What the UNet is told: the text encoders' output and, for SDXL, the numbers about the picture."""
@@ -158,7 +178,7 @@ class Programs:
             height, width = (side * self.vae.factor for side in data.shape[-3:-1])
             about |= {"height": height, "width": width}
         if name == "denoiser":
-            about |= {"guided": arguments[3] is not None}
+            about |= {"guided": arguments[3] is not None, "reuse": arguments[8] is not None}
         return about
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -187,7 +207,7 @@ def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[A
 _SCALARS = ("timestep", "c_in", "p", "q", "guidance", "rescale")
 
 
-def decode_images(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
+def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool = False) -> Array:
     """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
     In float32 instead where that is float16 and the config says that the VAE overflows in it.
@@ -196,7 +216,7 @@ def decode_images(params: Params, latents: Array, *, cfg: VaeConfig) -> Array:
     if dtype == jnp.float16 and cfg.force_upcast:
         dtype = jnp.float32
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    images = vae_decode(params, latents.astype(dtype), cfg)
+    images = (vae_decode_tiled if tiled else vae_decode)(params, latents.astype(dtype), cfg)
     return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
 
 

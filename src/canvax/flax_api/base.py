@@ -181,7 +181,7 @@ class FlaxPipeline:
             rows, noisy = window_rows(table, done, WINDOW, count)
             left = np.int32(min(WINDOW, len(table) - done))
             rows = put(rows | {"guidance": guidance})
-            state, _ = denoise_rows(params["unet"], state, conditions, negative, rows, words, noisy, left)
+            state, *_ = denoise_rows(params["unet"], state, conditions, negative, rows, words, noisy, left, None)
         latents = np.asarray(state)[:, 0]
         return np.asarray(to_images(params["vae"], put(latents))) if to_images else latents
 
@@ -238,7 +238,7 @@ class FlaxPipeline:
         rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
         count, cfg, noisy = jnp.int32(len(table)), self.checkpoint.unet, jnp.asarray(noisy)
-        state, _ = denoise(
+        state, *_ = denoise(
             params["unet"], state, conditions, negative, rows, words, noisy, count, cfg=cfg, clip=table.clip
         )
         if return_latents:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from canvax.models.configs import UNetConfig
 from canvax.nn import conv2d, conv2d_spec, group_norm, linear, linear_spec, norm_spec
 from canvax.params import Params, Spec
 from canvax.types import Array
+
+Recall = Callable[[Callable[[], Array]], tuple[Array, Any]]
+"""Given a function that computes the deep features: those to use, and what to remember; see :func:`unet_reusing`."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,86 @@ def unet(
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
+    output, _ = _walk(p, x, timesteps, text, cfg, pooled, time_ids, remat=remat)
+    return output
+
+
+def unet_reusing(
+    p: Params,
+    x: Array,
+    timesteps: Array,
+    text: Array,
+    cfg: UNetConfig,
+    pooled: Array | None = None,
+    time_ids: Array | None = None,
+    *,
+    layers: int,
+    recall: Recall,
+) -> tuple[Array, Any]:
+    """:func:`unet`, whose deep features may be those of another evaluation (DeepCache: Ma et al. 2024, section 3.2).
+
+    Args:
+        p: see :func:`unet`, likewise all up to ``time_ids``.
+        x: [B, h, w, C].
+        timesteps: [B].
+        text: [B, T, D].
+        cfg: the config.
+        pooled: [B, P] or None.
+        time_ids: [B, n] or None.
+        layers: what is computed in any case: the outermost skip connections, so many of ``skip_connections(cfg)``, and
+            all that lies outside of them.
+        recall: given a function that computes the deep features, what comes up to the innermost of these
+            connections, returns them or others in their place, of :func:`deep_shape`, and what to remember.
+
+    Returns:
+        The network's output, and what ``recall`` remembers.
+    """
+    return _walk(p, x, timesteps, text, cfg, pooled, time_ids, layers=layers, recall=recall)
+
+
+def skip_connections(cfg: UNetConfig) -> int:
+    """How many feature maps are kept on the way down for the way up."""
+    return len(_skip_channels(cfg))
+
+
+def deep_shape(cfg: UNetConfig, latents: Sequence[int], layers: int) -> tuple[int, int, int, int]:
+    """Shape of the deep features of :func:`unet_reusing`, for latents of shape [B, h, w, C]."""
+    batch, height, width, _ = latents
+    for step in _down_steps(cfg)[: layers - 1]:
+        if step[2] is None:
+            height, width = -(-height // 2), -(-width // 2)
+    _, level, j = _up_steps(cfg)[-layers]
+    return batch, height, width, level.inputs[j] - _skip_channels(cfg)[layers - 1]
+
+
+def _down_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
+    """The way down after the first convolution: index of the block, its level, and which layer, None to resize."""
+    return [
+        (i, level, j)
+        for i, level in enumerate(_down_levels(cfg))
+        for j in (*range(len(level.inputs)), *([None] if level.resizes else []))
+    ]
+
+
+def _up_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int]]:
+    """The way up, likewise; the last layer of a level resizes."""
+    return [(i, level, j) for i, level in enumerate(_up_levels(cfg)) for j in range(len(level.inputs))]
+
+
+def _walk(
+    p: Params,
+    x: Array,
+    timesteps: Array,
+    text: Array,
+    cfg: UNetConfig,
+    pooled: Array | None,
+    time_ids: Array | None,
+    *,
+    remat: bool = False,
+    layers: int = 1,
+    recall: Recall = lambda compute: (compute(), None),
+) -> tuple[Array, Any]:
+    """Down to the middle and up again; see :func:`unet_reusing`."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     time = _time_features(p, timesteps, x.dtype, cfg, pooled, time_ids)
 
@@ -164,34 +249,47 @@ def unet(
 
     if remat:
         level_step = jax.checkpoint(level_step, static_argnums=(1, 2))
-    h = conv2d(p["conv_in"], x)
-    skips = [h]
-    for i, level in enumerate(_down_levels(cfg)):
-        block = p["down_blocks"][str(i)]
-        with jax.named_scope(f"down_{i}"):
-            for j in range(len(level.inputs)):
-                h = level_step(block, level, j, h)
-                skips.append(h)
-            if level.resizes:
-                h = downsample(block["downsamplers"]["0"], h, padding=(1, 1))
-                skips.append(h)
 
-    with jax.named_scope("mid"):
-        block = p["mid_block"]
-        h = resnet_block(block["resnets"]["0"], h, time, groups=groups, eps=eps)
-        h = attend_text(block["attentions"]["0"], h, cfg.heads[-1])
-        h = resnet_block(block["resnets"]["1"], h, time, groups=groups, eps=eps)
+    def go_down(skips: list[Array], steps: list[tuple[int, _Level, int | None]]) -> None:
+        for i, level, j in steps:
+            block, h = p["down_blocks"][str(i)], skips[-1]
+            with jax.named_scope(f"down_{i}"):
+                resizes = j is None
+                h = (
+                    downsample(block["downsamplers"]["0"], h, padding=(1, 1))
+                    if resizes
+                    else level_step(block, level, j, h)
+                )
+            skips.append(h)
 
-    for i, level in enumerate(_up_levels(cfg)):
-        block = p["up_blocks"][str(i)]
-        with jax.named_scope(f"up_{i}"):
-            for j in range(len(level.inputs)):
+    def go_up(h: Array, skips: list[Array], steps: list[tuple[int, _Level, int]]) -> Array:
+        for i, level, j in steps:
+            block = p["up_blocks"][str(i)]
+            with jax.named_scope(f"up_{i}"):
                 h = level_step(block, level, j, jnp.concatenate([h, skips.pop()], axis=-1))
-            if level.resizes:
-                # To the size of the skip it will meet, which is not the double where h or w was odd.
-                h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
+                if level.resizes and j == len(level.inputs) - 1:
+                    # To the size of the skip it will meet, which is not the double where h or w was odd.
+                    h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
+        return h
 
-    return conv2d(p["conv_out"], jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps)))
+    down, up = _down_steps(cfg), _up_steps(cfg)
+    outer = [conv2d(p["conv_in"], x)]
+    go_down(outer, down[: layers - 1])
+
+    def deep() -> Array:
+        skips = list(outer)
+        go_down(skips, down[layers - 1 :])
+        with jax.named_scope("mid"):
+            block = p["mid_block"]
+            h = resnet_block(block["resnets"]["0"], skips[-1], time, groups=groups, eps=eps)
+            h = attend_text(block["attentions"]["0"], h, cfg.heads[-1])
+            h = resnet_block(block["resnets"]["1"], h, time, groups=groups, eps=eps)
+        return go_up(h, skips, up[:-layers])
+
+    h, memory = recall(deep)
+    h = go_up(h, outer, up[-layers:])
+    h = jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps))
+    return conv2d(p["conv_out"], h), memory
 
 
 def _time_features(

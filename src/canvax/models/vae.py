@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.models.blocks import (
     attend,
@@ -23,6 +24,9 @@ from canvax.params import Params, Spec
 from canvax.types import Array
 
 NORM_EPS = 1e-6
+
+ATTENTION_QUERIES = 4096
+"""Tokens that attend at once in a picture that is decoded in tiles: their scores are most of what the middle takes."""
 
 
 def vae_spec(cfg: VaeConfig) -> Spec:
@@ -47,11 +51,85 @@ def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
     Returns:
         [B, 8h, 8w, 3] in about -1..1 (8 is ``cfg.factor``).
     """
+    return _rise(p["decoder"], _middle(p, latents, cfg), cfg)
+
+
+def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128) -> Array:
+    """:func:`vae_decode` in memory that does not grow with the picture but for the picture itself.
+
+    The middle, whose attention sees the whole picture, is computed once at the size of the latents. What rises from
+    there to pixels is computed tile by tile, and neighbours are blended over their overlap, wider than convolutions
+    reach. The normalisations of a tile see that tile alone, so that the picture differs a little from that of
+    :func:`vae_decode`.
+
+    Args:
+        p: see :func:`vae_decode`.
+        latents: [B, h, w, C].
+        cfg: the config.
+        tile: pixels of a side, at most; no picture up to it is cut.
+        overlap: pixels that neighbours share, at least.
+
+    Returns:
+        [B, 8h, 8w, 3].
+    """
+    batch, height, width, _ = latents.shape
+    factor = cfg.factor
+    h = _middle(p, latents, cfg, rows=_divisor(height, ATTENTION_QUERIES // width))
+    (tall, tops), (wide, lefts) = (even_tiles(size, tile // factor, overlap // factor) for size in (height, width))
+    down, across = (_ramp(size * factor, overlap) for size in (tall, wide))
+    corners = jnp.array([(top, left) for top in tops for left in lefts], jnp.int32)
+
+    def add(picture: Array, corner: Array) -> tuple[Array, None]:
+        part = jax.lax.dynamic_slice(h, (0, *corner, 0), (batch, tall, wide, h.shape[-1]))
+        drawn = _rise(p["decoder"], part, cfg).astype(jnp.float32) * (down[:, None] * across)[..., None]
+        at = (0, corner[0] * factor, corner[1] * factor, 0)
+        before = jax.lax.dynamic_slice(picture, at, drawn.shape)
+        return jax.lax.dynamic_update_slice(picture, before + drawn, at), None
+
+    with jax.named_scope("tiles"):
+        blank = jnp.zeros((batch, height * factor, width * factor, cfg.out_channels), jnp.float32)
+        picture, _ = jax.lax.scan(add, blank, corners)
+        total = _covered(height * factor, factor, tops, down)[:, None] * _covered(width * factor, factor, lefts, across)
+        return (picture / total[..., None]).astype(latents.dtype)
+
+
+def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:
+    """Side of the fewest even tiles that cover an axis, no larger than ``tile``, and where they begin."""
+    count = 1 if size <= tile else -(-(size - overlap) // (tile - overlap))
+    side = -(-(size + (count - 1) * overlap) // count)
+    return side, [round(i * (size - side) / max(count - 1, 1)) for i in range(count)]
+
+
+def _ramp(size: int, overlap: int) -> np.ndarray:
+    """Weight of each pixel along a side of a tile: rises over the overlap from above 0, for the picture's own edges."""
+    inside = np.minimum(np.arange(size), np.arange(size)[::-1]) + 0.5
+    return np.minimum(inside / overlap, 1.0).astype(np.float32)
+
+
+def _covered(size: int, factor: int, starts: list[int], ramp: np.ndarray) -> np.ndarray:
+    """Sum of the weights of all tiles at each pixel along an axis."""
+    total = np.zeros(size, np.float32)
+    for start in starts:
+        total[start * factor :][: len(ramp)] += ramp
+    return total
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``most``, or 1."""
+    return next(one for one in range(max(1, min(number, most)), 0, -1) if number % one == 0)
+
+
+def _middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
+    """From latents to the features that the picture rises from, of the same height and width."""
     z = latents / cfg.scaling_factor + (cfg.shift_factor or 0.0)
     if cfg.use_post_quant_conv:
         z = linear(p["post_quant_conv"], z)
     p = p["decoder"]
-    h = _mid_block(p["mid_block"], conv2d(p["conv_in"], z), cfg)
+    return _mid_block(p["mid_block"], conv2d(p["conv_in"], z), cfg, rows)
+
+
+def _rise(p: Params, h: Array, cfg: VaeConfig) -> Array:
+    """From features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
     for i in range(len(cfg.block_out_channels)):
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"decoder_up_{i}"):
@@ -132,14 +210,20 @@ def _mid_spec(channels: int, cfg: VaeConfig) -> Spec:
     return spec
 
 
-def _mid_block(p: Params, h: Array, cfg: VaeConfig) -> Array:
+def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
+    """Two residual blocks with attention between them, for ``rows`` rows of the picture at a time if given."""
     with jax.named_scope("mid"):
         h = resnet_block(p["resnets"]["0"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
         if "attentions" in p:
             a = p["attentions"]["0"]
             tokens = group_norm(a["group_norm"], h, groups=cfg.norm_num_groups, eps=NORM_EPS)
             tokens = tokens.reshape(h.shape[0], -1, h.shape[-1])
-            h = h + attend(a, tokens, tokens, heads=1).reshape(h.shape)
+            if rows is None:
+                h = h + attend(a, tokens, tokens, heads=1).reshape(h.shape)
+            else:
+                parts = jnp.moveaxis(tokens.reshape(h.shape[0], -1, rows * h.shape[2], h.shape[-1]), 1, 0)
+                parts = jax.lax.map(lambda part: attend(a, part, tokens, heads=1), parts)
+                h = h + jnp.moveaxis(parts, 0, 1).reshape(h.shape)
         return resnet_block(p["resnets"]["1"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
 
 

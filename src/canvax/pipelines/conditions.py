@@ -6,6 +6,7 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.models.text import Conditions
+from canvax.models.unet import skip_connections
 from canvax.parallel.place import put
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
@@ -35,6 +36,18 @@ def check_for_model(options: Options, checkpoint: Checkpoint) -> None:
     limit = checkpoint.text.max_skip
     if not 0 <= options.clip_skip <= limit:
         raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")
+    check_layers(options.reuse_layers, checkpoint)
+
+
+def check_layers(layers: int, checkpoint: Checkpoint) -> None:
+    """Refuse ``reuse_layers`` that the UNet has not.
+
+    Raises:
+        InputError: naming how many it has.
+    """
+    most = skip_connections(checkpoint.unet)
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
+        raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {checkpoint.name}")
 
 
 def check_start(request: Request, checkpoint: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from canvax.parallel.memory import Memory
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.pipelines.checkpoint import Checkpoint
-from canvax.pipelines.request import check_size
+from canvax.pipelines.request import check_size, is_tiled
 from canvax.target import compiling_for
 from canvax.types import DType
 
@@ -59,7 +59,7 @@ def estimate(
     programs: dict[str, Any] = {
         "text encoder": traced.encode_text(params, each),
         "denoiser": traced.denoise(params, latents, guided=guided),
-        "decoder": traced.decode(params, latents),
+        "decoder": traced.decode(params, latents, tiled=is_tiled(height, width)),
     }
     return Memory(checkpoint.weight_bytes(dtype, sizes), programs, limit)
 

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -45,9 +46,13 @@ XL_ONLY = ("prompt_2", "negative_prompt_2", *PAIRS, *AESTHETICS)
 """Options that mean nothing to Stable Diffusion 1.x and 2.x."""
 
 
+Tiling = Literal["auto", "on", "off"]
+
+
 @dataclass(frozen=True)
 class Options:
-    """Options of a picture. None of them ever compiles anything again.
+    """Options of a picture. None of them ever compiles anything again, but guidance in a part of the run alone takes
+    a second program, and ``reuse`` one of its own; each is compiled once.
 
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
@@ -58,8 +63,16 @@ class Options:
             or ``{"timesteps": [999, 500, 250]}``; kept as ``("s_churn=10",)``.
         guidance_steps: the guidance scale of each step, in place of ``guidance_scale``.
         guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
-            prompt is followed without guidance (Kynkaanniemi et al. 2024).
+            prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
+        reuse: compute the deep features of the UNet, most of its work, in every n-th evaluation alone and reuse them in
+            between (DeepCache: Ma et al. 2024); or the evaluations that compute them, such as (0, 1, 2, 4, 6, 9, 13).
+            Evaluations count from 0, and a step of some samplers takes several. 1 computes them always.
+        reuse_layers: how many of the outermost skip connections are computed always: more is truer and takes longer.
+            Another number is another program, compiled once.
+        reuse_order: 1 follows the line through the last two that were computed (TaylorSeer: Liu et al. 2025), which
+            takes the first two; 0 takes the last as it is.
+        tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
         progress: show compiling and steps on stderr.
@@ -91,6 +104,10 @@ class Options:
     guidance_steps: Sequence[float] | None = None
     guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
+    reuse: int | Sequence[int] = 1
+    reuse_layers: int = 1
+    reuse_order: int = 1
+    tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
     progress: bool = True
@@ -111,11 +128,16 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        object.__setattr__(self, "reuse", _evaluations(self.reuse))
+        if self.reuse_order not in (0, 1) or isinstance(self.reuse_order, bool):
+            raise InputError(f"reuse_order={self.reuse_order!r} is neither 0 nor 1")
         object.__setattr__(self, "sampler_settings", _settings(self.sampler_settings))
         if self.eta is not None and not (math.isfinite(self.eta) and 0 <= self.eta <= 1):
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
         if not (math.isfinite(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
+        if self.tiling not in get_args(Tiling):
+            raise InputError(f"tiling={self.tiling!r} is not known; {nearest(str(self.tiling), get_args(Tiling))}")
         if self.noise not in get_args(NoiseKind):
             raise InputError(f"noise={self.noise!r} is not known; {nearest(str(self.noise), get_args(NoiseKind))}")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (
@@ -159,6 +181,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _numbers(name: str, value: Any) -> Any:
     """A list of numbers, also as text with commas, as a tuple; the name of a curve and None as they are."""
     if isinstance(value, str):
@@ -176,6 +202,24 @@ def _numbers(name: str, value: Any) -> Any:
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
         raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
     return numbers
+
+
+def _evaluations(value: Any) -> int | tuple[int, ...]:
+    """Every n-th evaluation, or a rising list of them, also as text with commas."""
+    said: Any = value
+    if isinstance(value, str):
+        each = [int(one) if one.strip().isdecimal() else -1 for one in value.split(",")]
+        said = each if len(each) > 1 else each[0]
+    if _is_whole(said) and said >= 1:
+        return int(said)
+    if isinstance(said, Sequence | np.ndarray) and len(said) and all(_is_whole(one) for one in said):
+        listed = tuple(int(one) for one in said)
+        if listed[0] >= 0 and all(a < b for a, b in pairwise(listed)):
+            return listed
+    raise InputError(
+        f"reuse={value!r} is neither a whole number of at least 1, such as 3, nor a rising list of evaluations counted "
+        "from 0, such as 0,1,2,5,9"
+    )
 
 
 def _settings(value: Any) -> tuple[str, ...]:

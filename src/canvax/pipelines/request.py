@@ -12,10 +12,13 @@ import numpy as np
 
 from canvax.errors import InputError, check_count
 from canvax.noise import image_seeds
-from canvax.pipelines.options import Options
+from canvax.pipelines.options import Options, Tiling
 
 MAX_SIDE = 16384
 SIZE_STEP = 8
+LARGEST_WHOLE = 1536 * 1536
+"""Pixels up to which pictures are decoded whole unless told otherwise. Free memory has no say: the same seed draws the
+same picture on every machine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,11 @@ class Request:
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: at a guidance scale of 1 or less it does not."""
         return max(self.options.guidance_steps or (self.guidance,)) > 1
+
+
+def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
+    """Whether a picture of that many pixels is decoded in tiles."""
+    return height * width > LARGEST_WHOLE if tiling == "auto" else tiling == "on"
 
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:

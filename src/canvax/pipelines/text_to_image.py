@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
-from canvax.denoise import WINDOW, initial_state, window_rows
+from canvax.denoise import WINDOW, features_shape, initial_state, window_rows
 from canvax.errors import Cancelled, InputError, check_count
 from canvax.images.convert import to_pil
 from canvax.models.text import SECOND, Conditions
@@ -27,10 +27,10 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.parallel.rules import is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, check_start, time_ids, zeros_like
+from canvax.pipelines.conditions import check_for_model, check_layers, check_start, time_ids, zeros_like
 from canvax.pipelines.display import Clock, Display
 from canvax.pipelines.estimate import estimate
-from canvax.pipelines.options import Options, Step
+from canvax.pipelines.options import Options, Step, Tiling
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import (
     Request,
@@ -40,8 +40,10 @@ from canvax.pipelines.request import (
     check_second,
     check_seeds,
     check_size,
+    is_tiled,
 )
 from canvax.pipelines.result import Result
+from canvax.pipelines.work import Work
 from canvax.samplers import SamplerTable, build_table
 from canvax.types import Array
 
@@ -86,6 +88,8 @@ class StableDiffusion:
         params: Params | None = None,
     ) -> Result:
         """Draw pictures. Nothing but height, width, the number of images and guidance on or off ever compiles again.
+
+        Guidance that is on in a part of the run alone takes both programs.
 
         Args:
             prompt: what to draw; a list draws each.
@@ -204,6 +208,7 @@ class StableDiffusion:
         batch: int = 1,
         *,
         guidance: bool = True,
+        reuse_layers: int = 0,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -216,6 +221,7 @@ class StableDiffusion:
             width: likewise.
             batch: number of images, rounded up to the number of devices.
             guidance: with it on; a guidance scale of 1 or less is another program.
+            reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -233,25 +239,33 @@ class StableDiffusion:
         shape = (images, height // factor, width // factor, self.programs.unet.in_channels)
         table = build_table(self.checkpoint.scheduler, self.checkpoint.defaults.num_inference_steps)
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
-        self._build(params, shape, guidance, table, display)
+        if reuse_layers:
+            check_layers(reuse_layers, self.checkpoint)
+        self._build(params, shape, {guidance}, table, display, layers=reuse_layers)
         return tuple(display.builds)
 
     def _build(
         self,
         params: Params,
         shape: tuple[int, int, int, int],
-        guided: bool,
+        guided: Collection[bool],
         table: SamplerTable,
         display: Display,
         *,
-        decoder: bool = True,
-    ) -> tuple[Any, Any, Any]:
-        """The three programs for latents of ``shape``; None in place of a decoder that is not wanted."""
+        layers: int = 0,
+        decoder: Tiling | None = "auto",
+    ) -> tuple[Any, dict[bool, Any], Any]:
+        """The programs for latents of ``shape``: a denoiser with guidance, one without, or both, by ``guided``.
+
+        With ``layers`` they reuse what lies deeper. ``decoder`` None: it is not wanted, and None in its place.
+        """
         programs, tell = self.programs, display.announce
+        height, width = (side * programs.vae.factor for side in shape[1:3])
+        denoise = partial(programs.denoise, params, shape, clip=table.clip, layers=layers, announce=tell)
         return (
             programs.encode_text(params, shape[0], tell),
-            programs.denoise(params, shape, guided=guided, clip=table.clip, announce=tell),
-            programs.decode(params, shape, tell) if decoder else None,
+            {one: denoise(guided=one) for one in guided},
+            programs.decode(params, shape, tell, tiled=is_tiled(height, width, decoder)) if decoder else None,
         )
 
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
@@ -265,10 +279,15 @@ class StableDiffusion:
 
         padded = (padded_batch(shape[0], mesh), *shape[1:])
         whole = request.options.denoising_end == 1
-        encode, denoise, decode = self._build(params, padded, request.guided, table, display, decoder=whole)
+        work = Work.of(table, guided=request.guided, reuse=request.options.reuse, order=request.options.reuse_order)
+        layers = request.options.reuse_layers if work.reuses else 0
+        tiling = request.options.tiling if whole else None
+        encode, denoise, decode = self._build(
+            params, padded, work.programs, table, display, layers=layers, decoder=tiling
+        )
 
-        programs = {"text encoder": encode, "denoiser": denoise, "decoder": decode}
-        check_programs(programs, mesh, cure)
+        for one in denoise.values():
+            check_programs({"text encoder": encode, "denoiser": one, "decoder": decode}, mesh, cure)
 
         with clock("encode"):
             conditions, negative = self._conditions(
@@ -279,7 +298,7 @@ class StableDiffusion:
             noise = request.latents
             if noise is None:
                 noise = initial_noise(request.seeds, shape[1:], request.options.noise)
-            state = self._denoise(denoise, params, conditions, negative, noise, table, request, display, padded)
+            state = self._denoise(denoise, params, conditions, negative, noise, work, request, display, padded)
             indices, own = own_rows(state, shape[0])
             latents = own[:, 0]
         with clock("decode"):
@@ -297,34 +316,37 @@ class StableDiffusion:
 
     def _denoise(
         self,
-        program: Any,
+        programs: Mapping[bool, Any],
         params: Params,
         conditions: Conditions,
         negative: Conditions | None,
         noise: np.ndarray,
-        table: SamplerTable,
+        work: Work,
         request: Request,
         display: Display,
         padded: tuple[int, ...],
     ) -> Array:
         """Run all rows of the table, a few at a time; returns the final state, its batch filled up."""
-        batch, total = len(noise), len(table)
+        batch, table, total = len(noise), work.table, len(work.table)
         callback = request.options.callback
         # Processes that draw together keep step: what one of them measures may not decide how far it goes.
         singly = callback or multihost.is_spread(self.programs.mesh)
+        features = None
         keys = self._put(seed_keys(request.seeds), padded)
         state = self._put(initial_state(noise, np.full(batch, table.init_scale)), padded)
-        done = 0
         with display.bar(total) as bar:
-            while done < total:
-                count = 1 if singly else min(bar.chunk(total - done), total - done, WINDOW)
-                rows, noisy = window_rows(table, done, WINDOW, padded[0])
+            for stretch, start, count in work.calls(lambda left: 1 if singly else bar.chunk(left)):
+                rows, noisy = window_rows(table, start, WINDOW, padded[0])
                 batched = {name: self._put(column, padded) for name, column in rows.items()}
-                state, denoised = program(
-                    params["unet"], state, conditions, negative, batched, keys, noisy, np.int32(count)
+                told = (conditions, negative if stretch.guided else None)
+                if start == stretch.start:
+                    features = self._no_features(params, work, request, padded, guided=stretch.guided)
+                reuse = work.reuse(start, features)
+                state, denoised, features = programs[stretch.guided](
+                    params["unet"], state, *told, batched, keys, noisy, np.int32(count), reuse
                 )
                 jax.block_until_ready(state)
-                done += count
+                done = start + count
                 bar.advance(count)
                 display.stepped()
                 if callback:
@@ -333,6 +355,16 @@ class StableDiffusion:
                     if callback(step) is False:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
         return state
+
+    def _no_features(
+        self, params: Params, work: Work, request: Request, padded: tuple[int, ...], *, guided: bool
+    ) -> Array | None:
+        """Deep features before the first row of a stretch, which computes them; None if nothing is reused."""
+        if not work.reuses:
+            return None
+        shape = features_shape(self.programs.unet, padded, request.options.reuse_layers, guided=guided)
+        dtype = params["unet"]["conv_in"]["weight"].dtype
+        return put(np.zeros(shape, dtype), over_batch(self.programs.mesh))
 
     def _table(self, request: Request) -> SamplerTable:
         options = request.options

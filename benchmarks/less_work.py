@@ -1,0 +1,166 @@
+"""Less work for nearly the same picture: what each option costs in PSNR and saves in time.
+
+    python benchmarks/less_work.py [--model emoji] [--size 64] [--steps 20] [--full-size] [--output docs/images]
+
+Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
+PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
+Writes less-work.png, some of the pictures side by side. --full-size times the UNet of Stable Diffusion 1.5 on random
+weights instead (5 GB): an evaluation in full against one that reuses its deep features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+import canvax
+from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows
+from canvax.models.presets import PRESETS
+from canvax.models.unet import unet_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
+from canvax.samplers import build_table, from_scheduler_config
+
+PROMPTS = (
+    *("a red apple", "a cat", "a dog", "a tree", "a yellow car", "a house", "a slice of pizza", "a blue heart"),
+    *("a smiling face", "a rocket", "a guitar", "a green frog", "an umbrella", "a star", "a fish", "a birthday cake"),
+)
+BATCH = 4
+EARLY_9, EARLY_8 = (0, 1, 2, 4, 6, 8, 11, 14, 17), (0, 1, 3, 5, 8, 11, 14, 17)
+"""Evaluations of 20 that compute everything, most of them early, where the picture is decided."""
+RUNS: dict[str, dict[str, Any]] = {
+    "full run": {},
+    "half the steps": {"halved": True},
+    "guidance_interval=(0, 0.8)": {"guidance_interval": (0.0, 0.8)},
+    "guidance_interval=(0, 0.5)": {"guidance_interval": (0.0, 0.5)},
+    "reuse=2": {"reuse": 2},
+    "reuse=3": {"reuse": 3},
+    "reuse=5": {"reuse": 5},
+    "reuse=3, reuse_order=0": {"reuse": 3, "reuse_order": 0},
+    "reuse=3, reuse_layers=3": {"reuse": 3, "reuse_layers": 3},
+    "reuse, 9 of 20": {"reuse": EARLY_9},
+    "reuse, 8 of 20": {"reuse": EARLY_8},
+    "reuse, 9 of 20, guidance_interval=(0, 0.8)": {"reuse": EARLY_9, "guidance_interval": (0.0, 0.8)},
+    "DPM++ 2M: full run": {"sampler": "dpmpp_2m"},
+    "DPM++ 2M: half the steps": {"sampler": "dpmpp_2m", "halved": True},
+    "DPM++ 2M: reuse=2": {"sampler": "dpmpp_2m", "reuse": 2},
+    "DPM++ 2M: reuse, 9 of 20": {"sampler": "dpmpp_2m", "reuse": EARLY_9},
+}
+SHOWN = ("full run", "half the steps", "guidance_interval=(0, 0.8)", "reuse=2", "reuse=3", "reuse, 9 of 20", "reuse=5")
+
+
+def psnr(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Peak signal-to-noise ratio in dB of each picture [B, H, W, 3] in 0..1."""
+    return 10 * np.log10(1 / np.maximum(np.square(got - want).mean((1, 2, 3)), 1e-10))
+
+
+def draw(pipe: canvax.StableDiffusion, first: int, run: dict[str, Any], steps: int, size: int | None) -> canvax.Result:
+    """One batch."""
+    options = {name: value for name, value in run.items() if name not in ("sampler", "halved")}
+    return pipe(
+        list(PROMPTS[first : first + BATCH]),
+        seed=first,
+        height=size,
+        width=size,
+        num_inference_steps=steps // 2 if run.get("halved") else steps,
+        sampler=run.get("sampler"),
+        options=canvax.Options(progress=False, **options),
+    )
+
+
+def compare(pipe: canvax.StableDiffusion, steps: int, size: int | None) -> dict[str, np.ndarray]:
+    """Print the table; returns the pictures of each run [B, H, W, 3]."""
+    pixels: dict[str, list[np.ndarray]] = {name: [] for name in RUNS}
+    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
+    for run in RUNS.values():
+        draw(pipe, 0, run, steps, size)  # compiles
+    for first in range(0, len(PROMPTS), BATCH):
+        for name, run in RUNS.items():
+            result = draw(pipe, first, run, steps, size)
+            pixels[name].append(result.pixels)
+            seconds[name].append(result.timings["denoise"])
+    drawn = {name: np.concatenate(parts) for name, parts in pixels.items()}
+    print("| | PSNR, mean dB | median | lowest | time / full | speed |\n|---|---|---|---|---|---|")
+    for name, run in RUNS.items():
+        full = "DPM++ 2M: full run" if run.get("sampler") else "full run"
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[full], strict=True))
+        each = psnr(drawn[name], drawn[full])
+        figures = "| | |" if name == full else f"{each.mean():.1f} | {np.median(each):.1f} | {each.min():.1f} |"
+        print(f"| {name} | {figures} {ratio:.2f} | {1 / ratio:.2f} x |", flush=True)
+    return drawn
+
+
+def grid(drawn: dict[str, np.ndarray], cell: int = 96, label: int = 200, shown: int = 8) -> Image.Image:
+    """A row for each of SHOWN, a column for each of the first prompts."""
+    sheet = Image.new("RGB", (label + cell * shown, cell * len(SHOWN)), "white")
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for i, name in enumerate(SHOWN):
+        pen.text((label - 8, cell * (i + 0.5)), name.replace("=(", "\n= ("), "black", font, anchor="rm", align="right")
+        for j, one in enumerate(drawn[name][:shown]):
+            image = Image.fromarray((one * 255).round().astype(np.uint8))
+            image = image.resize((cell - 2, cell - 2), Image.Resampling.LANCZOS)
+            sheet.paste(image, (label + cell * j, cell * i))
+    return sheet
+
+
+def full_size(rounds: int = 3) -> None:
+    """Print what an evaluation of the UNet takes at 512 x 512, guided, in full and with its deep features reused."""
+    cfg = PRESETS["sd15"].unet
+    params = jax.device_put(init_params(unet_spec(cfg), 0))
+    table = build_table(from_scheduler_config({"_class_name": "EulerDiscreteScheduler"}), 20, guidance=7.5)
+    noise = np.random.default_rng(0).standard_normal((1, 64, 64, 4)).astype(np.float32)
+    text = {"text": np.zeros((1, 77, cfg.cross_attention_dim), np.float32)}
+    rows, noisy = window_rows(table, 0, WINDOW, 1)
+    program = jax.jit(denoise, static_argnames=("cfg", "layers"))
+    for layers in (1, 2, 3):
+        kept = np.zeros(features_shape(cfg, noise.shape, layers, guided=True), np.float32)
+        weights = np.tile(np.array([1, 0], np.float32), (WINDOW, 1))
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(rounds + 1):
+            for full in (True, False):
+                reuse = Reuse(kept, np.full(WINDOW, full), weights)
+                state = initial_state(noise, np.ones(1))
+                began = time.perf_counter()
+                jax.block_until_ready(
+                    program(
+                        params, state, text, text, rows, np.zeros((1, 2), np.uint32), noisy, np.int32(1), reuse,
+                        cfg=cfg, layers=layers,
+                    )
+                )  # fmt: skip
+                if turn:  # the first one compiles
+                    seconds[full].append(time.perf_counter() - began)
+        all_of_it, rest = (statistics.median(seconds[full]) for full in (True, False))
+        print(
+            f"reuse_layers={layers}: {all_of_it:.2f} s in full, {rest:.2f} s reusing, {rest / all_of_it:.3f} of it; "
+            f"20 evaluations, 9 in full: {20 * all_of_it / (9 * all_of_it + 11 * rest):.2f} x as fast, "
+            f"8 in full: {20 * all_of_it / (8 * all_of_it + 12 * rest):.2f} x",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji", help="emoji, a folder, or a Hub id (emoji)")
+    parser.add_argument("--size", type=int, help="pixels of a side (the model's own)")
+    parser.add_argument("--steps", type=int, default=20, help="of the full run; the lists of RUNS are made for 20")
+    parser.add_argument("--full-size", action="store_true", help="time Stable Diffusion 1.5's UNet on random weights")
+    parser.add_argument("--output", type=Path, default=Path("docs/images"), help="a folder (docs/images)")
+    told = parser.parse_args(arguments)
+    if told.full_size:
+        full_size()
+        return
+    drawn = compare(canvax.load(told.model, mesh=make_mesh(jax.devices()[:1])), told.steps, told.size)
+    grid(drawn).quantize(256, dither=Image.Dither.NONE).save(told.output / "less-work.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Reusing deep features against diffusers' UNet, which computes all of it in every row, and is told what to overlook.
+
+A hook puts the features of other rows in the place of those just computed: no path through the network is left out
+here, so none can be left out wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows  # noqa: E402
+from canvax.models.configs import UNetConfig  # noqa: E402
+from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
+from canvax.pipelines.work import Work  # noqa: E402
+from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
+from canvax.samplers.table import run  # noqa: E402
+
+from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
+from .test_models import SMALL_UNET, strip  # noqa: E402
+
+SCHEDULER = from_scheduler_config({"_class_name": "DDIMScheduler", "clip_sample": False})
+STEPS, GUIDANCE = 9, 3.0
+rng = np.random.default_rng(0)
+
+
+class Overlooking:
+    """diffusers' UNet with guidance, whose deep features are kept and forecast as a published schedule says."""
+
+    def __init__(self, cfg: UNetConfig, layers: int, reuse: int, order: int) -> None:
+        self.unet: Any = randomise(diffusers.UNet2DConditionModel(**strip(cfg)))
+        resnets: list[Any] = [resnet for block in self.unet.up_blocks for resnet in block.resnets]
+        widths = [cfg.block_out_channels[-1], *(resnet.out_channels for resnet in resnets)]
+        self.channels = widths[len(resnets) - layers]
+        resnets[-layers].register_forward_pre_hook(self.overlook)
+        self.reuse, self.order = reuse, order
+        self.row, self.time = 0, 0.0
+        self.past: list[tuple[float, Any]] = []
+
+    def overlook(self, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        deep, skip = inputs[0].split((self.channels, inputs[0].shape[1] - self.channels), dim=1)
+        if self.row == 0 or (self.row >= self.order and (self.row - self.order) % self.reuse == 0):
+            self.past = [(self.time, deep), *self.past[:1]]
+        else:
+            (last, deep), (before, older) = self.past[0], self.past[-1]
+            if self.order and last != before:
+                deep = deep + (deep - older) * (self.time - last) / (last - before)
+        return (torch.cat((deep, skip), dim=1), *inputs[1:])
+
+    def __call__(self, x: np.ndarray, time: float, row: int, text: np.ndarray, negative: np.ndarray) -> np.ndarray:
+        self.row, self.time = row, time
+        both = nchw(np.concatenate([x, x]).astype(np.float32))
+        with torch.no_grad():
+            output = self.unet(both, time, torch.from_numpy(np.concatenate([negative, text]))).sample
+        without, wanted = nhwc(output).reshape(2, *x.shape)
+        return without + GUIDANCE * (wanted - without)
+
+
+def ours(
+    params: Any, cfg: UNetConfig, layers: int, work: Work, noise: np.ndarray, text: np.ndarray, negative: np.ndarray
+) -> np.ndarray:
+    """x after each row, the loop called for one row at a time."""
+    table, batch = work.table, len(noise)
+    program = jax.jit(denoise, static_argnames=("cfg", "layers"))
+    state: Any = initial_state(noise, np.full(batch, table.init_scale))
+    features: Any = np.zeros(features_shape(cfg, noise.shape, layers, guided=True), np.float32)
+    keys, seen = np.zeros((batch, 2), np.uint32), []
+    for row in range(len(table)):
+        rows, noisy = window_rows(table, row, WINDOW, batch)
+        reuse = work.reuse(row, features)
+        assert isinstance(reuse, Reuse)
+        told: Any = ({"text": text}, {"text": negative})
+        count: Any = np.int32(1)
+        state, _, features = program(
+            params, state, *told, rows, keys, noisy, count, reuse, cfg=cfg, layers=layers  # type: ignore[arg-type]
+        )  # fmt: skip
+        seen.append(np.asarray(state)[:, 0])
+    return np.stack(seen)
+
+
+def compare(cfg: UNetConfig, layers: int, reuse: int, order: int, sampler: str, size: tuple[int, int]) -> None:
+    reference = Overlooking(cfg, layers, reuse, order)
+    params = params_of(reference.unet, unet_spec(cfg))
+    table: SamplerTable = build_table(SCHEDULER, STEPS, sampler=sampler, guidance=GUIDANCE)
+    noise = rng.standard_normal((2, *size, 4)).astype(np.float32)
+    text, negative = (rng.standard_normal((2, 77, 48)).astype(np.float32) for _ in range(2))
+    want = run(table, lambda x, time, row: reference(x, time, row, text, negative), noise)
+    work = Work.of(table, guided=True, reuse=reuse, order=order)
+    assert work.full is not None
+    assert not work.full.all()
+    got = ours(params, cfg, layers, work, noise, text, negative)
+    for row in range(len(table)):
+        assert relative_error(got[row], want[row]) <= 1e-4, row
+
+
+@pytest.mark.parametrize("layers", range(1, 10))
+def test_every_depth(layers: int) -> None:
+    assert skip_connections(SMALL_UNET) == 9
+    compare(SMALL_UNET, layers, 3, 1, "ddim", (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("reuse", "order", "sampler"), [(2, 0, "ddim"), (4, 1, "dpmpp_2m"), (2, 1, "heun"), (3, 1, "pndm"), (3, 0, "unipc")]
+)
+def test_schedules_and_samplers(reuse: int, order: int, sampler: str) -> None:
+    compare(SMALL_UNET, 2, reuse, order, sampler, (8, 8))
+
+
+def test_odd_sizes_and_other_blocks() -> None:
+    cfg = dataclasses.replace(
+        SMALL_UNET,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+    for layers in (2, 4):
+        compare(cfg, layers, 3, 1, "euler", (14, 9))

@@ -1,0 +1,355 @@
+"""Less work for the same picture: what a run need not compute, and that the picture stays what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_sdxl
+
+import canvax
+from canvax.compile.programs import Programs
+from canvax.models.presets import PRESETS
+from canvax.models.unet import deep_shape, skip_connections, unet, unet_reusing
+from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
+from canvax.pipelines.request import is_tiled
+from canvax.pipelines.work import Stretch, Work
+from canvax.samplers import SamplerTable, build_table
+
+QUIET = canvax.Options(progress=False)
+INTERVAL = dataclasses.replace(QUIET, guidance_interval=(0.2, 0.7), guidance_rescale=0.4)
+
+
+def draw(pipe: canvax.StableDiffusion, prompts: Any = "a cat", **changes: Any) -> canvax.Result:
+    return pipe(prompts, **{"num_inference_steps": 8, "seed": 3, "options": INTERVAL} | changes)
+
+
+@pytest.fixture
+def all_guided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row computes both halves, whatever its scale."""
+
+    def of(table: SamplerTable, **_: Any) -> Work:
+        return Work(table, (Stretch(0, len(table), guided=True),))
+
+    monkeypatch.setattr(Work, "of", of)
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+    folder = small_sdxl.build(tmp_path_factory.mktemp("sdxl"))
+    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
+
+
+def stretches(emoji: canvax.StableDiffusion, steps: int, *, guided: bool = True, **settings: Any) -> list[Any]:
+    work = Work.of(build_table(emoji.checkpoint.scheduler, steps, **settings), guided=guided)
+    return [(one.start, one.stop, one.guided) for one in work.stretches]
+
+
+def test_rows_of_scale_1_need_one_half(emoji: canvax.StableDiffusion) -> None:
+    assert stretches(emoji, 10, guidance=5.0) == [(0, 10, True)]
+    assert stretches(emoji, 10, guidance=1.0) == [(0, 10, False)]
+    assert stretches(emoji, 3, guidance=(0.5, 1.0, 0.9), guided=False) == [(0, 3, False)]
+    # A scale below 1 beside others is what it says: a mixture of both halves.
+    assert stretches(emoji, 4, guidance=(0.5, 1.0, 1.0, 3.0)) == [(0, 1, True), (1, 3, False), (3, 4, True)]
+    # Two evaluations a step, but for the last.
+    assert stretches(emoji, 10, guidance=5.0, sampler="heun", guidance_interval=(0.0, 0.5)) == [
+        (0, 10, True), (10, 19, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M", "Heun", "PNDM"])
+def test_saved_guidance_draws_the_same(emoji: canvax.StableDiffusion, sampler: str, request: Any) -> None:
+    got = draw(emoji, sampler=sampler)
+    assert draw(emoji, sampler=sampler).compilations == 0
+    request.getfixturevalue("all_guided")
+    np.testing.assert_allclose(got.latents, draw(emoji, sampler=sampler).latents, atol=1e-4)
+
+
+def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:
+    """A callback sees every row, and seeing it changes nothing."""
+    seen: list[canvax.Step] = []
+    got = draw(emoji, options=dataclasses.replace(INTERVAL, callback=seen.append))
+    assert [step.index for step in seen] == list(range(8))
+    np.testing.assert_array_equal(seen[-1].latents, got.latents)
+    np.testing.assert_allclose(got.latents, draw(emoji).latents, atol=1e-5)
+
+
+def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: Any) -> None:
+    got = draw(emoji, num_inference_steps=150)
+    request.getfixturevalue("all_guided")
+    np.testing.assert_allclose(got.latents, draw(emoji, num_inference_steps=150).latents, atol=1e-4)
+
+
+def test_saved_guidance_on_devices(emoji: canvax.StableDiffusion) -> None:
+    prompts = ["a cat", "a dog", "a red apple"]
+    want = draw(emoji, prompts, sampler="Euler a")
+    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
+    np.testing.assert_allclose(draw(pipe, prompts, sampler="Euler a").latents, want.latents, atol=1e-4)
+
+
+def test_saved_guidance_of_sdxl(sdxl: canvax.StableDiffusion, request: Any) -> None:
+    got = draw(sdxl)
+    request.getfixturevalue("all_guided")
+    want = draw(sdxl).latents
+    np.testing.assert_allclose(got.latents / want.std(), want / want.std(), atol=1e-4)
+
+
+def test_saved_guidance_compiles_one_program_more(emoji: canvax.StableDiffusion) -> None:
+    """The first of a size makes the decoder and one denoiser, an interval one more, and then nothing does."""
+    size = {"height": 72, "width": 56}
+    counts = [draw(emoji, **size, options=options).compilations for options in (QUIET, INTERVAL)]
+    assert counts[0] in (2, 3)  # another test may have compiled the text encoder, which knows no size
+    assert counts[1] == 1
+    other = dataclasses.replace(QUIET, guidance_steps=(1.0, 4.0, 1.0, 3.0))
+    assert draw(emoji, **size, num_inference_steps=4, options=other).compilations == 0
+    assert draw(emoji, **size, guidance_scale=1.0).compilations == 0
+
+
+def reusing(**changes: Any) -> canvax.Options:
+    return dataclasses.replace(QUIET, **{"reuse": 3} | changes)
+
+
+def full_rows(emoji: canvax.StableDiffusion, steps: int, reuse: Any, order: int = 1, **settings: Any) -> list[int]:
+    table = build_table(emoji.checkpoint.scheduler, steps, guidance=5.0, **settings)
+    work = Work.of(table, guided=True, reuse=reuse, order=order)
+    return list(range(len(table))) if work.full is None else np.flatnonzero(work.full).tolist()
+
+
+def test_rows_that_compute_everything(emoji: canvax.StableDiffusion) -> None:
+    assert full_rows(emoji, 10, 1) == list(range(10))
+    assert full_rows(emoji, 10, 3) == [0, 1, 4, 7]
+    assert full_rows(emoji, 10, 3, order=0) == [0, 3, 6, 9]
+    assert full_rows(emoji, 10, (2, 5)) == [0, 2, 5]
+    assert full_rows(emoji, 10, (0, 9)) == [0, 9]
+    # A stretch of another program has nothing to reuse.
+    assert full_rows(emoji, 10, 4, guidance_interval=(0.0, 0.5)) == [0, 1, 5, 6]
+    # Evaluations are counted, of which Heun takes two a step and one at last.
+    assert full_rows(emoji, 4, 2, sampler="heun", order=0) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "heun", "pndm", "dpmpp_2m karras"])
+def test_weights_follow_a_line(emoji: canvax.StableDiffusion, sampler: str) -> None:
+    """Features that are linear in the timestep are forecast exactly, from the third full row on."""
+    table = build_table(emoji.checkpoint.scheduler, 12, sampler=sampler, guidance=5.0)
+    work = Work.of(table, guided=True, reuse=3)
+    assert work.full is not None
+    assert work.weights is not None
+    truth, kept = 0.3 - 2.0 * table.timestep, [0.0, 0.0]
+    for row in range(len(table)):
+        if work.full[row]:
+            kept = [truth[row], kept[0]]
+        got = work.weights[row] @ kept
+        apart = len(set(table.timestep[: row + 1][work.full[: row + 1]][-2:])) == 2
+        assert got == pytest.approx(truth[row] if apart or work.full[row] else kept[0], rel=1e-5)
+
+
+def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
+    cfg = emoji.programs.unet
+    for layers in range(1, skip_connections(cfg) + 1):
+        for latents in ((2, 16, 16, 4), (1, 13, 10, 4)):
+            shape = deep_shape(cfg, latents, layers)
+
+            def network(params: Any, x: Any, layers: int = layers) -> Any:
+                times, text = jnp.zeros(len(x)), jnp.zeros((len(x), 77, 128))
+                return unet_reusing(params, x, times, text, cfg, layers=layers, recall=lambda f: (f(), f()))
+
+            output, deep = jax.eval_shape(network, emoji.params["unet"], jax.ShapeDtypeStruct(latents, jnp.float32))  # type: ignore[index]
+            assert (output.shape, deep.shape) == (latents, shape)
+
+
+@pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M", "Heun"])
+def test_all_rows_in_full_draw_the_same(emoji: canvax.StableDiffusion, sampler: str) -> None:
+    """The program that can reuse, in whose run nothing is reused but by the last row, up to that row."""
+    seen: dict[Any, list[np.ndarray]] = {}
+    for reuse in (1, tuple(range(7))):
+        seen[reuse] = []
+        options = reusing(reuse=reuse, callback=lambda step, of=seen[reuse]: of.append(step.latents))
+        draw(emoji, sampler=sampler, num_inference_steps=4 if sampler == "Heun" else 8, options=options)
+    all_of_it, most = seen.values()
+    np.testing.assert_allclose(most[5], all_of_it[5], atol=1e-4)
+
+
+def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
+    """Nearer with every step towards all of it, and never the same."""
+    prompts = ["a cat", "a red apple", "a tree"]
+    want = draw(emoji, prompts, num_inference_steps=20, options=QUIET).pixels
+
+    def psnr(**changes: Any) -> float:
+        got = draw(emoji, prompts, num_inference_steps=20, options=reusing(**changes)).pixels
+        return float(10 * np.log10(1 / np.mean((got - want) ** 2)))
+
+    assert psnr(reuse=6) < psnr(reuse=3) < psnr(reuse=2) < 60
+    assert psnr(reuse=3) > 25
+    assert psnr(reuse=3, reuse_order=0) < psnr(reuse=3)
+
+
+def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
+    """How often, when, in what order and in which sampler compiles nothing; how deep does, once."""
+    draw(emoji, options=reusing())
+    for options in (reusing(reuse=2), reusing(reuse=(0, 4)), reusing(reuse_order=0), reusing(reuse=5)):
+        assert draw(emoji, options=options).compilations == 0
+    assert draw(emoji, sampler="Heun", num_inference_steps=20, options=reusing()).compilations == 0
+    assert draw(emoji, options=reusing(reuse_layers=2)).compilations == 1
+    assert draw(emoji, options=reusing(reuse_layers=2, reuse=4)).compilations == 0
+
+
+def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> None:
+    for steps in (8, 75):
+        row_by_row = reusing(callback=lambda step: None)
+        got = draw(emoji, num_inference_steps=steps, sampler="Euler a", options=row_by_row)
+        want = draw(emoji, num_inference_steps=steps, sampler="Euler a", options=reusing())
+        np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
+def test_reuse_in_a_batch_on_devices(emoji: canvax.StableDiffusion) -> None:
+    """The same pictures alone, in a batch, and in one that is split and filled up; guided in a part of the run."""
+    options = reusing(guidance_interval=(0.0, 0.5))
+    prompts = ["a cat", "a dog", "a red apple"]
+    want = draw(emoji, prompts, options=options).latents
+    np.testing.assert_allclose(draw(emoji, prompts[1], seed=4, options=options).latents[0], want[1], atol=1e-4)
+    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:4], model=2))
+    np.testing.assert_allclose(draw(pipe, prompts, options=options).latents, want, atol=1e-4)
+
+
+def test_reuse_in_sdxl_and_in_bfloat16(sdxl: canvax.StableDiffusion) -> None:
+    want = draw(sdxl, num_inference_steps=20, options=QUIET).latents
+    got = draw(sdxl, num_inference_steps=20, options=reusing(reuse=2)).latents
+    assert 0 < np.abs(got - want).max() / want.std() < 1
+    pipe = canvax.load("emoji", dtype="bfloat16", mesh=make_mesh(jax.devices()[:1]))
+    assert np.isfinite(draw(pipe, options=reusing()).latents).all()
+
+
+def test_metadata_draws_a_reusing_picture_again(emoji: canvax.StableDiffusion) -> None:
+    want = draw(emoji, options=reusing(reuse=(0, 1, 4), reuse_layers=2))
+    said = want.metadata[0]["options"]
+    assert said == {"reuse": (0, 1, 4), "reuse_layers": 2}
+    again = draw(emoji, options=canvax.Options(progress=False, **{**said, "reuse": [0, 1, 4]}))
+    np.testing.assert_array_equal(again.latents, want.latents)
+
+
+def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> dict[str, int]:
+    """How often each operation stands in the text of the denoiser, before any compiler has seen it."""
+    texts = []
+
+    def lowered(_: Any, function: Any, arguments: Any) -> Any:
+        texts.append(jax.jit(function).lower(*arguments).as_text())
+
+    monkeypatch.setattr(Programs, "_compile", lowered)
+    programs = dataclasses.replace(pipe.programs, _compiled={})
+    programs.denoise(pipe.params, (1, 16, 16, 4), guided=False, **flags)  # type: ignore[arg-type]
+    names = ("convolution", "dot_general", "case", "func.func", "while")
+    return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
+
+
+def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without reuse the program has the network once, and no condition but the one of noise; with it, one more."""
+    cfg, params = emoji.programs.unet, emoji.params["unet"]  # type: ignore[index]
+    x, text = jnp.zeros((1, 16, 16, 4)), jnp.zeros((1, 77, 128))
+    alone = jax.jit(lambda p: unet(p, x, jnp.zeros(1), text, cfg)).lower(params).as_text()
+    plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, layers=1)
+    for name in ("convolution", "dot_general"):
+        assert plain[name] == more[name] == alone.count(f"stablehlo.{name}")
+    assert (plain["case"], more["case"]) == (1, 2)
+
+
+def test_reuse_saves_the_work(emoji: canvax.StableDiffusion) -> None:
+    seconds = {}
+    for _ in range(2):
+        for one in (QUIET, reusing(reuse=8)):
+            timings = draw(emoji, ["a cat"] * 4, num_inference_steps=24, options=one).timings
+            seconds[one] = min(timings["denoise"], seconds.get(one, 1e9))
+    assert seconds[reusing(reuse=8)] < 0.75 * seconds[QUIET]
+
+
+@pytest.mark.parametrize("reuse", [0, -1, 2.5, True, (), (1, 1), (3, 2), (-1, 4), "a", "3,", "x,2", None])
+def test_reuse_that_makes_no_sense(reuse: Any) -> None:
+    with pytest.raises(canvax.InputError, match="reuse="):
+        canvax.Options(reuse=reuse)
+
+
+def test_reuse_that_the_run_or_the_model_has_not(emoji: canvax.StableDiffusion) -> None:
+    typed: tuple[Any, Any] = ("0,2,5", "4")
+    assert [canvax.Options(reuse=one).reuse for one in typed] == [(0, 2, 5), 4]
+    for order in (2, -1, True):
+        with pytest.raises(canvax.InputError, match="reuse_order"):
+            canvax.Options(reuse_order=order)
+    with pytest.raises(canvax.InputError, match="the run has 8"):
+        draw(emoji, options=reusing(reuse=(0, 8)))
+    for layers in (0, 7, True, 1.0):
+        with pytest.raises(canvax.InputError, match=r"reuse_layers=.* 1\.\.6"):
+            draw(emoji, options=reusing(reuse_layers=layers))
+
+
+def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> float:
+    """How much steeper the difference to the untiled picture is at the edges of tiles than elsewhere, as a ratio."""
+    steps = np.abs(np.diff(image - whole, axis=axis)).mean(axis=tuple({0, 1, 2, 3} - {axis}))
+    at = [edge - 1 for edge in edges]  # from pixel edge - 1 to edge
+    return float(steps[at].mean() / np.delete(steps, at).mean())
+
+
+@pytest.mark.parametrize("model", ["emoji", "full channels"])
+def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
+    """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.
+
+    On latents of pictures of the bundled model, and on noise through random weights with Stable Diffusion's channels.
+    """
+    if model == "emoji":
+        params, cfg = emoji.params["vae"], emoji.programs.vae  # type: ignore[index]
+        latents = draw(emoji, height=192, width=128, num_inference_steps=6, options=QUIET).latents
+        tile, overlap = 96, 48
+    else:
+        cfg = PRESETS["sd15"].vae
+        params = init_params(vae_spec(cfg), 0)
+        latents = np.random.default_rng(0).standard_normal((1, 36, 20, 4)).astype(np.float32)
+        tile, overlap = 192, 96
+    whole = np.asarray(jax.jit(lambda p, z: vae_decode(p, z, cfg))(params, latents))
+    tiled = partial(vae_decode_tiled, cfg=cfg, tile=tile, overlap=overlap)
+    got = np.asarray(jax.jit(tiled)(params, latents))
+    assert 10 * np.log10(4 / np.mean((got - whole) ** 2)) > 38
+    pixels = got.shape[1]
+    side, starts = even_tiles(latents.shape[1], tile // cfg.factor, overlap // cfg.factor)
+    assert len(starts) > 1
+    edges = [start * cfg.factor for start in starts[1:]] + [(start + side) * cfg.factor for start in starts[:-1]]
+    assert seam(got, whole, edges, axis=1) < 1.5
+    # The measure sees steps of one level of an 8-bit picture.
+    steps = sum(2 / 255 * (np.arange(pixels) >= edge) for edge in edges)
+    assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
+
+
+def test_a_picture_of_one_tile_is_what_it_was(emoji: canvax.StableDiffusion) -> None:
+    want, got = (draw(emoji, options=dataclasses.replace(QUIET, tiling=tiling)) for tiling in ("off", "on"))
+    np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+    assert got.metadata[0]["options"] == {"tiling": "on"}
+    np.testing.assert_array_equal(draw(emoji, options=QUIET).pixels, want.pixels)
+    with pytest.raises(canvax.InputError, match="tiling="):
+        canvax.Options(tiling="yes")  # type: ignore[arg-type]
+
+
+def test_size_alone_decides_about_tiles() -> None:
+    assert [is_tiled(1536, side) for side in (1536, 1544)] == [False, True]
+    assert is_tiled(64, 64, "on")
+    assert not is_tiled(4096, 4096, "off")
+
+
+@pytest.mark.parametrize("size", range(8, 400, 13))
+def test_tiles_cover_an_axis(size: int) -> None:
+    side, starts = even_tiles(size, 128, 16)
+    assert side <= 128
+    assert starts[0] == 0
+    assert starts[-1] + side == size
+    assert all(0 < b - a <= side - 16 for a, b in pairwise(starts))
+
+
+def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
+    shape = (1, 640, 640, 4)
+    whole, tiled = (emoji.programs.decode(emoji.params, shape, tiled=one) for one in (False, True))  # type: ignore
+    taken = [one.memory_analysis().temp_size_in_bytes for one in (whole, tiled)]  # type: ignore[attr-defined]
+    assert taken[1] < 0.5 * taken[0]
