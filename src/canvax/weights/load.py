@@ -2,20 +2,26 @@
 
 First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
 reported together. Only then are arrays read, in blocks of rows that are cast and laid out on the way, so that the host
-never holds more than the finished form of the array in hand.
+never holds more than the finished form of the few arrays in hand. A few threads do that, since one waits for the disk
+while another computes; numpy lets go of the interpreter for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
 from canvax.types import Array, DType, HostArray, Params
+from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.hub import Checkout
@@ -33,9 +39,17 @@ _ALIGNMENT = 64
 """What XLA's CPU client needs to take a host buffer over instead of copying it."""
 
 _ROWS = 64
-"""Rows of a stored array that are transposed at once: a few MB at most, which stay in the cache."""
+"""Rows of a stored array that are transposed at once, or half as many of long ones: they have to stay in the cache."""
 
-_ELEMENTS = 1 << 20
+_LONG = 1 << 14
+"""Bytes of a long row."""
+
+_PAD = 64
+"""Bytes between rows that are transposed. Rows a power of two apart would all want the same few lines of the cache."""
+
+_ELEMENTS = 1 << 17
+
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -106,12 +120,13 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
     report = faults.report(str(checkout))
     if report:
         raise CheckpointError(report)
-    return {
-        name: unflatten(
-            {dotted: place(param, materialise(param, entry, dtype)) for dotted, (param, entry) in match.items()}
-        )
-        for name, match in matches.items()
-    }
+    wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
+    wanted.sort(key=lambda one: (one[3].path, one[3].segments))  # a disk is read from front to back
+    placed: dict[tuple[str, str], Array] = {}
+    arrays = _in_threads(lambda one: materialise(one[2], one[3], dtype), wanted)
+    for (name, dotted, param, _), array in zip(wanted, arrays, strict=True):
+        placed[name, dotted] = place(param, array)
+    return {name: unflatten({dotted: placed[name, dotted] for dotted in match}) for name, match in matches.items()}
 
 
 def open_weights(path: Path) -> list[Entry]:
@@ -130,22 +145,46 @@ def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
     try:
         with np.errstate(over="raise"):
             if entry.order == "torch" and param.layout != "plain":
-                # Axis 0 of the file is the last axis in memory. Casting first keeps the strided write simple.
-                for start, block in entry.blocks(entry.shape, _ROWS):
-                    block = param.from_checkpoint(block.astype(dtype, copy=False))
-                    out[..., start : start + block.shape[-1]] = block
+                _transpose(out, param, entry)
             elif entry.dtype == dtype:
                 entry.read_into(out)
             else:
                 flat = out.reshape(-1)
                 for start, block in entry.blocks(flat.shape, _ELEMENTS):
-                    flat[start : start + block.size] = block
+                    cast_into(flat[start : start + block.size], block)
     except FloatingPointError:
         raise CheckpointError(
             f"{entry.path}: array {entry.name!r} holds numbers too large for {dtype.name}; load with dtype=bfloat16 or "
             "float32."
         ) from None
     return out
+
+
+def _transpose(out: HostArray, param: Param, entry: Entry) -> None:
+    """Fill ``out``, whose last axis is the first of the stored array."""
+    length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
+    rows = min(_ROWS // 2 if length * out.itemsize > _LONG else _ROWS, entry.shape[0])
+    padded = np.empty((rows, length + _PAD // out.itemsize), out.dtype)[:, :length]
+    for start, block in entry.blocks((entry.shape[0], length), rows):
+        some = padded[: len(block)]
+        cast_into(some, block)
+        out[..., start : start + len(block)] = param.from_checkpoint(some.reshape(-1, *entry.shape[1:]))
+
+
+def _in_threads(work: Callable[[Any], HostArray], items: Sequence[Any]) -> Iterator[HostArray]:
+    """``map(work, items)`` by some threads, which run at most a few items ahead: what is done needs memory."""
+    threads = min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
+    running: deque[Future[HostArray]] = deque()
+    pool = ThreadPoolExecutor(threads, "canvax-load")
+    try:
+        for item in items:
+            running.append(pool.submit(work, item))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:  # an error or Ctrl-C: what has not begun is not wanted
+        pool.shutdown(cancel_futures=True)
 
 
 def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
