@@ -22,7 +22,14 @@ _DENSE_16_BIT = {
 }
 """FLOP/s of NVIDIA's data sheets, dense, bfloat16 or float16 with sums in float32; part of JAX's ``device_kind``."""
 
-_TPUS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+_TPUS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+}
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:

@@ -31,7 +31,9 @@ _CHECK = 1e-3
 MOMENTS = ("imported", "loaded", "programs", "first_step", "picture")
 
 
-def measure(job: Job, peers: Sequence[Contender], rounds: int, *, cold: bool = False, tell: Tell = print) -> dict[str, Any]:
+def measure(
+    job: Job, peers: Sequence[Contender], rounds: int, *, cold: bool = False, tell: Tell = print
+) -> dict[str, Any]:
     """Figures of canvax and its peers for a part, by contender; canvax is first.
 
     Args:

@@ -71,9 +71,7 @@ def _load(job: Asked) -> tuple[Checkpoint, Params, Mesh]:
     checkpoint = read_checkpoint(checkout, dtype)
     names = tuple(checkpoint.text.parts) if job["part"] == "text" else (job["part"],)
     components = [part for part in checkpoint.components if part.name in names]
-    params = load_components(
-        checkout, components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
-    )
+    params = load_components(checkout, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
     return checkpoint, jax.block_until_ready(params), mesh
 
 

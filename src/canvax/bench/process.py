@@ -99,7 +99,9 @@ class Process:
         said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         if code == -9:
             raise CanvaxError(f"{self.name} was killed, probably for want of memory; use a smaller --batch or --size")
-        raise CanvaxError(f"{self.name} failed: {said[-1] if said else f'exit code {code}'}\n" + "\n".join(said[-12:-1]))
+        raise CanvaxError(
+            f"{self.name} failed: {said[-1] if said else f'exit code {code}'}\n" + "\n".join(said[-12:-1])
+        )
 
     def turn(self) -> dict[str, Any]:
         """One turn."""

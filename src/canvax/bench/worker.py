@@ -123,7 +123,8 @@ def _contender(name: str) -> Any:
         return importlib.import_module("canvax.bench.ours")
     del sys.path[0]
     spec = importlib.util.spec_from_file_location("canvax_bench_peers", here.with_name("peers.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.CONTENDERS[name]

@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     peak = peak_flops(kind, job.dtype)
     for one in found.values():
         one["ratio"] = ours / one["median_s"]
+        one["ratio_of_fastest"] = found["canvax"]["min_s"] / one["min_s"]
         if "flops" in found["canvax"]:  # the same work, so the same count
             one["flops_per_s"] = found["canvax"]["flops"] / one["median_s"]
             one["share_of_peak"] = peak and one["flops_per_s"] / peak
@@ -197,6 +198,7 @@ def _number(one: dict[str, Any], name: str, form: str) -> str:
 _COLUMNS: list[tuple[str, Any]] = [
     ("median s (min-max)", _spread),
     ("canvax / it", lambda one: f"{one['ratio']:.2f}"),
+    ("fastest", lambda one: f"{one['ratio_of_fastest']:.2f}"),
     ("it / reading", lambda one: _number(one, "over_reading", ".2f")),
     ("pictures/s", lambda one: _number(one, "pictures_per_s", ".3g")),
     ("GFLOP/s", lambda one: f"{one['flops_per_s'] / 1e9:.0f}" if "flops_per_s" in one else ""),
