@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ import importlib.metadata as m, importlib.util as u, sys
 print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])
 print(m.version("diffusers") if u.find_spec("diffusers") else "")
 """
+_TRACEBACK = re.compile(r"^Traceback .*\n(?:[ ]+.*\n)*", re.MULTILINE)
 _PROBE = "import json, jax; d = jax.devices()[0]; print(json.dumps([d.platform, d.device_kind]))"
 
 
@@ -96,12 +98,12 @@ class Process:
         if line:
             return json.loads(line)
         code = self._process.wait()
-        said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         if code == -9:
             raise CanvaxError(f"{self.name} was killed, probably for want of memory; use a smaller --batch or --size")
-        raise CanvaxError(
-            f"{self.name} failed: {said[-1] if said else f'exit code {code}'}\n" + "\n".join(said[-12:-1])
-        )
+        said = self._log.read_text(errors="replace").rstrip()
+        # The exception, of however many lines, follows a traceback, which is indented.
+        error = _TRACEBACK.split(said)[-1] if _TRACEBACK.search(said) else said[-500:]
+        raise CanvaxError(f"{self.name} failed: {error.strip() or f'exit code {code}'}")
 
     def turn(self) -> dict[str, Any]:
         """One turn."""

@@ -2,19 +2,18 @@
 
 First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
 reported together. Only then are arrays read, in blocks of rows that are cast and laid out on the way, so that the host
-never holds more than the finished form of the few arrays in hand. A few threads do that, since one waits for the disk
-while another computes; numpy lets go of the interpreter for both.
+never holds more than the finished form of the array in hand. A few threads share a large array, since one waits for the
+disk while another computes; numpy lets go of the interpreter for both.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,10 @@ _PAD = 64
 
 _ELEMENTS = 1 << 17
 
-_MAX_THREADS = 8
+_SMALL = 1 << 20
+"""Bytes of an array below which one thread is enough."""
+
+_THREADS = min(8, max(2, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
     wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
     wanted.sort(key=lambda one: (one[3].path, one[3].segments))  # a disk is read from front to back
     placed: dict[tuple[str, str], Array] = {}
-    arrays = _in_threads(lambda one: materialise(one[2], one[3], dtype), wanted)
-    for (name, dotted, param, _), array in zip(wanted, arrays, strict=True):
-        placed[name, dotted] = place(param, array)
+    with ThreadPoolExecutor(_THREADS, "canvax-load") as pool:
+        for name, dotted, param, entry in wanted:
+            placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
     return {name: unflatten({dotted: placed[name, dotted] for dotted in match}) for name, match in matches.items()}
 
 
@@ -134,8 +136,8 @@ def open_weights(path: Path) -> list[Entry]:
     return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
 
 
-def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
-    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``.
+def materialise(param: Param, entry: Entry, dtype: DType, pool: ThreadPoolExecutor | None = None) -> HostArray:
+    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``; large ones by the threads of ``pool``.
 
     Raises:
         CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
@@ -143,15 +145,15 @@ def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
     dtype = np.dtype(dtype)
     out = _aligned_empty(param.shape, dtype)
     try:
-        with np.errstate(over="raise"):
-            if entry.order == "torch" and param.layout != "plain":
-                _transpose(out, param, entry)
-            elif entry.dtype == dtype:
-                entry.read_into(out)
-            else:
-                flat = out.reshape(-1)
-                for start, block in entry.blocks(flat.shape, _ELEMENTS):
-                    cast_into(flat[start : start + block.size], block)
+        if entry.order == "torch" and param.layout != "plain":
+            length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
+            rows = _ROWS // 2 if length * out.itemsize > _LONG else _ROWS
+            _share(partial(_transpose, out, param, entry, rows), entry.shape[0], rows, entry.nbytes, pool)
+        elif entry.dtype == dtype:
+            entry.read_into(out)
+        else:
+            flat = out.reshape(-1)
+            _share(partial(_cast, flat, entry), flat.size, _ELEMENTS, entry.nbytes, pool)
     except FloatingPointError:
         raise CheckpointError(
             f"{entry.path}: array {entry.name!r} holds numbers too large for {dtype.name}; load with dtype=bfloat16 or "
@@ -160,31 +162,37 @@ def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
     return out
 
 
-def _transpose(out: HostArray, param: Param, entry: Entry) -> None:
-    """Fill ``out``, whose last axis is the first of the stored array."""
+def _transpose(out: HostArray, param: Param, entry: Entry, rows: int, first: int, last: int) -> None:
+    """Fill ``out[..., first:last]``: its last axis is the first of the stored array."""
     length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
-    rows = min(_ROWS // 2 if length * out.itemsize > _LONG else _ROWS, entry.shape[0])
-    padded = np.empty((rows, length + _PAD // out.itemsize), out.dtype)[:, :length]
-    for start, block in entry.blocks((entry.shape[0], length), rows):
-        some = padded[: len(block)]
-        cast_into(some, block)
-        out[..., start : start + len(block)] = param.from_checkpoint(some.reshape(-1, *entry.shape[1:]))
+    padded = np.empty((min(rows, last - first), length + _PAD // out.itemsize), out.dtype)[:, :length]
+    with np.errstate(over="raise"):  # of this thread
+        for start, block in entry.blocks((entry.shape[0], length), rows, first, last):
+            some = padded[: len(block)]
+            cast_into(some, block)
+            out[..., start : start + len(block)] = param.from_checkpoint(some.reshape(-1, *entry.shape[1:]))
 
 
-def _in_threads(work: Callable[[Any], HostArray], items: Sequence[Any]) -> Iterator[HostArray]:
-    """``map(work, items)`` by some threads, which run at most a few items ahead: what is done needs memory."""
-    threads = min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
-    running: deque[Future[HostArray]] = deque()
-    pool = ThreadPoolExecutor(threads, "canvax-load")
-    try:
-        for item in items:
-            running.append(pool.submit(work, item))
-            if len(running) > threads:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-    finally:  # an error or Ctrl-C: what has not begun is not wanted
-        pool.shutdown(cancel_futures=True)
+def _cast(flat: HostArray, entry: Entry, first: int, last: int) -> None:
+    """Fill ``flat[first:last]``."""
+    with np.errstate(over="raise"):
+        for start, block in entry.blocks(flat.shape, _ELEMENTS, first, last):
+            cast_into(flat[start : start + len(block)], block)
+
+
+def _share(
+    fill: Callable[[int, int], None], rows: int, step: int, nbytes: int, pool: ThreadPoolExecutor | None
+) -> None:
+    """``fill(0, rows)``, cut at multiples of ``step`` into a part for each thread if there is enough to do."""
+    threads = 1 if pool is None or nbytes < _SMALL else _THREADS
+    each = -(-rows // (threads * step)) * step
+    if pool is None or each >= rows:
+        fill(0, rows)
+        return
+    parts = [pool.submit(fill, first, min(first + each, rows)) for first in range(0, rows, each)]
+    wait(parts)  # also if one fails: the others still write
+    for part in parts:
+        part.result()
 
 
 def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
