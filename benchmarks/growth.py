@@ -3,7 +3,7 @@
     python benchmarks/growth.py [--rounds 3] [--output docs/images]
     python benchmarks/growth.py --parts plan --target v5e --chips 1x1 2x2 4x4     # needs libtpu, and hours
 
-Three kinds of figures. "measured": the model in the package on this machine's CPU, points taking turns. "traced": Stable
+Three kinds of figures. "measured": the model in the package on this CPU, points taking turns. "traced": Stable
 Diffusion 1.5 and XL at full size, FLOPs and memory of a guided evaluation in bfloat16, from traces alone. "plan": what
 ``canvax plan`` says of TPUs, a picture on each chip (weak scaling); minutes for each program not planned before.
 """

@@ -25,7 +25,7 @@ _PIP = {
     "torch-compile": "torch diffusers transformers accelerate",
     "flax": "diffusers==0.35.2 jax==0.4.38 flax==0.10.2 transformers==4.49.0",
 }
-_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
 _MISSING = """
 import importlib.metadata as m, importlib.util as u, sys
 print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])
