@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from canvax.bench.job import Job, make_inputs
 from canvax.bench.measure import _compare, measure
 from canvax.bench.models import preset_bytes, write_random
 from canvax.bench.process import Contender
-from canvax.cli import BAD_INPUT, main
+from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.errors import CanvaxError, InputError
 from canvax.models.presets import Preset
 from canvax.models.text import TextEncoders
@@ -190,6 +191,17 @@ def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
         measure(Job("unet", broken, 64, 64, 1, 2, "float32", "cpu"), [], 1, tell=lambda text: None)
     assert "Traceback" not in str(caught.value)
     assert sys.platform != "linux" or set(os.listdir("/proc/self/fd")) == before
+
+
+def test_ended_from_outside_it_leaves_nothing(small: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "canvax", "bench", "unet", "--model", str(small), "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert process.stderr is not None
+    assert any("loading and compiling" in line for line in process.stderr)
+    process.terminate()
+    assert process.wait(60) == INTERRUPTED
+    process.stderr.close()
+    assert list(tmp_path.glob("canvax-*")) == []
 
 
 def test_bad_input(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         complain(f"other programs use this machine (load average {os.getloadavg()[0]:.1f}); trust ratios alone",
                  label="warning: ")  # fmt: skip
     tell = (lambda text: None) if arguments.quiet else complain
-    with _checkpoint(arguments.model, arguments.stored, tell) as folder:
+    with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
         job = _job(arguments, folder, width, height, platform)
         report |= _about(arguments, job, platform, kind)
         found = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
@@ -74,6 +75,16 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if not arguments.json:
         for line in lines(report):
             say(line)
+
+
+@contextmanager
+def _tidy_when_ended() -> Iterator[None]:
+    """Let SIGTERM stop this like Ctrl-C: else it would leave gigabytes of random weights behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
