@@ -30,7 +30,8 @@ parity: .venv/test-yes
 
 # Side by side with PyTorch diffusers on this machine.
 bench: .venv/test-yes
-	$(BIN)/python benchmarks/sd15.py
+	$(BIN)/canvax bench unet --model sd15 --against torch
+	$(BIN)/canvax bench vae --model sd15 --against torch
 
 # The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
 # as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 import torch
 import transformers
-from full_size import write_checkpoint
 
+from canvax.bench.models import write_random
+from canvax.models.presets import PRESETS
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=families, default=families)
     for family in parser.parse_args().families:
         with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():
-            folder = write_checkpoint(Path(scratch) / family, family)
+            folder = write_random(Path(scratch) / family, PRESETS[family])
             checkpoint = read_checkpoint(resolve(folder), np.float32)
             for part in PARTS:
                 for model, figure in part(checkpoint, folder):

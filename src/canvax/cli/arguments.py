@@ -12,7 +12,7 @@ from canvax._version import __version__
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError, nearest
 
-COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "samplers", "cache", "train")}
+COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "bench", "samplers", "cache", "train")}
 """Commands, and the modules of this package that run them."""
 
 OUTPUT = "out"
@@ -32,6 +32,13 @@ examples:
   canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 picture on each of four chips
   canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
   canvax plan ./my-model --target tpu-v6e:2x4 --json
+"""
+_BENCH_EXAMPLES = """
+examples:
+  canvax bench unet --model sd15 --size 512x512 --against torch
+  canvax bench picture --model sdxl --steps 30 --dtype bfloat16 --against torch --against torch-compile
+  canvax bench vae --model sd15 --against torch --against flax --flax-python ./old/bin/python --json
+  canvax bench load --model sdxl --dtype bfloat16 --against torch --cold
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
@@ -152,6 +159,14 @@ def build_parser() -> Parser:
         description="Compile a model for TPUs that are not there: memory, FLOPs, collectives and the compiler's own "
         "estimate of the time. Needs pip install 'canvax[tpu]'; no weights are read.",
         epilog=_PLAN_EXAMPLES,
+        formatter_class=plain,
+    ))  # fmt: skip
+    _bench(commands.add_parser(
+        "bench",
+        help="measure canvax beside PyTorch diffusers on this machine",
+        description="Measure a part of a model: same weights, same inputs, same work, outputs compared first. "
+        "Contenders are processes that take turns; what they need is installed by you.",
+        epilog=_BENCH_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
     _samplers(commands)
@@ -330,6 +345,36 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="of weights and activations (bfloat16)")
     parser.add_argument("--fresh", action="store_true", help="compile again what has been compiled before")
     _source(parser, variant=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "part", metavar="PART", choices=["unet", "vae", "text", "picture", "load", "start"],
+        help="unet (one guided evaluation), vae (decoding), text (encoding), picture (all of it), load (a checkpoint "
+        "from files), start (from the start of a process to a picture on disk)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-m", "--model", default="emoji", metavar="MODEL",
+        help="sd14, sd15, sd21 or sdxl: full size, random weights; emoji (the default) or a folder",
+    )  # fmt: skip
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="pictures at once (1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of a picture (20; 4 for start)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
+    parser.add_argument(
+        "--against", action="append", default=[], choices=["torch", "torch-compile", "flax"],
+        help="a peer: PyTorch diffusers, the same compiled, or its old Flax classes; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
+    parser.add_argument("--flax-python", metavar="PATH", help="the Python that has the old Flax classes (this one)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")
+    parser.add_argument(
+        "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
+    )
+    parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 

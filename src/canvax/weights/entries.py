@@ -71,17 +71,20 @@ class Entry:
         with self._open() as file:
             self._fill(file, out, 0)
 
-    def blocks(self, shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, HostArray]]:
-        """Yield ``(first row, array [rows, ...])`` of the array seen as ``shape``, which has the same size.
+    def blocks(
+        self, shape: tuple[int, ...], rows: int, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, HostArray]]:
+        """Yield ``(first row, array [rows, ...])`` of rows ``first`` to ``last`` of the array seen as ``shape``.
 
-        The yielded memory is used again for the next block, so that a caller who converts block by block never holds
-        the stored form of the whole array.
+        That has the same size. The yielded memory is used again for the next block, so that a caller who converts block
+        by block never holds the stored form of the whole array.
         """
         row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
-        block = np.empty((min(rows, shape[0]), *shape[1:]), self.dtype)
+        last = shape[0] if last is None else last
+        block = np.empty((min(rows, last - first), *shape[1:]), self.dtype)
         with self._open() as file:
-            for start in range(0, shape[0], rows):
-                part = block[: min(rows, shape[0] - start)]
+            for start in range(first, last, rows):
+                part = block[: min(rows, last - start)]
                 self._fill(file, part, start * row_bytes)
                 yield start, part
 

@@ -2,13 +2,17 @@
 
 First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
 reported together. Only then are arrays read, in blocks of rows that are cast and laid out on the way, so that the host
-never holds more than the finished form of the array in hand.
+never holds more than the finished form of the array in hand. A few threads share a large array, since one waits for the
+disk while another computes; numpy lets go of the interpreter for both.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ import numpy as np
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
 from canvax.types import Array, DType, HostArray, Params
+from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.hub import Checkout
@@ -33,9 +38,20 @@ _ALIGNMENT = 64
 """What XLA's CPU client needs to take a host buffer over instead of copying it."""
 
 _ROWS = 64
-"""Rows of a stored array that are transposed at once: a few MB at most, which stay in the cache."""
+"""Rows of a stored array that are transposed at once, or half as many of long ones: they have to stay in the cache."""
 
-_ELEMENTS = 1 << 20
+_LONG = 1 << 14
+"""Bytes of a long row."""
+
+_PAD = 64
+"""Bytes between rows that are transposed. Rows a power of two apart would all want the same few lines of the cache."""
+
+_ELEMENTS = 1 << 17
+
+_SMALL = 1 << 20
+"""Bytes of an array below which one thread is enough."""
+
+_THREADS = min(8, max(2, os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
@@ -106,12 +122,13 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
     report = faults.report(str(checkout))
     if report:
         raise CheckpointError(report)
-    return {
-        name: unflatten(
-            {dotted: place(param, materialise(param, entry, dtype)) for dotted, (param, entry) in match.items()}
-        )
-        for name, match in matches.items()
-    }
+    wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
+    wanted.sort(key=lambda one: (one[3].path, one[3].segments))  # a disk is read from front to back
+    placed: dict[tuple[str, str], Array] = {}
+    with ThreadPoolExecutor(_THREADS, "canvax-load") as pool:
+        for name, dotted, param, entry in wanted:
+            placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
+    return {name: unflatten({dotted: placed[name, dotted] for dotted in match}) for name, match in matches.items()}
 
 
 def open_weights(path: Path) -> list[Entry]:
@@ -119,8 +136,8 @@ def open_weights(path: Path) -> list[Entry]:
     return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
 
 
-def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
-    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``.
+def materialise(param: Param, entry: Entry, dtype: DType, pool: ThreadPoolExecutor | None = None) -> HostArray:
+    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``; large ones by the threads of ``pool``.
 
     Raises:
         CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
@@ -128,24 +145,54 @@ def materialise(param: Param, entry: Entry, dtype: DType) -> HostArray:
     dtype = np.dtype(dtype)
     out = _aligned_empty(param.shape, dtype)
     try:
-        with np.errstate(over="raise"):
-            if entry.order == "torch" and param.layout != "plain":
-                # Axis 0 of the file is the last axis in memory. Casting first keeps the strided write simple.
-                for start, block in entry.blocks(entry.shape, _ROWS):
-                    block = param.from_checkpoint(block.astype(dtype, copy=False))
-                    out[..., start : start + block.shape[-1]] = block
-            elif entry.dtype == dtype:
-                entry.read_into(out)
-            else:
-                flat = out.reshape(-1)
-                for start, block in entry.blocks(flat.shape, _ELEMENTS):
-                    flat[start : start + block.size] = block
+        if entry.order == "torch" and param.layout != "plain":
+            length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
+            rows = _ROWS // 2 if length * out.itemsize > _LONG else _ROWS
+            _share(partial(_transpose, out, param, entry, rows), entry.shape[0], rows, entry.nbytes, pool)
+        elif entry.dtype == dtype:
+            entry.read_into(out)
+        else:
+            flat = out.reshape(-1)
+            _share(partial(_cast, flat, entry), flat.size, _ELEMENTS, entry.nbytes, pool)
     except FloatingPointError:
         raise CheckpointError(
             f"{entry.path}: array {entry.name!r} holds numbers too large for {dtype.name}; load with dtype=bfloat16 or "
             "float32."
         ) from None
     return out
+
+
+def _transpose(out: HostArray, param: Param, entry: Entry, rows: int, first: int, last: int) -> None:
+    """Fill ``out[..., first:last]``: its last axis is the first of the stored array."""
+    length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
+    padded = np.empty((min(rows, last - first), length + _PAD // out.itemsize), out.dtype)[:, :length]
+    with np.errstate(over="raise"):  # of this thread
+        for start, block in entry.blocks((entry.shape[0], length), rows, first, last):
+            some = padded[: len(block)]
+            cast_into(some, block)
+            out[..., start : start + len(block)] = param.from_checkpoint(some.reshape(-1, *entry.shape[1:]))
+
+
+def _cast(flat: HostArray, entry: Entry, first: int, last: int) -> None:
+    """Fill ``flat[first:last]``."""
+    with np.errstate(over="raise"):
+        for start, block in entry.blocks(flat.shape, _ELEMENTS, first, last):
+            cast_into(flat[start : start + len(block)], block)
+
+
+def _share(
+    fill: Callable[[int, int], None], rows: int, step: int, nbytes: int, pool: ThreadPoolExecutor | None
+) -> None:
+    """``fill(0, rows)``, cut at multiples of ``step`` into a part for each thread if there is enough to do."""
+    threads = 1 if pool is None or nbytes < _SMALL else _THREADS
+    each = -(-rows // (threads * step)) * step
+    if pool is None or each >= rows:
+        fill(0, rows)
+        return
+    parts = [pool.submit(fill, first, min(first + each, rows)) for first in range(0, rows, each)]
+    wait(parts)  # also if one fails: the others still write
+    for part in parts:
+        part.result()
 
 
 def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:

@@ -1,0 +1,207 @@
+"""How cost grows: time and memory against batch, size, steps and devices, for docs/performance.md.
+
+    python benchmarks/growth.py [--rounds 3] [--output docs/images]
+    python benchmarks/growth.py --parts plan --target v5e --chips 1x1 2x2 4x4     # needs libtpu, and hours
+
+Three kinds of figures. "measured": the model in the package on this CPU, points taking turns. "traced": Stable
+Diffusion 1.5 and XL at full size, FLOPs and memory of a guided evaluation in bfloat16, from traces alone. "plan": what
+``canvax plan`` says of TPUs, a picture on each chip (weak scaling); minutes for each program not planned before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+SIDES = (32, 64, 128, 256)
+STEPS = (5, 10, 20, 40)
+DEVICES = (1, 2, 4, 8)
+FULL_SIDES = (256, 512, 768, 1024, 1536)
+USUAL = {"batch": 1, "side": 64, "steps": 10}
+Points = dict[str, dict[int, float]]
+
+
+def measured(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
+    """Seconds of denoising, and bytes of the denoiser's temporaries, of the model in the package."""
+    import canvax
+
+    pipe = canvax.load("emoji", progress=False)
+    points = [("batch", n) for n in BATCHES] + [("side", n) for n in SIDES] + [("steps", n) for n in STEPS]
+
+    def draw(name: str, value: int) -> float:
+        how = USUAL | {name: value}
+        result = pipe(
+            ["a cat"] * how["batch"], height=how["side"], width=how["side"], num_inference_steps=how["steps"], seed=1,
+            sampler="ddim", options=canvax.Options(progress=False),
+        )  # fmt: skip
+        return result.timings["denoise"]
+
+    seconds: dict[tuple[str, int], list[float]] = {point: [] for point in points}
+    for number in range(rounds + 1):
+        for point in points:
+            taken = draw(*point)
+            if number:  # the first round compiles
+                seconds[point].append(taken)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for (name, value), each in seconds.items():
+        how = USUAL | {name: value}
+        memory = pipe.memory(how["side"], how["side"], how["batch"])
+        found.setdefault(name, {})[value] = {"seconds": statistics.median(each), "bytes": memory.programs["denoiser"]}
+    return found
+
+
+def on_devices(rounds: int) -> dict[int, dict[str, float]]:
+    """Eight pictures on so many virtual devices, each count in a process of its own, taking turns."""
+    runs: dict[int, list[float]] = {count: [] for count in DEVICES}
+    for _ in range(rounds):
+        for count in DEVICES:
+            flags = f"--xla_force_host_platform_device_count={count}"
+            done = subprocess.run(
+                [sys.executable, __file__, "--worker"], check=True, capture_output=True, text=True,
+                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            )  # fmt: skip
+            runs[count].append(float(done.stdout.splitlines()[-1]))
+    return {count: {"seconds": statistics.median(each)} for count, each in runs.items()}
+
+
+def worker() -> None:
+    """Eight pictures over all devices of this process."""
+    import canvax
+
+    pipe = canvax.load("emoji", progress=False)
+    for _ in range(3):
+        result = pipe(["a cat"] * 8, num_inference_steps=10, seed=1, sampler="ddim",
+                      options=canvax.Options(progress=False))  # fmt: skip
+    print(result.timings["denoise"])
+
+
+def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
+    """FLOPs of a guided evaluation and bytes that it takes beside the weights: against batch and against size."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AbstractMesh
+
+    from canvax.models.presets import PRESETS
+    from canvax.models.unet import unet, unet_spec
+    from canvax.parallel.liveness import peak_bytes
+    from canvax.parallel.mesh import AXES
+    from canvax.parallel.rules import abstract_params
+    from canvax.planning.flops import count_flops
+    from canvax.target import compiling_for
+
+    preset, dtype = PRESETS[model], jnp.bfloat16
+    mesh: Any = AbstractMesh((1, 1), AXES)
+    params = abstract_params(unet_spec(preset.unet), dtype, mesh)
+    native = 8 * (preset.unet.sample_size or 64)
+    shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
+
+    def one(batch: int, side: int) -> dict[str, float]:
+        n, pooled = 2 * batch, preset.text.pooled_width
+        told: dict[str, Any] = {}
+        if pooled:
+            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.unet.time_ids(pooled)))}
+        arguments = (shape((n, side // 8, side // 8, 4)), shape((n,)), shape((n, 77, preset.text.width)), told)
+
+        def evaluate(p: Any, x: Any, t: Any, text: Any, told: Any) -> Any:
+            return unet(p, x, t, text, preset.unet, **told)
+
+        with compiling_for("cpu"):  # whose kernels are all counted
+            return {
+                "flops": count_flops(evaluate, params, *arguments),
+                "bytes": peak_bytes(evaluate, params, *arguments),
+            }
+
+    return {
+        "batch": {batch: one(batch, native) for batch in BATCHES},
+        "side": {side: one(1, side) for side in FULL_SIDES},
+    }
+
+
+def planned(model: str, target: str, wirings: list[str]) -> dict[int, dict[str, float]]:
+    """A picture on each chip of ever more TPUs."""
+    import canvax
+
+    found = {}
+    for wiring in wirings:
+        plan = canvax.plan(model, f"tpu-{target}:{wiring}", steps=20)
+        found[plan.target.chips] = {"seconds": plan.seconds, "bytes": plan.peak_bytes,
+                                    "bound_seconds": plan.bound_seconds}  # fmt: skip
+    return found
+
+
+def table(title: str, points: dict[int, dict[str, float]], unit: int = 1) -> None:
+    """Rows of Markdown; the last column is cost over what proportional growth would be, from the first row on."""
+    first, *_ = points
+    names = list(points[first])
+    print(f"\n| {title} | {' | '.join(names)} | {names[0]}, over proportional |")
+    print("|---" * (len(names) + 2) + "|")
+    for value, one in points.items():
+        work = (value / first) ** unit
+        cells = " | ".join(f"{figure:.3g}" for figure in one.values())
+        print(f"| {value} | {cells} | {one[names[0]] / points[first][names[0]] / work:.2f} |")
+
+
+def chart(everything: dict[str, Any], folder: Path) -> None:
+    """Cost against work, both over those of the first point."""
+    from canvax.images.chart import line_chart
+
+    series = {}
+    for name, axes in everything.items():
+        for axis, points in axes.items():
+            first, *_ = points
+            figure, power = next(iter(points[first])), 2 if axis == "side" else 1
+            base, label = points[first][figure], "pixels" if axis == "side" else axis
+            series[f"{name}, {label}"] = [((v / first) ** power, one[figure] / base) for v, one in points.items()]
+    image = line_chart(series, title="cost against work, over the first point", x_label="times the work",
+                       y_label="times the cost", size=(900, 520), log_x=True, log_y=True)  # fmt: skip
+    image.save(folder / "growth.png", optimize=True)
+
+
+def main() -> None:
+    """Make the tables asked for, and the chart if all its lines are there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["measured", "devices", "traced", "plan"],
+                        default=["measured", "devices", "traced"])  # fmt: skip
+    parser.add_argument("--models", nargs="+", default=["sd15", "sdxl"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target", default="v5e", help="TPU of the plans")
+    parser.add_argument("--chips", nargs="+", default=["1x1", "2x2", "4x4", "8x8", "16x16"], help="how they are wired")
+    parser.add_argument("--output", type=Path, help="folder for the chart and growth.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker()
+        return
+    began, drawn, everything = time.perf_counter(), {}, {}
+    if "measured" in options.parts:
+        drawn["measured"] = measured(options.rounds)
+        for axis, points in drawn["measured"].items():
+            table(f"measured, emoji: {axis}", points, 2 if axis == "side" else 1)
+    if "devices" in options.parts:
+        everything["devices"] = on_devices(options.rounds)
+        table("measured, 8 pictures of emoji on devices", everything["devices"], 0)
+    for model in options.models if "traced" in options.parts else ():
+        drawn[model] = traced(model)
+        for axis, points in drawn[model].items():
+            table(f"traced, {model}: {axis}", points, 2 if axis == "side" else 1)
+    for model in options.models if "plan" in options.parts else ():
+        everything[f"plan {model}"] = planned(model, options.target, options.chips)
+        table(f"plan, {model}: chips of {options.target}", everything[f"plan {model}"], 0)
+    if options.output:
+        (options.output / "growth.json").write_text(json.dumps(drawn | everything, indent=1) + "\n")
+        if drawn:
+            chart(drawn, options.output)
+    print(f"\n{time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

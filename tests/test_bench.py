@@ -1,0 +1,270 @@
+"""``canvax bench``: small models, real processes; and that it refuses to time different work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+
+from canvax.bench.chips import peak_flops
+from canvax.bench.job import Job, make_inputs
+from canvax.bench.measure import _compare, measure
+from canvax.bench.models import preset_bytes, write_random
+from canvax.bench.process import Contender
+from canvax.cli import BAD_INPUT, INTERRUPTED, main
+from canvax.errors import CanvaxError, InputError
+from canvax.models.presets import Preset
+from canvax.models.text import TextEncoders
+from canvax.pipelines.checkpoint import open_checkpoint, read_checkpoint
+from canvax.weights.cast import cast_into
+from canvax.weights.hub import resolve
+
+SMALL = Preset(UNET, VAE, TextEncoders(TEXT))
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused as bad input; what it says."""
+
+    def call(*arguments: object) -> str:
+        assert main(["bench", *map(str, arguments)]) == BAD_INPUT
+        return capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Runs a benchmark that must succeed; its report."""
+
+    def call(*arguments: object) -> dict[str, Any]:
+        code = main(["bench", *map(str, arguments), "--device", "cpu", "--rounds", "2", "--json", "--quiet"])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return json.loads(out)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("model") / "small", SMALL, dtype=np.float16)
+
+
+def without_site(folder: Path) -> str:
+    """A Python that has the standard library and nothing else."""
+    python = folder / "bare-python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+# Measuring
+
+
+def test_alone(bench: Bench, small: Path) -> None:
+    report = bench("unet", "--model", small, "--size", "64x32")
+    one = report["contenders"]["canvax"]
+    assert (report["ours"], report["theirs"], report["ratio"], report["peer"]) == (one["median_s"], None, None, None)
+    assert (report["width"], report["height"], report["dtype"]) == (64, 32, "float32")
+    assert len(one["seconds"]) == 2
+    assert 0 < one["min_s"] <= one["median_s"] <= one["max_s"]
+    assert one["compile_s"] > 0 < one["load_s"]
+    assert one["flops_per_s"] > 0 == one["flops_per_s"] - one["flops"] / one["median_s"]
+    assert one["share_of_peak"] is one["device_peak_bytes"] is None
+    assert one["host_peak_bytes"] > 50e6
+    assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
+
+
+@pytest.mark.parametrize("part", ["unet", "text", "picture"])
+def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
+    """The VAE is in the picture."""
+    pytest.importorskip("diffusers")
+    report = bench(part, "--model", small, "--against", "torch", "--steps", 2, "--size", "64x64")
+    ours, theirs = report["contenders"]["canvax"], report["contenders"]["torch"]
+    assert (report["ours"], report["theirs"]) == (ours["median_s"], theirs["median_s"])
+    assert report["ratio"] == ours["median_s"] / theirs["median_s"]
+    assert report["peer"] == "torch"
+    assert theirs["ratio_of_fastest"] == ours["min_s"] / theirs["min_s"]
+    assert 0 < theirs["differs_by_rms"] < 1e-4
+    assert 0 < theirs["differs_by"] < 1e-4
+    assert ours["weight_bytes"] == theirs["weight_bytes"]
+    assert theirs["versions"].keys() == {"torch", "diffusers", "transformers"}
+
+
+def test_loading(bench: Bench, small: Path) -> None:
+    pytest.importorskip("diffusers")
+    report = bench("load", "--model", small, "--against", "torch", "--dtype", "bfloat16", "--cold")
+    found = report["contenders"]
+    assert found.keys() == {"canvax", "read", "read and keep", "torch"}
+    assert found["read"]["over_reading"] == 1
+    assert found["canvax"]["over_reading"] == found["canvax"]["median_s"] / found["read"]["median_s"]
+    assert found["canvax"]["weight_bytes"] == preset_bytes(SMALL, np.float16)
+    assert found["canvax"]["check"][0] == found["torch"]["check"][0] == preset_bytes(SMALL, np.int8)
+    assert found["torch"]["differs_by"] < 1e-6
+
+
+def test_starting(bench: Bench, small: Path) -> None:
+    report = bench("start", "--model", small, "--steps", 2)
+    warm, cold = report["contenders"]["canvax"], report["contenders"]["canvax cold"]
+    assert (warm["traces"], warm["compilations"]) == (0, 0)
+    assert cold["compilations"] == 3
+    medians = [
+        warm["moments"][name]["median_s"] for name in ("imported", "loaded", "programs", "first_step", "picture")
+    ]
+    assert medians == sorted(medians)
+    assert report["ours"] == medians[-1]
+
+
+def test_a_table_for_people(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "text", "--model", str(small), "--device", "cpu", "--rounds", "1", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "text: float32, 1 prompts;" in lines[0]
+    assert lines[2].split("  ")[0] == ""
+    assert "median s (min-max)" in lines[2]
+    assert lines[3].startswith("canvax")
+
+
+# Refusing
+
+
+class Given(SimpleNamespace):
+    """Outputs in place of a process."""
+
+    @classmethod
+    def write(cls, folder: Path, name: str, **arrays: Any) -> Given:
+        np.savez(folder / f"{name}.npz", **arrays)
+        return cls(name=name, outputs=folder / f"{name}.npz")
+
+
+def test_different_work_is_never_timed(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(dtype="float32", device="cpu")
+    right = np.linspace(-1, 1, 100, dtype=np.float32).reshape(1, 10, 10, 1)
+    ours: Any = Given.write(tmp_path, "canvax", output=right)
+
+    def compare(output: np.ndarray) -> dict[str, Any]:
+        return _compare(job, ours, Given.write(tmp_path, "torch", output=output))  # type: ignore[arg-type]
+
+    assert compare(right + 1e-5)["differs_by"] == pytest.approx(1e-5, rel=0.1)
+    for wrong in (right * 1.01, right + 0.01, np.where(right > 0.9, np.nan, right), -right):
+        with pytest.raises(CanvaxError, match="different work"):
+            compare(wrong)
+    with pytest.raises(CanvaxError, match=r"torch gives output \(1, 5, 10, 1\), canvax output \(1, 10, 10, 1\)"):
+        compare(right[:, :5])
+
+
+def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
+    """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
+    pytest.importorskip("diffusers")
+    other = write_random(tmp_path / "other", SMALL, dtype=np.float16, seed=1)
+
+    class Misled(Job):
+        def write(self, path: Path, contender: str, **more: Any) -> Path:
+            job = self if contender == "canvax" else replace(self, folder=other)
+            return Job.write(job, path, contender, **more)
+
+    job = Misled("text", small, 64, 64, 1, 2, "float32", "cpu")
+    with pytest.raises(CanvaxError, match="torch and canvax do different work"):
+        measure(job, [Contender("torch")], 1, tell=lambda text: None)
+
+
+def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(small, broken)
+    weights = broken / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    before = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
+    with pytest.raises(CanvaxError, match=r"(?s)canvax failed: canvax.errors.CheckpointError.*truncated") as caught:
+        measure(Job("unet", broken, 64, 64, 1, 2, "float32", "cpu"), [], 1, tell=lambda text: None)
+    assert "Traceback" not in str(caught.value)
+    assert sys.platform != "linux" or set(os.listdir("/proc/self/fd")) == before
+
+
+def test_ended_from_outside_it_leaves_nothing(small: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "canvax", "bench", "unet", "--model", str(small), "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert process.stderr is not None
+    assert any("loading and compiling" in line for line in process.stderr)
+    process.terminate()
+    assert process.wait(60) == INTERRUPTED
+    process.stderr.close()
+    assert list(tmp_path.glob("canvax-*")) == []
+
+
+def test_bad_input(refused: Callable[..., str], tmp_path: Path) -> None:
+    bare = without_site(tmp_path)
+    message = refused("unet", "--against", "torch", "--torch-python", bare)
+    assert "lacks torch diffusers transformers accelerate" in message
+    assert "-m pip install torch diffusers transformers accelerate" in message
+    message = refused("unet", "--against", "flax", "--flax-python", bare)
+    assert "-m pip install diffusers==0.35.2 jax==0.4.38" in message
+    assert "is not a Python that runs" in refused("unet", "--against", "torch", "--torch-python", tmp_path / "none")
+    assert "does not take part in load" in refused("load", "--against", "torch-compile")
+    assert "did you mean 'sdxl'?" in refused("unet", "--model", "sdxxl")
+    assert "--rounds=0" in refused("unet", "--rounds", 0)
+    assert "width=65" in refused("unet", "--size", "65x64", "--device", "cpu")
+    assert "overflows" in refused("vae", "--dtype", "float16", "--device", "cpu")
+    assert "invalid choice: 'decode'" in refused("decode")
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=preset_bytes(SMALL, np.float16)))
+    with pytest.raises(InputError, match="set TMPDIR"):
+        write_random(tmp_path / "model", SMALL, dtype=np.float16)
+    assert os.listdir(tmp_path) == []
+
+
+# Parts
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
+    folder = write_random(tmp_path / "model", SMALL, dtype=dtype)
+    checkpoint, _, params = open_checkpoint(folder, dtype="float32")
+    assert (checkpoint.unet, checkpoint.vae, checkpoint.text) == (UNET, VAE, SMALL.text)
+    weight = np.asarray(params["unet"]["conv_in"]["weight"])
+    assert weight.std() == pytest.approx((9 * 4) ** -0.5, rel=0.1)
+    stored = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
+    assert preset_bytes(SMALL, dtype) < stored < 1.2 * preset_bytes(SMALL, dtype)
+
+
+def test_inputs(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(resolve(write_small_checkpoint(tmp_path / "model")), np.float32)
+    job = Job("unet", tmp_path, 64, 32, 3, 1, "float32", "cpu")
+    shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
+    assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}
+    assert make_inputs(replace(job, part="vae"), checkpoint)["latents"].shape == (3, 4, 8, 4)
+    assert make_inputs(replace(job, part="text"), checkpoint)["text_encoder"].shape == (3, 77)
+
+
+def test_half_precision_to_bfloat16_for_every_number() -> None:
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    padded = np.empty((256, 300), ml_dtypes.bfloat16)
+    cast_into(padded[:, :256], half)
+    with np.errstate(invalid="ignore"):
+        want = half.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(padded[:, :256].view(np.uint16), want.view(np.uint16))
+
+
+def test_peaks() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", "float16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert peak_flops("NVIDIA L40S", "bfloat16") == 362e12
+    assert peak_flops("NVIDIA L4", "bfloat16") == 121e12
+    assert peak_flops("TPU v5 lite", "bfloat16") == 197e12
+    assert peak_flops("NVIDIA H200", "float32") is None
+    assert peak_flops("cpu", "bfloat16") is None
