@@ -235,7 +235,7 @@ def conv2d_of_doubled(p: Params, x: Array) -> Array:
     four ninths of the work. On the TPU it is one convolution with a 4x4 kernel over the pixels and a zero between any
     two, on the CPU one with a 2x2 kernel for each of the four places in a doubled pixel.
     """
-    if target_platform() == "gpu":
+    if target_platform() not in ("cpu", "tpu"):
         return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
     weight = p["weight"].astype(jnp.float32)
     if target_platform() == "tpu":

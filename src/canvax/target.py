@@ -19,6 +19,7 @@ _kind: ContextVar[str] = ContextVar("canvax_target_kind", default="")
 def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "") -> Iterator[None]:
     """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing.
 
+    For "none" everything is computed as models are written down, to count their work.
     ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``.
     """
     tokens = _platform.set(platform), _mesh.set(mesh), _kind.set(kind)
