@@ -89,7 +89,7 @@ def test_alone(bench: Bench, small: Path) -> None:
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
-@pytest.mark.parametrize("part", ["unet", "text", "picture"])
+@pytest.mark.parametrize("part", [pytest.param("unet", marks=pytest.mark.slow), "text", "picture"])
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
     pytest.importorskip("diffusers")

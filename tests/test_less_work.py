@@ -88,6 +88,7 @@ def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: 
     np.testing.assert_allclose(got.latents, draw(emoji, num_inference_steps=150).latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_saved_guidance_on_devices(emoji: canvax.StableDiffusion) -> None:
     prompts = ["a cat", "a dog", "a red apple"]
     want = draw(emoji, prompts, sampler="Euler a")
@@ -95,6 +96,7 @@ def test_saved_guidance_on_devices(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(draw(pipe, prompts, sampler="Euler a").latents, want.latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_saved_guidance_of_sdxl(sdxl: canvax.StableDiffusion, request: Any) -> None:
     got = draw(sdxl)
     request.getfixturevalue("all_guided")
@@ -219,6 +221,7 @@ def test_reuse_in_a_batch_on_devices(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(draw(pipe, prompts, options=options).latents, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reuse_in_sdxl_and_in_bfloat16(sdxl: canvax.StableDiffusion) -> None:
     want = draw(sdxl, num_inference_steps=20, options=QUIET).latents
     got = draw(sdxl, num_inference_steps=20, options=reusing(reuse=2)).latents
@@ -260,6 +263,7 @@ def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pyt
     assert (plain["case"], more["case"]) == (1, 2)
 
 
+@pytest.mark.slow
 def test_reuse_saves_the_work(emoji: canvax.StableDiffusion) -> None:
     seconds = {}
     for _ in range(2):
@@ -295,7 +299,7 @@ def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> f
     return float(steps[at].mean() / np.delete(steps, at).mean())
 
 
-@pytest.mark.parametrize("model", ["emoji", "full channels"])
+@pytest.mark.parametrize("model", ["emoji", pytest.param("full channels", marks=pytest.mark.slow)])
 def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.
 

@@ -25,6 +25,7 @@ from canvax.models.text import TextEncoders, encode_text
 from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.params import Spec, abstract, count, flatten
+from canvax.target import compiling_for
 
 
 class Recorder(dict):
@@ -47,7 +48,10 @@ class Recorder(dict):
 def leaves_read(spec: Spec, forward: Callable[..., Any], *inputs: Any) -> set[str]:
     """Names of the leaves that a forward reads, traced abstractly in bfloat16: no memory, no time."""
     seen: set[str] = set()
-    jax.eval_shape(lambda params, *rest: forward(Recorder(params, seen), *rest), abstract(spec, jnp.bfloat16), *inputs)
+    with compiling_for("none"):  # else blocks may be functions of their own, which take plain dicts
+        jax.eval_shape(
+            lambda params, *rest: forward(Recorder(params, seen), *rest), abstract(spec, jnp.bfloat16), *inputs
+        )
     return seen
 
 
