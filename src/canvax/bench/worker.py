@@ -85,7 +85,7 @@ def host_peak() -> int:
 def read(job: Job, began: float, *, keep: bool) -> tuple[dict[str, Any], Callable[[], None]]:
     """Every weight file from its first byte to its last: into the same memory, or into memory that is kept.
 
-    The latter is what no loader can beat: a first touch of memory takes time too.
+    The latter shows what a loader has to pay beside reading: a first touch of memory takes time too.
     """
     del began
     kept, start = [], time.perf_counter()
