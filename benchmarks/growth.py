@@ -88,7 +88,7 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     """FLOPs of a guided evaluation and bytes that it takes beside the weights: against batch and against size."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractMesh, AxisType
 
     from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
@@ -99,7 +99,7 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     from canvax.target import compiling_for
 
     preset, dtype = PRESETS[model], jnp.bfloat16
-    mesh: Any = AbstractMesh((1, 1), AXES)
+    mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
     params = abstract_params(unet_spec(preset.unet), dtype, mesh)
     native = 8 * (preset.unet.sample_size or 64)
     shape = partial(jax.ShapeDtypeStruct, dtype=dtype)

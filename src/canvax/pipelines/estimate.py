@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from canvax.compile.programs import Programs
 from canvax.errors import check_count
@@ -50,7 +50,7 @@ def estimate(
     """
     native = checkpoint.native_size
     height, width = check_size("height", size[0], native[0]), check_size("width", size[1], native[1])
-    mesh: Any = AbstractMesh((1, 1), AXES)
+    mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
     each = -(-check_count("batch", batch) // sizes.get("data", 1))
     factor = checkpoint.vae.factor
     latents = (each, height // factor, width // factor, checkpoint.unet.in_channels)
