@@ -17,8 +17,6 @@ import jax.numpy as jnp
 
 from canvax.compile.programs import Programs
 from canvax.models.presets import PRESETS
-from canvax.models.unet import unet_spec
-from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
 
@@ -32,8 +30,7 @@ def main() -> None:
     model = PRESETS[arguments.model]
     mesh = make_mesh(data=1)
     programs = Programs(model.text, model.unet, model.vae, mesh)
-    specs = {"unet": unet_spec(model.unet), "vae": vae_spec(model.vae), **model.text.specs}
-    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in specs.items()}
+    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in model.specs.items()}
     side = arguments.size // model.vae.factor
     latents = (arguments.batch, side, side, model.unet.in_channels)
     calls = {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from canvax.target import target_kind, target_mesh, target_platform, weight_shards
+from canvax.target import on_each_device, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024
@@ -45,12 +45,9 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
 
 def _on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array) -> Array:
     """A kernel that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
-    mesh = target_mesh()
-    if mesh is None:
-        return kernel(q, k, v)
     split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
     spec = PartitionSpec("data", None, split, None)
-    return jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
+    return on_each_device(kernel, (spec,) * 3, spec)(q, k, v)
 
 
 def _attend(q: Array, k: Array, v: Array, *, causal: bool) -> Array:

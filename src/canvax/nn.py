@@ -14,16 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from canvax.params import AxisName, Param, Params, Spec
-from canvax.target import target_mesh, target_platform, weight_shards
+from canvax.target import on_each_device, target_mesh, target_platform, weight_shards
 from canvax.types import Array
 
 SMALL_IMAGE = 20 * 20
 """Pixels up to which XLA's CPU convolution is slower than the same work as one matmul: 2.5 times at 8 x 8, 1.3 times
 at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
-
 
 ROWS = 512
 """Rows that :func:`by_rows` takes at a time."""
@@ -75,8 +74,8 @@ def kept_apart(function: Callable[..., Array]) -> Callable[..., Array]:
     Positional arguments are arrays, those by keyword are static.
     """
 
-    def inside(target: Any, static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
-        del target  # it decides the kernels, so that a trace for another one must not be used again
+    def inside(mesh: Mesh | None, static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
+        del mesh  # it decides the kernels, so that a trace for another one must not be used again
         with set_xla_metadata(inlineable=None):  # the call alone is kept, not those inside it
             return function(*arrays, **dict(static))
 
@@ -87,7 +86,7 @@ def kept_apart(function: Callable[..., Array]) -> Callable[..., Array]:
         if target_platform() != "cpu":
             return function(*arrays, **static)
         with set_xla_metadata(inlineable="false"):
-            return call((target_platform(), target_mesh()), tuple(static.items()), *arrays)
+            return call(target_mesh(), tuple(static.items()), *arrays)
 
     return kept
 
@@ -122,12 +121,9 @@ def by_rows(function: Callable[..., Array], p: Params, x: Array, *shared: Array)
         y = jax.lax.map(one, (numbers, filled.reshape(-1, each, channels)))
         return y.reshape(x.shape[0], parts * each, -1)[:, :rows]
 
-    mesh = target_mesh()
-    if mesh is None:
-        return one_device(p, x, *shared)
     batch, whole = PartitionSpec("data"), PartitionSpec()
     specs = (whole, *(batch for _ in (x, *shared)))
-    return jax.shard_map(one_device, mesh=mesh, in_specs=specs, out_specs=batch, check_vma=False)(p, x, *shared)
+    return on_each_device(one_device, specs, batch)(p, x, *shared)
 
 
 def conv2d_spec(

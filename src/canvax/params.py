@@ -151,14 +151,17 @@ def abstract(spec: Spec, dtype: DType) -> Params:
 def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
     """Random host parameters (nested dict of numpy arrays), reproducible from ``seed``."""
     rng = np.random.default_rng(seed)
+    return map_spec(lambda param: init_param(param, rng, dtype), spec)
 
-    def one(param: Param) -> HostArray:
-        if param.init == "zeros":
-            return np.zeros(param.shape, dtype)
-        if param.init == "ones":
-            return np.ones(param.shape, dtype)
-        fan_in = math.prod(param.shape[:-1])
-        std = 0.02 if param.init == "normal" else fan_in**-0.5
-        return (std * rng.standard_normal(param.shape, dtype=np.float32)).astype(dtype)
 
-    return map_spec(one, spec)
+def init_param(
+    param: Param, rng: np.random.Generator, dtype: DType = np.float32, shape: tuple[int, ...] | None = None
+) -> HostArray:
+    """One random parameter; ``shape`` is how it is laid out, if not as ``param.shape``."""
+    shape = param.shape if shape is None else shape
+    if param.init in ("zeros", "ones"):
+        return np.full(shape, param.init == "ones", dtype)
+    std = 0.02 if param.init == "normal" else math.prod(param.shape[:-1]) ** -0.5
+    values = rng.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(std)
+    return values.astype(dtype)

@@ -3,9 +3,10 @@ mesh, so that a kernel which XLA cannot split by itself can be told how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -31,6 +32,12 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "") -> It
         _kind.reset(tokens[2])
 
 
+def compiling_on(mesh: Mesh, *, split: bool = True) -> AbstractContextManager[None]:
+    """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part."""
+    device = mesh.devices.flat[0]
+    return compiling_for(device.platform, mesh if split else None, device.device_kind)
+
+
 def target_platform() -> str:
     """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
     return _platform.get() or jax.default_backend()
@@ -45,6 +52,14 @@ def target_mesh() -> Mesh | None:
     """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
     mesh = _mesh.get()
     return mesh if mesh is not None and mesh.size > 1 else None
+
+
+def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """``kernel``, which XLA cannot split by itself, run by each device of :func:`target_mesh` on its own part."""
+    mesh = target_mesh()
+    if mesh is None:
+        return kernel
+    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def weight_shards() -> int:

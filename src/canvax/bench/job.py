@@ -12,7 +12,6 @@ import numpy as np
 
 from canvax.pipelines.checkpoint import Checkpoint
 
-PARTS = ("unet", "vae", "text", "picture", "load", "start")
 PEERS = ("torch", "torch-compile", "flax")
 
 GUIDANCE = 5.0
@@ -27,7 +26,7 @@ class Job:
     """The work of one benchmark, the same for every contender.
 
     Attributes:
-        part: one of ``PARTS``.
+        part: "unet", "vae", "text", "picture", "load" or "start".
         folder: a checkpoint in the diffusers layout.
         width: of a picture, in pixels.
         height: likewise.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.models.presets import PRESETS, Preset
-from canvax.models.unet import unet_spec
-from canvax.models.vae import vae_spec
-from canvax.params import Param, Spec, count, flatten
-from canvax.types import DType, HostArray
+from canvax.params import count, flatten, init_param
+from canvax.types import DType
 from canvax.weights.hub import BUNDLED
 from canvax.weights.layout import INDEX, KINDS, STEMS
 from canvax.weights.safetensors import Outgoing, write_safetensors
@@ -52,18 +49,20 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
     check_space(folder, preset, dtype)
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    for name, (spec, config) in networks(preset).items():
+    configs = {"unet": preset.unet, "vae": preset.vae, **preset.text.parts}
+    for name, spec in preset.specs.items():
         library = KINDS[name]
         kind = {"_class_name": _CLASSES[name]} if library == "diffusers" else {"model_type": "clip_text_model"}
         (folder / name).mkdir()
-        said = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+        said = {key: value for key, value in dataclasses.asdict(configs[name]).items() if value is not None}
         _write_json(folder / name / "config.json", said | kind)
         arrays = [
-            Outgoing(key, param.checkpoint_shapes[0], np.dtype(dtype), partial(_random, param, rng, dtype))
+            Outgoing(key, shape, np.dtype(dtype), partial(init_param, param, rng, dtype, shape))
             for key, param in flatten(spec)
+            for shape in param.checkpoint_shapes[:1]
         ]
         write_safetensors(folder / name / f"{STEMS[library]}.safetensors", arrays, {"format": "pt"})
-    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in networks(preset)}
+    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs}
     for name in preset.text.parts:
         tokenizer = name.replace("text_encoder", "tokenizer")
         shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / tokenizer)
@@ -78,15 +77,9 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
     return folder
 
 
-def networks(preset: Preset) -> dict[str, tuple[Spec, Any]]:
-    """Spec and config of each component that has weights."""
-    text = {name: (preset.text.specs[name], config) for name, config in preset.text.parts.items()}
-    return {"unet": (unet_spec(preset.unet), preset.unet), "vae": (vae_spec(preset.vae), preset.vae), **text}
-
-
 def preset_bytes(preset: Preset, dtype: DType) -> int:
     """Bytes of the weights of a preset."""
-    return sum(count(spec) for spec, _ in networks(preset).values()) * np.dtype(dtype).itemsize
+    return sum(count(spec) for spec in preset.specs.values()) * np.dtype(dtype).itemsize
 
 
 def check_space(folder: Path, preset: Preset, dtype: DType) -> None:
@@ -107,17 +100,6 @@ def check_space(folder: Path, preset: Preset, dtype: DType) -> None:
 def find_preset(model: str) -> Preset | None:
     """The preset of that name that can draw by itself; None if ``model`` is something else."""
     return None if model == "sdxl-refiner" else PRESETS.get(model)
-
-
-def _random(param: Param, rng: np.random.Generator, dtype: DType) -> HostArray:
-    """As ``init_params`` has it, in the shape of the file."""
-    shape = param.checkpoint_shapes[0]
-    if param.init in ("zeros", "ones"):
-        return np.full(shape, param.init == "ones", dtype)
-    std = 0.02 if param.init == "normal" else math.prod(param.shape[:-1]) ** -0.5
-    values = rng.standard_normal(shape, dtype=np.float32)
-    values *= np.float32(std)
-    return values.astype(dtype)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -24,7 +24,7 @@ from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, parse_dtype, read_checkpoint
 from canvax.planning.flops import count_flops
-from canvax.target import compiling_for
+from canvax.target import compiling_for, compiling_on
 from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
 
@@ -45,8 +45,7 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     function, arguments = _call(job["part"], checkpoint, params, inputs)
     arguments = jax.device_put(arguments, mesh.devices.flat[0])
     starts = time.perf_counter()
-    device = mesh.devices.flat[0]
-    with compiling_for(device.platform, None, device.device_kind):
+    with compiling_on(mesh):
         compiled = jax.jit(function).lower(params, *arguments).compile()
     told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
     told["flops"] = _flops(function, params, arguments)

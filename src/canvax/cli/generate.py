@@ -141,7 +141,7 @@ def _check_batch_size(size: int | None) -> None:
 def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
     """What depends on the model, if its files are on disk: no weights are read."""
     from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
-    from canvax.pipelines.conditions import check_layers
+    from canvax.pipelines.conditions import check_for_model
     from canvax.weights.hub import resolve
 
     if source.dtype is not None:
@@ -163,10 +163,7 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         usual = picture.options.own_steps or checkpoint.defaults.num_inference_steps
         steps = usual if picture.steps is None else picture.steps
         check_table(dataclasses.replace(picture, steps=steps), checkpoint.scheduler)
-        skip, layers = picture.options.clip_skip, checkpoint.text.max_skip + 1
-        if not 0 <= skip < layers:
-            raise InputError(f"clip_skip={skip!r} is not in 0..{layers - 1}")
-        check_layers(picture.options.reuse_layers, checkpoint)
+        check_for_model(picture.options, checkpoint)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:

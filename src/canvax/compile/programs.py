@@ -26,7 +26,7 @@ from canvax.models.vae import vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
-from canvax.target import compiling_for
+from canvax.target import compiling_on
 from canvax.types import Array
 
 
@@ -183,8 +183,7 @@ class Programs:
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        device = self.mesh.devices.flat[0]
-        with compiling_for(device.platform, None if self.stacked else self.mesh, device.device_kind), precision:
+        with compiling_on(self.mesh, split=not self.stacked), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
             return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()

@@ -156,7 +156,7 @@ def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array
     return k.reshape(shape), v.reshape(shape)
 
 
-def attend_to(p: Params, x: Array, k: Array, v: Array, *, upcast: bool) -> Array:
+def attend_to(p: Params, x: Array, k: Array, v: Array, *, upcast: bool = False) -> Array:
     """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C]."""
     q = linear(p["to_q"], x).reshape(*x.shape[:2], *k.shape[2:])
     return linear(p["to_out"]["0"], attention(q, k, v, upcast=upcast).reshape(x.shape))

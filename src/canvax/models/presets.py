@@ -19,6 +19,9 @@ from canvax.models.configs import (
     VaeConfig,
 )
 from canvax.models.text import TextEncoders
+from canvax.models.unet import unet_spec
+from canvax.models.vae import vae_spec
+from canvax.params import Spec
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Preset:
     vae: VaeConfig
     text: TextEncoders
     prediction: str = "epsilon"
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Declared parameters of each component."""
+        return {"unet": unet_spec(self.unet), "vae": vae_spec(self.vae), **self.text.specs}
 
 
 PRESETS = {

@@ -155,7 +155,7 @@ def unet(
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
-    output, _ = _walk(p, x, timesteps, text, cfg, pooled, time_ids, remat=remat)
+    output, _ = unet_reusing(p, x, timesteps, text, cfg, pooled, time_ids, remat=remat)
     return output
 
 
@@ -168,8 +168,9 @@ def unet_reusing(
     pooled: Array | None = None,
     time_ids: Array | None = None,
     *,
-    layers: int,
-    recall: Recall,
+    layers: int = 1,
+    recall: Recall = lambda compute: (compute(), None),
+    remat: bool = False,
 ) -> tuple[Array, Any]:
     """:func:`unet`, whose deep features may be those of another evaluation (DeepCache: Ma et al. 2024, section 3.2).
 
@@ -185,56 +186,11 @@ def unet_reusing(
             all that lies outside of them.
         recall: given a function that computes the deep features, what comes up to the innermost of these
             connections, returns them or others in their place, of :func:`deep_shape`, and what to remember.
+        remat: see :func:`unet`.
 
     Returns:
         The network's output, and what ``recall`` remembers.
     """
-    return _walk(p, x, timesteps, text, cfg, pooled, time_ids, layers=layers, recall=recall)
-
-
-def skip_connections(cfg: UNetConfig) -> int:
-    """How many feature maps are kept on the way down for the way up."""
-    return len(_skip_channels(cfg))
-
-
-def deep_shape(cfg: UNetConfig, latents: Sequence[int], layers: int) -> tuple[int, int, int, int]:
-    """Shape of the deep features of :func:`unet_reusing`, for latents of shape [B, h, w, C]."""
-    batch, height, width, _ = latents
-    for step in _down_steps(cfg)[: layers - 1]:
-        if step[2] is None:
-            height, width = -(-height // 2), -(-width // 2)
-    _, level, j = _up_steps(cfg)[-layers]
-    return batch, height, width, level.inputs[j] - _skip_channels(cfg)[layers - 1]
-
-
-def _down_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
-    """The way down after the first convolution: index of the block, its level, and which layer, None to resize."""
-    return [
-        (i, level, j)
-        for i, level in enumerate(_down_levels(cfg))
-        for j in (*range(len(level.inputs)), *([None] if level.resizes else []))
-    ]
-
-
-def _up_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int]]:
-    """The way up, likewise; the last layer of a level resizes."""
-    return [(i, level, j) for i, level in enumerate(_up_levels(cfg)) for j in range(len(level.inputs))]
-
-
-def _walk(
-    p: Params,
-    x: Array,
-    timesteps: Array,
-    text: Array,
-    cfg: UNetConfig,
-    pooled: Array | None,
-    time_ids: Array | None,
-    *,
-    remat: bool = False,
-    layers: int = 1,
-    recall: Recall = lambda compute: (compute(), None),
-) -> tuple[Array, Any]:
-    """Down to the middle and up again; see :func:`unet_reusing`."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     time = _time_features(p, timesteps, x.dtype, cfg, pooled, time_ids)
 
@@ -290,6 +246,35 @@ def _walk(
     h = go_up(h, outer, up[-layers:])
     h = jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps))
     return conv2d(p["conv_out"], h), memory
+
+
+def skip_connections(cfg: UNetConfig) -> int:
+    """How many feature maps are kept on the way down for the way up."""
+    return len(_skip_channels(cfg))
+
+
+def deep_shape(cfg: UNetConfig, latents: Sequence[int], layers: int) -> tuple[int, int, int, int]:
+    """Shape of the deep features of :func:`unet_reusing`, for latents of shape [B, h, w, C]."""
+    batch, height, width, _ = latents
+    for step in _down_steps(cfg)[: layers - 1]:
+        if step[2] is None:
+            height, width = -(-height // 2), -(-width // 2)
+    _, level, j = _up_steps(cfg)[-layers]
+    return batch, height, width, level.inputs[j] - _skip_channels(cfg)[layers - 1]
+
+
+def _down_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
+    """The way down after the first convolution: index of the block, its level, and which layer, None to resize."""
+    return [
+        (i, level, j)
+        for i, level in enumerate(_down_levels(cfg))
+        for j in (*range(len(level.inputs)), *([None] if level.resizes else []))
+    ]
+
+
+def _up_steps(cfg: UNetConfig) -> list[tuple[int, _Level, int]]:
+    """The way up, likewise; the last layer of a level resizes."""
+    return [(i, level, j) for i, level in enumerate(_up_levels(cfg)) for j in range(len(level.inputs))]
 
 
 def _time_features(

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.models.blocks import (
-    attend,
+    attend_to,
     attention_spec,
     downsample,
     downsample_spec,
+    keys_and_values,
     resnet_block,
     resnet_block_spec,
     upsample,
@@ -218,11 +219,12 @@ def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> 
             a = p["attentions"]["0"]
             tokens = group_norm(a["group_norm"], h, groups=cfg.norm_num_groups, eps=NORM_EPS)
             tokens = tokens.reshape(h.shape[0], -1, h.shape[-1])
+            k, v = keys_and_values(a, tokens, heads=1)
             if rows is None:
-                h = h + attend(a, tokens, tokens, heads=1).reshape(h.shape)
+                h = h + attend_to(a, tokens, k, v).reshape(h.shape)
             else:
                 parts = jnp.moveaxis(tokens.reshape(h.shape[0], -1, rows * h.shape[2], h.shape[-1]), 1, 0)
-                parts = jax.lax.map(lambda part: attend(a, part, tokens, heads=1), parts)
+                parts = jax.lax.map(lambda part: attend_to(a, part, k, v), parts)
                 h = h + jnp.moveaxis(parts, 0, 1).reshape(h.shape)
         return resnet_block(p["resnets"]["1"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
 

@@ -24,8 +24,7 @@ from jax.sharding import Mesh
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs, decode_images
 from canvax.models.text import SECOND, encode_text
-from canvax.models.unet import unet, unet_spec
-from canvax.models.vae import vae_spec
+from canvax.models.unet import unet
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
@@ -77,8 +76,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile one program and read what it costs: the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
     programs = Programs(model.text, model.unet, model.vae, mesh)
-    specs = {"unet": unet_spec(model.unet), "vae": vae_spec(model.vae), **model.text.specs}
-    params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
+    params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in model.specs.items()}
     latents = (job.batch, job.height // model.vae.factor, job.width // model.vae.factor, model.unet.in_channels)
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: programs.encode_text(params, job.batch),

@@ -16,7 +16,7 @@ from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params, init_params
-from canvax.target import compiling_for
+from canvax.target import compiling_on
 from canvax.train.loop import Plan, Session, fit
 from canvax.train.objectives import autoencoder_loss, cast
 from canvax.types import Array, DType, HostArray
@@ -172,7 +172,7 @@ def _by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: i
         raise InputError("there are no pictures to encode")
     p = jax.device_put(p, replicated(mesh))
     parts: list[HostArray] = []
-    with compiling_for(mesh.devices.flat[0].platform, mesh, mesh.devices.flat[0].device_kind):
+    with compiling_on(mesh):
         for start in range(0, len(inputs), batch):
             part = inputs[start : start + batch]
             missing = batch - len(part)

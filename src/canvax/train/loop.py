@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from canvax.errors import CanvaxError, InputError
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
-from canvax.target import compiling_for
+from canvax.target import compiling_on
 from canvax.train.progress import Progress
 from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
 from canvax.types import Array, HostArray
@@ -244,7 +244,7 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    with compiling_for(mesh.devices.flat[0].platform, mesh, mesh.devices.flat[0].device_kind):
+    with compiling_on(mesh):
         jitted = jax.jit(
             chunk if rows else update,
             in_shardings=(everywhere, everywhere, split, everywhere),
