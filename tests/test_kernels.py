@@ -11,8 +11,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from canvax import attention as kernels
-from canvax import nn
+from canvax import convolution, nn
 from canvax.attention import attention
+from canvax.convolution import convolve
 from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
 from canvax.target import compiling_for
 
@@ -114,6 +115,27 @@ def test_doubling_inside_the_convolution(platform: str) -> None:
         got = conv2d_of_doubled(p, x)
     assert got.shape == (2, 14, 18, 8)
     np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
+def test_convolution_by_taps(at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    row = 4 * 5 * 64
+    sums = {"all": 4 * 9 * row, "an image": 9 * row, "rows of an image": 3 * row}.get(at_a_time, 2 * row)
+    monkeypatch.setattr(convolution, "SUMS", sums)
+    mesh = make_mesh(jax.devices()[:devices])
+    weight = normal(3, 3, 64, 64)
+    x = jax.device_put(normal(4, 9, 5, 64), over_batch(mesh))
+    want, pull = jax.vjp(lambda *given: convolution._xla(*given, 1, ((1, 1), (1, 1))), weight, x)
+    with compiling_for("tpu", mesh):
+        got = jax.jit(lambda *given: convolve(*given))(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolve(*given)).sum(), argnums=(0, 1)))(weight, x)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
+        np.testing.assert_allclose(slope, wanted, atol=5e-3)
 
 
 def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:

@@ -15,8 +15,8 @@ SRC = Path(__file__).parent.parent / "src" / "canvax"
 # Each row may import only rows above it, and its own package.
 ROWS: list[set[str]] = [
     {"types", "errors", "target", "_version"},
-    {"params"},
-    {"nn", "attention", "noise"},
+    {"params", "attention", "convolution", "noise"},
+    {"nn"},
     {"models", "samplers", "tokenizers", "images"},
     {"guidance"},
     {"denoise"},

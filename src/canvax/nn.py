@@ -16,13 +16,10 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
+from canvax.convolution import convolve, convolve_doubled
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.target import on_each_device, target_mesh, target_platform, weight_shards
 from canvax.types import Array
-
-SMALL_IMAGE = 20 * 20
-"""Pixels up to which XLA's CPU convolution is slower than the same work as one matmul: 2.5 times at 8 x 8, 1.3 times
-at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
 
 ROWS = 512
 """Rows that :func:`by_rows` takes at a time."""
@@ -138,29 +135,12 @@ def conv2d_spec(
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    weight = p["weight"]
-    small = x.shape[1] * x.shape[2] <= SMALL_IMAGE and weight.shape[2] >= 64
-    plain = weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1)
-    if target_platform() == "cpu" and plain and small and weight_shards() == 1:
-        return _conv3x3_as_matmul(weight, x) + p["bias"]
-    return _convolve(weight, x, stride, (padding, padding)) + p["bias"]
+    return convolve(p["weight"], x, stride=stride, padding=padding) + p["bias"]
 
 
-def _convolve(weight: Array, x: Array, stride: int, padding: tuple[tuple[int, int], tuple[int, int]]) -> Array:
-    """XLA's convolution; on the CPU always in float32, since in 16 bits it takes up to four times as long there."""
-    dtype = jnp.float32 if target_platform() == "cpu" else x.dtype
-    y = jax.lax.conv_general_dilated(
-        x.astype(dtype), weight.astype(dtype), (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    return y.astype(x.dtype)
-
-
-def _conv3x3_as_matmul(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 as one matmul: the nine shifted images side by side times the weight (im2col)."""
-    b, h, w, c = x.shape
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    columns = jnp.concatenate([padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)], axis=-1)
-    return (columns.reshape(b * h * w, 9 * c) @ weight.reshape(9 * c, -1)).reshape(b, h, w, -1)
+def conv2d_of_doubled(p: Params, x: Array) -> Array:
+    """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
+    return convolve_doubled(p["weight"], x) + p["bias"]
 
 
 def norm_spec(channels: int) -> Spec:
@@ -194,10 +174,15 @@ def group_norm(p: Params, x: Array, *, groups: int, eps: float) -> Array:
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
-    """Layer normalisation over the last axis, statistics in float32."""
+    """Layer normalisation over the last axis, statistics in float32, in one pass or two as in :func:`group_norm`."""
     x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    mean = x32.mean(-1, keepdims=True)
+    centred = x32 - mean
+    if x.dtype.itemsize < 4:
+        variance = jnp.maximum(jnp.square(x32).mean(-1, keepdims=True) - jnp.square(mean), 0.0)
+    else:
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(variance + eps)
     return (y * p["weight"].astype(jnp.float32) + p["bias"].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -222,39 +207,6 @@ def quick_gelu(x: Array) -> Array:
 
 
 ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
-
-
-def conv2d_of_doubled(p: Params, x: Array) -> Array:
-    """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout].
-
-    On the TPU and the CPU the doubled image is never made: neighbours that are copies share a weight, which leaves
-    four ninths of the work. On the TPU it is one convolution with a 4x4 kernel over the pixels and a zero between any
-    two, on the CPU one with a 2x2 kernel for each of the four places in a doubled pixel.
-    """
-    if target_platform() not in ("cpu", "tpu"):
-        return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
-    weight = p["weight"].astype(jnp.float32)
-    if target_platform() == "tpu":
-        pairs = sum(jnp.pad(weight, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1))
-        y = jax.lax.conv_general_dilated(
-            x, jnp.asarray(pairs, x.dtype), (1, 1), ((2, 2), (2, 2)), lhs_dilation=(2, 2),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )  # fmt: skip
-        return y + p["bias"]
-
-    def place(i: int, j: int) -> Array:
-        return _convolve(_pair(_pair(weight, i, axis=0), j, axis=1), x, 1, ((1 - i, i), (1 - j, j)))
-
-    y = jnp.stack([jnp.stack([place(i, j) for j in (0, 1)], axis=3) for i in (0, 1)], axis=2)
-    b, h, w, _ = x.shape
-    return y.reshape(b, 2 * h, 2 * w, -1) + p["bias"]
-
-
-def _pair(weight: Array, place: int, axis: int) -> Array:
-    """Three taps over doubled pixels as two over the pixels themselves, for the first or second place in a double."""
-    first, second, third = jnp.split(weight, 3, axis)
-    taps = (first, second + third) if place == 0 else (first + second, third)
-    return jnp.concatenate(taps, axis)
 
 
 def upsample_nearest(x: Array, height: int, width: int) -> Array:

@@ -1,0 +1,184 @@
+"""Convolutions, in the form that suits the target and the size: [B, H, W, Cin] with weights [kh, kw, Cin, Cout]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from canvax.target import on_each_device, target_platform, weight_shards
+from canvax.types import Array
+
+SMALL_IMAGE = 20 * 20
+"""Pixels up to which XLA's CPU convolution is slower than the same work as one matmul: 2.5 times at 8 x 8, 1.3 times
+at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
+
+WIDE = 64
+"""Channels from which a convolution is worth writing as matmuls."""
+
+SUMS = 48 * 2**20
+"""Bytes of float32 sums that :func:`_by_taps` keeps at a time. They are read and written nine times, which is free as
+long as they stay in a TPU's vector memory: 128 MiB on v5e and v6e."""
+
+_LAYOUT = ("NHWC", "HWIO", "NHWC")
+
+
+def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
+    """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout], no bias; ``padding`` is (before, after) on both axes."""
+    inputs, outputs = weight.shape[2:]
+    if weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and weight_shards() == 1:
+        if target_platform() == "tpu" and min(inputs, outputs) >= WIDE:
+            return _by_taps(weight, x)
+        if target_platform() == "cpu" and inputs >= WIDE and x.shape[1] * x.shape[2] <= SMALL_IMAGE:
+            return _as_matmul(weight, x)
+    return _xla(weight, x, stride, (padding, padding))
+
+
+def convolve_doubled(weight: Array, x: Array) -> Array:
+    """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout], no bias.
+
+    On the TPU and the CPU the doubled image is never made: neighbours that are copies share a weight, which leaves
+    four ninths of the work, a 2x2 convolution for each of the four places in a doubled pixel.
+    """
+    b, h, w, c = x.shape
+    if target_platform() not in ("cpu", "tpu"):
+        doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c))
+        return convolve(weight, doubled.reshape(b, 2 * h, 2 * w, c))
+    wide = weight.astype(jnp.float32)
+    kernels = jnp.stack([jnp.stack([_pair(_pair(wide, i, axis=0), j, axis=1) for j in (0, 1)]) for i in (0, 1)])
+    by_taps = target_platform() == "tpu" and weight_shards() == 1
+    return (_doubled_by_taps if by_taps else _doubled)(kernels.astype(x.dtype), x)
+
+
+def _doubled(kernels: Array, x: Array) -> Array:
+    """A 2x2 convolution for each place in a doubled pixel; ``kernels`` [2, 2, 2, 2, Cin, Cout]."""
+    y = [[_xla(kernels[i, j], x, 1, ((1 - i, i), (1 - j, j))) for j in (0, 1)] for i in (0, 1)]
+    b, h, w, _ = x.shape
+    return jnp.stack([jnp.stack(row, axis=3) for row in y], axis=2).reshape(b, 2 * h, 2 * w, -1)
+
+
+def _pair(weight: Array, place: int, axis: int) -> Array:
+    """Three taps over doubled pixels as two over the pixels themselves, for the first or second place in a double."""
+    first, second, third = jnp.split(weight, 3, axis)
+    taps = (first, second + third) if place == 0 else (first + second, third)
+    return jnp.concatenate(taps, axis)
+
+
+def _xla(weight: Array, x: Array, stride: int, padding: tuple[tuple[int, int], tuple[int, int]]) -> Array:
+    """XLA's convolution; on the CPU always in float32, since in 16 bits it takes up to four times as long there."""
+    dtype = jnp.float32 if target_platform() == "cpu" else x.dtype
+    y = jax.lax.conv_general_dilated(
+        x.astype(dtype), weight.astype(dtype), (stride, stride), padding, dimension_numbers=_LAYOUT
+    )
+    return y.astype(x.dtype)
+
+
+def _as_matmul(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 as one matmul: the nine shifted images side by side times the weight (im2col)."""
+    b, h, w, c = x.shape
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    columns = jnp.concatenate([padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)], axis=-1)
+    return (columns.reshape(b * h * w, 9 * c) @ weight.reshape(9 * c, -1)).reshape(b, h, w, -1)
+
+
+def _with_gradient_of(plain: Callable[[Array, Array], Array]) -> Callable[..., Callable[[Array, Array], Array]]:
+    """A decorator: on each device its own images, and the gradient that of ``plain``, which is the same function."""
+
+    def decorate(by_taps: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+        @jax.custom_vjp
+        def on_devices(weight: Array, x: Array) -> Array:
+            batch = PartitionSpec("data")
+            return on_each_device(by_taps, (PartitionSpec(), batch), batch)(weight, x)
+
+        def backward(given: tuple[Array, Array], slope: Array) -> tuple[Array, ...]:
+            return jax.vjp(plain, *given)[1](slope)
+
+        on_devices.defvjp(lambda weight, x: (on_devices(weight, x), (weight, x)), backward)
+        return on_devices
+
+    return decorate
+
+
+@_with_gradient_of(lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))))
+def _by_taps(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 as a sum of nine matmuls, one for each tap, of the image moved by it.
+
+    For XLA's own convolution of few images the TPU's compiler cuts each into strips, and moves about more than it
+    multiplies. Here it multiplies at 80 to 90 % of the peak of a v5e, padding and moving included, and compiles one
+    matmul in place of searching for a good form of the whole.
+    """
+    return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows))
+
+
+@_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
+def _doubled_by_taps(kernels: Array, x: Array) -> Array:
+    """:func:`convolve_doubled` likewise, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
+
+    def part(x: Array, first: Array | int, rows: int) -> Array:
+        def place(number: Array) -> Array:
+            i, j = number // 2, number % 2
+            return _taps(kernels[i, j], x, (first + i, j), rows)
+
+        y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
+        return y.transpose(2, 3, 0, 4, 1, 5).reshape(x.shape[0], 2 * rows, 2 * x.shape[2], -1)
+
+    return _in_parts(x, kernels.shape[-1], part)
+
+
+def _in_parts(x: Array, outputs: int, convolve: Callable[[Array, Array | int, int], Array]) -> Array:
+    """A convolution as many images at a time as keep their sums within ``SUMS``, or as many rows of one image.
+
+    Args:
+        x: [B, H, W, Cin].
+        outputs: channels that are summed up for each pixel of ``x`` at a time.
+        convolve: given images [B', H', W, Cin], a row and how many: what comes of these rows [B', n * rows, ...].
+    """
+    b, h, w, c = x.shape
+    row = 4 * w * outputs
+    if h * row <= SUMS:
+        images = max(n for n in range(1, b + 1) if b % n == 0 and n * h * row <= SUMS)
+        if images == b:
+            return convolve(x, 0, h)
+        y = jax.lax.map(lambda part: convolve(part, 0, h), x.reshape(b // images, images, h, w, c))
+        return y.reshape(b, *y.shape[2:])
+    most = max(1, SUMS // row)
+    rows = max(n for n in range(1, most + 1) if h % n == 0)
+    if 2 * rows <= most:  # a height without good divisors
+        rows = max(1, most // 8 * 8)
+    strips = math.ceil(h / rows)
+    x = jnp.pad(x, ((0, 0), (0, strips * rows - h), (0, 0), (0, 0)))
+
+    def strip(number: Array) -> Array:
+        first = number % strips * rows
+        begin = jnp.clip(first - 1, 0, strips * rows - rows - 2)  # the row above it and that below, if there are any
+        part = jax.lax.dynamic_slice(x, (number // strips, begin, 0, 0), (1, rows + 2, w, c))
+        return convolve(part, first - begin, rows)
+
+    y = jax.lax.map(strip, jnp.arange(b * strips))
+    times = y.shape[2] // rows
+    return y.reshape(b, strips * rows * times, *y.shape[3:])[:, : h * times]
+
+
+def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows: int) -> Array:
+    """``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the image moved by it.
+
+    ``corner`` is where the first tap begins: row and column of the image with a rim of zeros.
+    """
+    b, _, w, c = x.shape
+    width = kernel.shape[1]
+    taps = kernel.shape[0] * width
+
+    def tap(number: Array | int) -> Array:
+        # The rim and the move are said anew for each tap, so that the compiler makes them part of reading the operand.
+        i, j = number // width, number % width
+        rimmed = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        moved = jax.lax.dynamic_slice(rimmed, (0, corner[0] + i, corner[1] + j, 0), (b, rows, w, c))
+        return jnp.matmul(moved, kernel[i, j], preferred_element_type=jnp.float32)
+
+    # The last tap is outside of the loop, where what comes after the convolution becomes part of writing the result.
+    sums = jnp.zeros((b, rows, w, kernel.shape[-1]), jnp.float32)
+    sums = jax.lax.fori_loop(0, taps - 1, lambda number, sums: sums + tap(number), sums)
+    return (sums + tap(taps - 1)).astype(x.dtype)
