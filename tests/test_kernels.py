@@ -13,7 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 from canvax import attention as kernels
 from canvax import convolution, nn
 from canvax.attention import attention
-from canvax.convolution import convolve
 from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
 from canvax.target import compiling_for
 
@@ -119,7 +118,8 @@ def test_doubling_inside_the_convolution(platform: str) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-def test_convolution_by_taps(at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
+def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
     from canvax.parallel.mesh import make_mesh, over_batch
 
@@ -129,13 +129,38 @@ def test_convolution_by_taps(at_a_time: str, devices: int, monkeypatch: pytest.M
     mesh = make_mesh(jax.devices()[:devices])
     weight = normal(3, 3, 64, 64)
     x = jax.device_put(normal(4, 9, 5, 64), over_batch(mesh))
-    want, pull = jax.vjp(lambda *given: convolution._xla(*given, 1, ((1, 1), (1, 1))), weight, x)
-    with compiling_for("tpu", mesh):
-        got = jax.jit(lambda *given: convolve(*given))(weight, x)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolve(*given)).sum(), argnums=(0, 1)))(weight, x)
-    np.testing.assert_allclose(got, want, atol=2e-4)
+    function = convolution.convolve_doubled if doubled else convolution.convolve
+
+    def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return convolution._xla(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
+
+    want, pull = jax.vjp(plain, weight, x)
+    with compiling_for("tpu", mesh, "TPU v5 lite"):
+        got = jax.jit(lambda *given: function(*given))(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
+        text = jax.jit(lambda *given: function(*given)).lower(weight, x).as_text()
+    assert "stablehlo.convolution" not in text
+    np.testing.assert_allclose(got, want, atol=3e-4)
     for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
-        np.testing.assert_allclose(slope, wanted, atol=5e-3)
+        np.testing.assert_allclose(slope, wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pictures", "taps"),
+    [
+        ("TPU v2", 2, False),
+        ("TPU v4", 2, True),
+        ("TPU v4", 16, False),
+        ("TPU v5 lite", 16, True),
+        ("TPU v9", 2, True),
+        ("TPU v9", 16, False),
+    ],
+)
+def test_where_convolutions_are_by_taps(kind: str, pictures: int, taps: bool) -> None:
+    weight, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, 64, 320), (pictures, 128, 128, 64)))
+    with compiling_for("tpu", None, kind):
+        text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(weight, x).as_text()
+    assert ("stablehlo.convolution" not in text) == taps
 
 
 def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:

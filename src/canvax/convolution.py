@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from canvax.target import on_each_device, target_platform, weight_shards
+from canvax.target import on_each_device, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
 SMALL_IMAGE = 20 * 20
@@ -21,7 +21,11 @@ WIDE = 64
 
 SUMS = 48 * 2**20
 """Bytes of float32 sums that :func:`_by_taps` keeps at a time. They are read and written nine times, which is free as
-long as they stay in a TPU's vector memory: 128 MiB on v5e and v6e."""
+long as they stay in a TPU's vector memory."""
+
+IN_PARTS, NOT_AT_ALL = ("TPU v5 lite", "TPU v6 lite"), ("TPU v2", "TPU v3")
+"""Where sums of :data:`SUMS` and the image they are of stay on the chip for certain (128 MiB of vector memory), so that
+it pays to go through larger ones part by part; and where there is so little of it that XLA's convolution is faster."""
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -30,7 +34,7 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout], no bias; ``padding`` is (before, after) on both axes."""
     inputs, outputs = weight.shape[2:]
     if weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and weight_shards() == 1:
-        if target_platform() == "tpu" and min(inputs, outputs) >= WIDE:
+        if _tpu() and min(inputs, outputs) >= WIDE:
             return _by_taps(weight, x)
         if target_platform() == "cpu" and inputs >= WIDE and x.shape[1] * x.shape[2] <= SMALL_IMAGE:
             return _as_matmul(weight, x)
@@ -48,14 +52,19 @@ def convolve_doubled(weight: Array, x: Array) -> Array:
         doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c))
         return convolve(weight, doubled.reshape(b, 2 * h, 2 * w, c))
     wide = weight.astype(jnp.float32)
-    kernels = jnp.stack([jnp.stack([_pair(_pair(wide, i, axis=0), j, axis=1) for j in (0, 1)]) for i in (0, 1)])
-    by_taps = target_platform() == "tpu" and weight_shards() == 1
-    return (_doubled_by_taps if by_taps else _doubled)(kernels.astype(x.dtype), x)
+    kernels = [[_pair(_pair(wide, i, axis=0), j, axis=1).astype(x.dtype) for j in (0, 1)] for i in (0, 1)]
+    if _tpu() and weight_shards() == 1:
+        return _doubled_by_taps(jnp.array(kernels), x)
+    return _doubled(kernels, x)
 
 
-def _doubled(kernels: Array, x: Array) -> Array:
+def _tpu() -> bool:
+    return target_platform() == "tpu" and target_kind() not in NOT_AT_ALL
+
+
+def _doubled(kernels: Array | Sequence[Sequence[Array]], x: Array) -> Array:
     """A 2x2 convolution for each place in a doubled pixel; ``kernels`` [2, 2, 2, 2, Cin, Cout]."""
-    y = [[_xla(kernels[i, j], x, 1, ((1 - i, i), (1 - j, j))) for j in (0, 1)] for i in (0, 1)]
+    y = [[_xla(kernels[i][j], x, 1, ((1 - i, i), (1 - j, j))) for j in (0, 1)] for i in (0, 1)]
     b, h, w, _ = x.shape
     return jnp.stack([jnp.stack(row, axis=3) for row in y], axis=2).reshape(b, 2 * h, 2 * w, -1)
 
@@ -88,10 +97,14 @@ def _with_gradient_of(plain: Callable[[Array, Array], Array]) -> Callable[..., C
     """A decorator: on each device its own images, and the gradient that of ``plain``, which is the same function."""
 
     def decorate(by_taps: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+        def on_one(weight: Array, x: Array) -> Array:
+            whole = 4 * math.prod(x.shape[:3]) * weight.shape[-1] <= SUMS
+            return (by_taps if whole or target_kind() in IN_PARTS else plain)(weight, x)
+
         @jax.custom_vjp
         def on_devices(weight: Array, x: Array) -> Array:
             batch = PartitionSpec("data")
-            return on_each_device(by_taps, (PartitionSpec(), batch), batch)(weight, x)
+            return on_each_device(on_one, (PartitionSpec(), batch), batch)(weight, x)
 
         def backward(given: tuple[Array, Array], slope: Array) -> tuple[Array, ...]:
             return jax.vjp(plain, *given)[1](slope)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from canvax.attention import attention
 from canvax.models.configs import ClipTextConfig
-from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
+from canvax.nn import ACTIVATIONS, embedding, embedding_spec, kept_apart, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array
 
@@ -54,7 +54,7 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     chosen = x
     with jax.named_scope("text_encoder"):
         for i in range(cfg.num_hidden_layers):
-            x = _layer(p["encoder"]["layers"][str(i)], x, cfg)
+            x = _layer(p["encoder"]["layers"][str(i)], x, cfg=cfg)
             chosen = jnp.where(wanted == i + 1, x, chosen)
     return chosen, x
 
@@ -85,7 +85,8 @@ def _layer_spec(cfg: ClipTextConfig) -> Spec:
     }
 
 
-def _layer(p: Params, x: Array, cfg: ClipTextConfig) -> Array:
+@kept_apart
+def _layer(p: Params, x: Array, *, cfg: ClipTextConfig) -> Array:
     a = p["self_attn"]
     h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
