@@ -12,6 +12,7 @@ from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
+from canvax.compile.flags import compile_faster
 from canvax.errors import CanvaxError, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -20,6 +21,8 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C."""
+    if argv is None:
+        compile_faster()
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in takewhile(lambda word: word != "--", arguments)  # what follows is prompts
     report: dict[str, Any] = {}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +30,9 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.target import compiling_on
 from canvax.types import Array
+
+PROGRAMS = ("text encoder", "denoiser", "decoder")
+"""What they are called where they are announced."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Programs:
     precision: str | None = None
     stacked: bool = False
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _locks: dict[Any, Any] = field(default_factory=partial(defaultdict, threading.Lock), repr=False, compare=False)
 
     def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Conditions]:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
@@ -148,7 +153,7 @@ class Programs:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
-        with self._lock:
+        with self._locks[key]:
             if key not in self._compiled:
                 self._compiled[key] = self._build(name, function, arguments, announce)
             return self._compiled[key]
@@ -187,6 +192,12 @@ class Programs:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
             return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
+
+
+def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
+    """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy."""
+    with ThreadPoolExecutor(len(calls), "canvax-compile") as pool:
+        return [job.result() for job in [pool.submit(call) for call in calls]]
 
 
 def _silent(build: Build) -> None:

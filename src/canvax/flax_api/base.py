@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.compile.programs import Programs, decode_images
+from canvax.compile.programs import Programs, at_once, decode_images
 from canvax.denoise import WINDOW, denoise, initial_state, window_rows
 from canvax.errors import CheckpointError, InputError
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
@@ -162,9 +162,13 @@ class FlaxPipeline:
         def put(tree: Any) -> Any:
             return jax.device_put(tree, split)
 
-        encode = programs.encode_text(params, count)
-        denoise_rows = programs.denoise(params, shape, guided=inputs.guided, clip=table.clip)
-        to_images = programs.decode(params, shape) if decode else None
+        encode, denoise_rows, to_images = at_once(
+            [
+                lambda: programs.encode_text(params, count),
+                lambda: programs.denoise(params, shape, guided=inputs.guided, clip=table.clip),
+                lambda: programs.decode(params, shape) if decode else None,
+            ]
+        )
 
         def told(ids: np.ndarray) -> Conditions:
             return encode(programs.text_params(params), put(self._told(ids)), np.int32(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -16,24 +17,35 @@ class Display:
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
         self.builds: list[Build] = []
+        self.compile_seconds = 0.0
+        """Seconds in which programs were on their way."""
         self.first_step = 0.0
-        self._begun = False
-
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds until all programs were there."""
-        return sum(build.seconds or 0.0 for build in self.builds)
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._running: set[int] = set()
+        self._line = ""
 
     def announce(self, build: Build) -> None:
-        """Say that a program is being compiled; without this the first picture looks like a hang."""
-        if build.seconds is not None:
+        """Say what is being compiled or loaded; without this the first picture looks like a hang.
+
+        Programs come from several threads, each busy with one at a time. Those that are compiled share a line.
+        """
+        with self._lock:
+            if build.seconds is None:
+                if not self._running:
+                    self._since = time.perf_counter()
+                self._running.add(threading.get_ident())
+                line = "loading the programs:" if build.cached else "compiling (once for each size and batch):"
+                if line != self._line:
+                    self._write(f"\n{line}" if self._line else line)
+                    self._line = line
+                return
             self.builds.append(build)
-            self._write(f"{build.seconds:.1f} s\n")
-        else:
-            self._write("it does not fit this machine\n" if self._begun else "")
-            once = f"compiling the {build.program} (once for each size and batch) ... "
-            self._write(f"loading the compiled {build.program} ... " if build.cached else once)
-        self._begun = build.seconds is None
+            self._running.discard(threading.get_ident())
+            self._write(f" {build.program} {build.seconds:.1f} s" + ("," if self._running else "\n"))
+            if not self._running:
+                self.compile_seconds += time.perf_counter() - self._since
+                self._line = ""
 
     def stepped(self) -> None:
         """Keep the time of the first step."""

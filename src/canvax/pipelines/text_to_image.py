@@ -14,7 +14,7 @@ import numpy as np
 
 from canvax.compile.aot import Build
 from canvax.compile.monitor import compilations
-from canvax.compile.programs import Programs
+from canvax.compile.programs import PROGRAMS, Programs, at_once
 from canvax.denoise import WINDOW, features_shape, initial_state, window_rows
 from canvax.errors import Cancelled, InputError, check_count
 from canvax.images.convert import to_pil
@@ -242,7 +242,7 @@ class StableDiffusion:
         if reuse_layers:
             check_layers(reuse_layers, self.checkpoint)
         self._build(params, shape, {guidance}, table, display, layers=reuse_layers)
-        return tuple(display.builds)
+        return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _build(
         self,
@@ -262,11 +262,16 @@ class StableDiffusion:
         programs, tell = self.programs, display.announce
         height, width = (side * programs.vae.factor for side in shape[1:3])
         denoise = partial(programs.denoise, params, shape, clip=table.clip, layers=layers, announce=tell)
-        return (
-            programs.encode_text(params, shape[0], tell),
-            {one: denoise(guided=one) for one in guided},
-            programs.decode(params, shape, tell, tiled=is_tiled(height, width, decoder)) if decoder else None,
+        encode, decode, *denoisers = at_once(
+            [
+                lambda: programs.encode_text(params, shape[0], tell),
+                lambda: (
+                    programs.decode(params, shape, tell, tiled=is_tiled(height, width, decoder)) if decoder else None
+                ),
+                *(partial(denoise, guided=one) for one in guided),
+            ]
         )
+        return encode, dict(zip(guided, denoisers, strict=True)), decode
 
     def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
