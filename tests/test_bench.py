@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
+from canvax.bench import measure as measuring
 from canvax.bench.chips import peak_flops
 from canvax.bench.job import Job, make_inputs
 from canvax.bench.measure import _compare, measure
@@ -179,6 +180,15 @@ def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
     job = Misled("text", small, 64, 64, 1, 2, "float32", "cpu")
     with pytest.raises(CanvaxError, match="torch and canvax do different work"):
         measure(job, [Contender("torch")], 1, tell=lambda text: None)
+
+
+def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
+    said: list[str] = []
+    found = measure(Job("text", small, 64, 64, 1, 2, "float32", "cpu"), [], 2, tell=said.append)
+    assert len(found["canvax"]["seconds"]) == 2
+    assert [line.partition(":")[0] for line in said] == ["round 1 of 2", "round 2 of 2"]
+    assert all("alone" in line for line in said)
 
 
 def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:

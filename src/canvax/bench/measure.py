@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ import numpy as np
 from canvax.bench.job import PEERS, Job, make_inputs
 from canvax.bench.process import Contender, Process
 from canvax.errors import CanvaxError
-from canvax.pipelines.checkpoint import read_checkpoint
+from canvax.parallel.memory import available_bytes
+from canvax.params import count
+from canvax.pipelines.checkpoint import Checkpoint, read_checkpoint
 from canvax.weights.hub import resolve
 from canvax.weights.layout import find_weights
 
@@ -57,7 +59,17 @@ def measure(
             return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, tell)
         if job.part == "start":
             return _start(job, peers, rounds, scratch, inputs, tell)
-        return _turns(job, [Contender("canvax"), *peers], rounds, scratch, inputs, tell)
+        contenders = [Contender("canvax"), *peers]
+        run = _turns if _fit_together(job, checkpoint, len(contenders)) else _apart
+        return run(job, contenders, rounds, scratch, inputs, tell)
+
+
+def _fit_together(job: Job, checkpoint: Checkpoint, contenders: int) -> bool:
+    """Whether the host's memory holds the weights of all contenders, and as much again of the largest for its work."""
+    parts = [part for part in checkpoint.components if job.part == "picture" or part.name.startswith(job.part)]
+    weights = sum(count(part.spec) for part in parts) * np.dtype(job.dtype).itemsize
+    available = available_bytes()
+    return job.device != "cpu" or available is None or (contenders + 0.5) * weights < available
 
 
 def _turns(
@@ -77,6 +89,33 @@ def _turns(
             tell(f"round {number + 1} of {rounds}")
             for process in running:
                 turns[process.name].append(process.turn())
+    return _figures(turns, told, differences)
+
+
+def _apart(
+    job: Job, contenders: Sequence[Contender], rounds: int, scratch: Path, inputs: Path, tell: Tell
+) -> dict[str, Any]:
+    """Contenders that take turns, each turn a process of its own: memory does not hold them all."""
+    turns: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
+    told, done, differences = {}, {}, {}
+    for number in range(rounds):
+        for contender in contenders:
+            tell(f"round {number + 1} of {rounds}: {contender.name}, alone since memory does not hold all contenders")
+            with Process(contender, job, scratch, inputs=inputs) as process:
+                told[contender.name] = process.answer()
+                if number == 0:
+                    done[contender.name] = process
+                    if contender is not contenders[0]:
+                        differences[contender.name] = _compare(job, done[contenders[0].name], process)
+                turns[contender.name].append(process.turn())
+    return _figures(turns, told, differences)
+
+
+def _figures(
+    turns: Mapping[str, Sequence[dict[str, Any]]],
+    told: Mapping[str, dict[str, Any]],
+    differences: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
     return {
         name: summary([turn["seconds"] for turn in turns[name]])
         | {key: turns[name][-1][key] for key in ("host_peak_bytes", "device_peak_bytes")}

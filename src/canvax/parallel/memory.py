@@ -53,7 +53,7 @@ def free_bytes(mesh: Mesh) -> int | None:
     """
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
-        available = _available()
+        available = available_bytes()
         return None if available is None else available // len(devices)
     free = []
     for device in devices:
@@ -158,7 +158,7 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def _available() -> int | None:
+def available_bytes() -> int | None:
     """Memory of the host that programs can have without swapping; None where the system does not tell."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
