@@ -181,9 +181,9 @@ def _start(
     for name, each in runs.items():
         result[name] = each[0] | summary([run["moments"]["picture"] for run in each]) | differences.get(name, {})
         result[name]["host_peak_bytes"] = max(run["host_peak_bytes"] for run in each)
-        for count in ("traces", "compilations"):
-            if count in each[0]:
-                result[name][count] = max(run[count] for run in each)
+        for counted in ("traces", "compilations"):
+            if counted in each[0]:
+                result[name][counted] = max(run[counted] for run in each)
         result[name]["moments"] = {
             moment: summary([run["moments"][moment] for run in each])
             for moment in MOMENTS
