@@ -29,9 +29,9 @@ from test_sdxl import build as write_small_sdxl
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.compile import aot, cache, key
+from canvax.compile import aot, cache, flags, key
 from canvax.compile.aot import Build
-from canvax.compile.programs import Programs
+from canvax.compile.programs import Programs, at_once
 from canvax.models.clip import text_encoder_spec
 from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
@@ -237,6 +237,26 @@ def test_what_makes_another_program(folder: Path, weights: Any, monkeypatch: pyt
         monkeypatch.setattr(key, name, lambda value=value: value)
         assert encode(weights)[1] == [False]
     assert kept() == 9
+
+
+def test_the_flag_that_makes_compiling_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no other program, and does not replace what the user has set."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    before = key.environment(ONE)
+    flags.compile_faster()
+    flags.compile_faster()
+    assert os.environ["XLA_FLAGS"].count(flags.LATE_FLATTENING) == 1
+    assert key.environment(ONE) == before
+    for mine, then in (("", flags.LATE_FLATTENING), (2 * ("--xla_backend_extra_options=xla_cpu_optimize_for_size",))):
+        monkeypatch.setenv("XLA_FLAGS", mine)
+        flags.compile_faster()
+        assert os.environ["XLA_FLAGS"] == then
+
+
+def test_the_precision_of_a_context_holds_while_programs_are_made_by_threads() -> None:
+    with jax.default_matmul_precision("high"):
+        assert at_once([lambda: jax.config.jax_default_matmul_precision] * 2) == ["high"] * 2
+    assert at_once([lambda: jax.config.jax_default_matmul_precision]) == [jax.config.jax_default_matmul_precision]
 
 
 def test_keys_do_not_depend_on_what_is_harmless(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

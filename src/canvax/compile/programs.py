@@ -196,8 +196,14 @@ class Programs:
 
 def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
     """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy."""
+    precision = jax.config.jax_default_matmul_precision  # what is set in a context holds in its thread alone
+
+    def one(call: Callable[[], Any]) -> Any:
+        with jax.default_matmul_precision(precision):
+            return call()
+
     with ThreadPoolExecutor(len(calls), "canvax-compile") as pool:
-        return [job.result() for job in [pool.submit(call) for call in calls]]
+        return list(pool.map(one, calls))
 
 
 def _silent(build: Build) -> None:
