@@ -16,8 +16,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a cat" "a lemon" "a hamburger" --seed 1 --grid --output out/demo
 
+# Two processes: most of the time is XLA compiling, on one processor each.
 test: .venv/test-$(REFERENCE) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff check .

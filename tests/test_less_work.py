@@ -211,6 +211,7 @@ def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> 
         np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reuse_in_a_batch_on_devices(emoji: canvax.StableDiffusion) -> None:
     """The same pictures alone, in a batch, and in one that is split and filled up; guided in a part of the run."""
     options = reusing(guidance_interval=(0.0, 0.5))

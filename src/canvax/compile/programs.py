@@ -196,7 +196,7 @@ class Programs:
 
 def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
     """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy."""
-    precision = jax.config.jax_default_matmul_precision  # what is set in a context holds in its thread alone
+    precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
 
     def one(call: Callable[[], Any]) -> Any:
         with jax.default_matmul_precision(precision):
