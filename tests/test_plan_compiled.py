@@ -91,8 +91,8 @@ def test_eight_cores_say_nothing_to_each_other() -> None:
 
 
 def test_more_than_a_chip_has() -> None:
-    """Attention over 65,536 tokens needs its scores in memory, 16 GiB of them; the compiler's own words are told."""
-    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 256, 256, True, "bfloat16")
+    """A picture of 4096 x 4096 decoded at once; the compiler's own words are told."""
+    job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 4096, 4096, True, "bfloat16")
     result = list(compiling._messages(job, ["decode"]))[-1]["result"]
     assert result["refused"].startswith("Ran out of memory")
     assert "exceeds available HBM (15.75G)" in result["refused"]

@@ -202,7 +202,20 @@ class Module:
                 return hbm_bytes(one.shape)
             kind, sides, layout = _ARRAY.findall(one.shape)[-2]
             return _size(kind, sides) * (1 if _SPACE.search(layout) else 2)
-        return hbm_bytes(one.shape) + sum(self._read(one, i, computation) for i in range(len(one.operands)))
+        written = self._written(one, computation)
+        return written + sum(self._read(one, i, computation) for i in range(len(one.operands)))
+
+    def _written(self, one: Instruction, computation: Computation) -> float:
+        """Bytes that an instruction writes: of an array that it updates in place, the update alone."""
+        whole = hbm_bytes(one.shape)
+        if whole and one.opcode == "fusion":
+            inside = self.computation(one.called("calls")[0])
+            root = next((inner for inner in inside.values() if inner.line.lstrip().startswith("ROOT")), None)
+            if root is not None and root.opcode == "dynamic-update-slice":
+                return min(whole, _all_bytes(inside[root.operands[1]].shape))
+        if whole and one.opcode == "dynamic-update-slice" and one.operands[1] in computation:
+            return min(whole, _all_bytes(computation[one.operands[1]].shape))
+        return whole
 
     def _read(self, one: Instruction, index: int, computation: Computation) -> float:
         """Bytes that an instruction reads of an operand: a slice of it alone, if that is all it looks at."""
@@ -212,6 +225,8 @@ class Module:
             return 0
         if one.opcode == "dynamic-slice" and index == 0:
             return min(whole, _all_bytes(one.shape))
+        if one.opcode == "dynamic-update-slice" and index == 0:
+            return 0
         if one.opcode != "fusion":
             return whole
         inside = self.computation(one.called("calls")[0])
