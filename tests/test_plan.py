@@ -133,6 +133,32 @@ ENTRY %main (w.1: bf16[10,64,64], n.1: s32[]) -> bf16[64,64] {
   ROOT %end = bf16[64,64]{1,0} fusion(%result), kind=kLoop, calls=%sliced, backend_config={"window_config":{"estimated_cycles":"3006"}}
 }
 """  # noqa: E501
+
+UPDATED = """\
+HloModule jit_g, is_scheduled=true
+
+%updating (p0: bf16[10,64,64], p1: bf16[1,64,64], p2: s32[]) -> bf16[10,64,64] {
+  %p0 = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %p2 = s32[]{:T(128)S(6)} parameter(2)
+  ROOT %dus = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)
+}
+
+ENTRY %main (w: bf16[10,64,64], x: bf16[1,64,64], i: s32[]) -> bf16[10,64,64] {
+  %w = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %x = bf16[1,64,64]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %i = s32[]{:T(128)S(6)} parameter(2)
+  %once = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%w, %x, %i, %i, %i)
+  ROOT %twice = bf16[10,64,64]{2,1,0:T(8,128)(2,1)} fusion(%once, %x, %i), kind=kLoop, calls=%updating
+}
+"""
+
+
+def test_an_update_in_place_moves_the_update_alone() -> None:
+    module = Module(UPDATED, CHIPS["v5e"])
+    assert module.whole().bytes == 2 * 2 * (64 * 64 * 2)  # twice read and written
+
+
 TILE = 64 * 64 * 2
 
 
