@@ -84,7 +84,8 @@ def whole(results: Sequence[dict[str, Any]]) -> list[str]:
 def parts(results: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each program of each plan, on one device."""
     lines = [
-        "| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | estimate ms | collectives |",
+        "| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB "
+        "| bound ms | estimate ms | collectives |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
