@@ -44,13 +44,9 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
 def convolve_doubled(weight: Array, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout], no bias.
 
-    On the TPU and the CPU the doubled image is never made: neighbours that are copies share a weight, which leaves
-    four ninths of the work, a 2x2 convolution for each of the four places in a doubled pixel.
+    The doubled image is never made: neighbours that are copies share a weight, which leaves four ninths of the work, a
+    2x2 convolution for each of the four places in a doubled pixel.
     """
-    b, h, w, c = x.shape
-    if target_platform() not in ("cpu", "tpu"):
-        doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c))
-        return convolve(weight, doubled.reshape(b, 2 * h, 2 * w, c))
     wide = weight.astype(jnp.float32)
     kernels = [[_pair(_pair(wide, i, axis=0), j, axis=1).astype(x.dtype) for j in (0, 1)] for i in (0, 1)]
     if _tpu() and weight_shards() == 1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -55,7 +54,8 @@ class Programs:
     precision: str | None = None
     stacked: bool = False
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
-    _locks: dict[Any, Any] = field(default_factory=partial(defaultdict, threading.Lock), repr=False, compare=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Conditions]:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
@@ -153,7 +153,9 @@ class Programs:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
-        with self._locks[key]:
+        with self._lock:
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
             if key not in self._compiled:
                 self._compiled[key] = self._build(name, function, arguments, announce)
             return self._compiled[key]

@@ -208,14 +208,12 @@ class Module:
     def _written(self, one: Instruction, computation: Computation) -> float:
         """Bytes that an instruction writes: of an array that it updates in place, the update alone."""
         whole = hbm_bytes(one.shape)
-        if whole and one.opcode == "fusion":
-            inside = self.computation(one.called("calls")[0])
-            root = next((inner for inner in inside.values() if inner.line.lstrip().startswith("ROOT")), None)
-            if root is not None and root.opcode == "dynamic-update-slice":
-                return min(whole, _all_bytes(inside[root.operands[1]].shape))
-        if whole and one.opcode == "dynamic-update-slice" and one.operands[1] in computation:
-            return min(whole, _all_bytes(computation[one.operands[1]].shape))
-        return whole
+        if whole and one.opcode == "fusion":  # what it writes is its root's
+            computation = self.computation(one.called("calls")[0])
+            one = next((inner for inner in computation.values() if inner.line.lstrip().startswith("ROOT")), one)
+        if one.opcode != "dynamic-update-slice" or one.operands[1] not in computation:
+            return whole
+        return min(whole, _all_bytes(computation[one.operands[1]].shape))
 
     def _read(self, one: Instruction, index: int, computation: Computation) -> float:
         """Bytes that an instruction reads of an operand: a slice of it alone, if that is all it looks at."""
