@@ -116,6 +116,11 @@ def test_doubling_inside_the_convolution(platform: str) -> None:
     np.testing.assert_allclose(got, want, atol=5e-5)
 
 
+def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: convolution.Padding) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=numbers)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
@@ -132,7 +137,7 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
     function = convolution.convolve_doubled if doubled else convolution.convolve
 
     def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
-        return convolution._xla(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
+        return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
 
     want, pull = jax.vjp(plain, weight, x)
     with compiling_for("tpu", mesh, "TPU v5 lite"):
@@ -143,6 +148,40 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
     np.testing.assert_allclose(got, want, atol=3e-4)
     for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
         np.testing.assert_allclose(slope, wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "size"),
+    [
+        (3, 1, ((1, 1), (1, 1)), (8, 6)),
+        (3, 2, ((1, 1), (1, 1)), (8, 6)),
+        (3, 2, ((1, 1), (1, 1)), (7, 9)),
+        (3, 2, ((0, 1), (0, 1)), (8, 8)),
+        (2, 1, ((1, 0), (0, 1)), (6, 5)),
+        (1, 1, ((0, 0), (0, 0)), (5, 7)),
+    ],
+)
+def test_gradient_of_convolutions_on_a_cpu(
+    kernel: int, stride: int, padding: convolution.Padding, size: tuple[int, int]
+) -> None:
+    """The gradient canvax gives XLA's convolution is the one XLA would."""
+    weight, x = normal(kernel, kernel, 5, 4), normal(2, *size, 5)
+    want, pull = jax.vjp(lambda *given: xla_convolution(*given, stride, padding), weight, x)
+    got, ours = jax.vjp(lambda *given: convolution._xla(*given, stride, padding), weight, x)
+    np.testing.assert_array_equal(got, want)
+    for slope, wanted in zip(ours(jnp.cos(want)), pull(jnp.cos(want)), strict=True):
+        np.testing.assert_allclose(slope, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "outputs", "matmul"), [(8, 1280, True), (16, 1280, True), (16, 640, False), (8, 192, False)]
+)
+def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, outputs: int, matmul: bool) -> None:
+    """For few pixels, in the whole batch, beside the output channels."""
+    shapes = ((3, 3, 640, outputs), (2, pixels, pixels, 640))
+    given = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
+    assert ("stablehlo.convolution" not in text) == matmul
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,9 @@ def test_eight_devices_learn_what_one_does(tmp_path: Path) -> None:
         toy(tmp_path / "4", PLAN, make_mesh(jax.devices()))
 
 
-def test_the_accelerators_loop_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPU and TPU a chunk is one program; here it is run on the CPU by saying that it is no CPU."""
-    one, _ = toy(tmp_path / "steps")
-    import canvax.train.loop as loop
-
-    monkeypatch.setattr(loop, "is_cpu", lambda mesh: False)
-    chunked, _ = toy(tmp_path / "scan")
+def test_a_chunk_of_steps_is_as_its_steps_one_by_one(tmp_path: Path) -> None:
+    one, _ = toy(tmp_path / "steps", replace(PLAN, chunk=1))
+    chunked, _ = toy(tmp_path / "chunks")
     np.testing.assert_allclose(one["w"], chunked["w"], rtol=1e-6)
 
 

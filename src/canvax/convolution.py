@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from canvax.target import on_each_device, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
-SMALL_IMAGE = 20 * 20
-"""Pixels up to which XLA's CPU convolution is slower than the same work as one matmul: 2.5 times at 8 x 8, 1.3 times
-at 16 x 16, while at 32 x 32 it is 1.2 times faster (float32, 1280 channels)."""
+FEW_PIXELS = 0.5
+"""Pixels of a batch, over output channels, up to which one matmul is faster on a CPU than XLA's convolution: 2.4 times
+at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine shifted images no longer
+stay in the caches."""
 
 WIDE = 64
 """Channels from which a convolution is worth writing as matmuls."""
@@ -29,6 +30,8 @@ it pays to go through larger ones part by part; and where there is so little of 
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
+Padding = tuple[tuple[int, int], tuple[int, int]]
+
 
 def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout], no bias; ``padding`` is (before, after) on both axes."""
@@ -36,7 +39,7 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
     if weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and weight_shards() == 1:
         if _tpu() and min(inputs, outputs) >= WIDE:
             return _by_taps(weight, x)
-        if target_platform() == "cpu" and inputs >= WIDE and x.shape[1] * x.shape[2] <= SMALL_IMAGE:
+        if target_platform() == "cpu" and inputs >= WIDE and math.prod(x.shape[:3]) <= FEW_PIXELS * outputs:
             return _as_matmul(weight, x)
     return _xla(weight, x, stride, (padding, padding))
 
@@ -72,13 +75,43 @@ def _pair(weight: Array, place: int, axis: int) -> Array:
     return jnp.concatenate(taps, axis)
 
 
-def _xla(weight: Array, x: Array, stride: int, padding: tuple[tuple[int, int], tuple[int, int]]) -> Array:
+def _xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     """XLA's convolution; on the CPU always in float32, since in 16 bits it takes up to four times as long there."""
-    dtype = jnp.float32 if target_platform() == "cpu" else x.dtype
-    y = jax.lax.conv_general_dilated(
-        x.astype(dtype), weight.astype(dtype), (stride, stride), padding, dimension_numbers=_LAYOUT
-    )
-    return y.astype(x.dtype)
+    if target_platform() != "cpu":
+        return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=_LAYOUT)
+    return _on_cpu(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
+
+
+def _direct(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
+    return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=_LAYOUT)
+
+
+def _backward_on_cpu(stride: int, padding: Padding, given: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
+    """To the image: a convolution of the slope with the turned weight. To the weight: a matmul for each tap."""
+    weight, x = given
+    kernel, sizes = weight.shape[:2], x.shape[1:3]
+    spread = [
+        (k - 1 - before, size - (n - 1) * stride - 1 + before, stride - 1)
+        for k, size, n, (before, _) in zip(kernel, sizes, slope.shape[1:3], padding, strict=True)
+    ]
+    spread_slope = jax.lax.pad(slope, jnp.zeros((), slope.dtype), ((0, 0, 0), *spread, (0, 0, 0)))
+    turned = jnp.flip(weight, (0, 1)).swapaxes(2, 3)
+    to_x = jax.lax.conv_general_dilated(spread_slope, turned, (1, 1), "VALID", dimension_numbers=_LAYOUT)
+    b, h, w, outputs = slope.shape
+    padded = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+
+    def tap(i: int, j: int) -> Array:
+        moved = padded[:, i : i + (h - 1) * stride + 1 : stride, j : j + (w - 1) * stride + 1 : stride]
+        return moved.reshape(b * h * w, -1).T @ slope.reshape(b * h * w, outputs)
+
+    taps = [tap(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
+    return jnp.stack(taps).reshape(weight.shape), to_x
+
+
+_on_cpu = jax.custom_vjp(_direct, nondiff_argnums=(2, 3))
+"""XLA's convolution with a gradient of our own: of the convolutions that XLA makes of it inside a larger program some
+are not of the layout that its fast CPU convolution knows, and training takes ten times as long."""
+_on_cpu.defvjp(lambda weight, x, stride, padding: (_direct(weight, x, stride, padding), (weight, x)), _backward_on_cpu)
 
 
 def _as_matmul(weight: Array, x: Array) -> Array:

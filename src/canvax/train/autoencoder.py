@@ -22,12 +22,19 @@ from canvax.train.objectives import autoencoder_loss, cast
 from canvax.types import Array, DType, HostArray
 
 KL, EDGES = 3e-4, 0.05
-"""Weights of the divergence and of the outlines beside the squared error. The divergence is only there to keep the
-encoder's noise from vanishing, so that near latents mean near pictures."""
+"""Usual weights of the divergence and of the outlines beside the squared error. The divergence is only there to keep
+the encoder's noise from vanishing, so that near latents mean near pictures."""
 
 
 def train_autoencoder(
-    pixels: HostArray, cfg: VaeConfig, plan: Plan, session: Session, *, crop: int, dtype: DType = jnp.float32
+    pixels: HostArray,
+    cfg: VaeConfig,
+    plan: Plan,
+    session: Session,
+    *,
+    crop: int,
+    kl: float = KL,
+    dtype: DType = jnp.float32,
 ) -> tuple[Params, bool]:
     """Train on random ``crop`` x ``crop`` pieces of pictures [N, H, W, 3] uint8.
 
@@ -39,6 +46,7 @@ def train_autoencoder(
         plan: how long and how.
         session: where the run is kept.
         crop: pixels of a piece, divisible by the autoencoder's factor.
+        kl: weight of the divergence.
         dtype: dtype computed in; parameters are kept in float32.
 
     Returns:
@@ -47,12 +55,12 @@ def train_autoencoder(
     if crop % cfg.factor or crop > min(pixels.shape[1:3]):
         raise InputError(f"crop = {crop} must be divisible by {cfg.factor} and at most {min(pixels.shape[1:3])}")
     params = init_params(vae_spec(cfg), plan.seed)
-    loss = partial(_crop_loss, cfg=cfg, crop=crop, dtype=dtype)
+    loss = partial(_crop_loss, cfg=cfg, crop=crop, kl=kl, dtype=dtype)
     return fit(params, loss, {"pixels": pixels}, len(pixels), plan, session)
 
 
 def _crop_loss(
-    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, crop: int, dtype: DType
+    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, crop: int, kl: float, dtype: DType
 ) -> tuple[Array, dict[str, Array]]:
     rows_key, columns_key, noise_key = jax.random.split(key, 3)
     _, height, width, _ = data["pixels"].shape
@@ -65,7 +73,7 @@ def _crop_loss(
     images = as_input(jax.vmap(piece)(chosen, rows, columns)).astype(dtype)
     side = crop // cfg.factor
     noise = jax.random.normal(noise_key, (chosen.shape[0], side, side, cfg.latent_channels), jnp.float32)
-    return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=KL, edges=EDGES)
+    return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=kl, edges=EDGES)
 
 
 def whitened(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> Params:

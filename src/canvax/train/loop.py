@@ -233,12 +233,10 @@ def _update(
 def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) -> Program:
     """``(state, data, indices [chunk, B], steps) -> (state, means of what is logged)``; the state given is used up.
 
-    On GPU and TPU the chunk is one program, so that Python never keeps the device waiting. On the CPU it is one program
-    a step: there a call costs nothing, and in a loop XLA takes ten times as long over the gradient of convolutions.
+    The chunk is one program, so that Python never keeps the device waiting.
     """
     everywhere = replicated(mesh)
-    rows = () if is_cpu(mesh) else (plan.chunk,)
-    split = NamedSharding(mesh, PartitionSpec(*(None for _ in rows), "data"))
+    split = NamedSharding(mesh, PartitionSpec(None, "data"))
 
     def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
@@ -246,29 +244,13 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
 
     with compiling_on(mesh):
         jitted = jax.jit(
-            chunk if rows else update,
+            chunk,
             in_shardings=(everywhere, everywhere, split, everywhere),
             out_shardings=everywhere,
             donate_argnums=0,
         )
-        indices = jax.ShapeDtypeStruct((*rows, plan.batch), jnp.int32)
-        program = jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-    if rows:
-        return program
-
-    def one_by_one(state: TrainState, data: Any, indices: HostArray, steps: Any) -> tuple[TrainState, dict[str, Any]]:
-        logged = []
-        for chosen in indices:
-            state, metrics = program(state, data, chosen, steps)
-            logged.append(metrics)
-        return state, {name: np.mean([float(row[name]) for row in logged]) for name in logged[0]}
-
-    return one_by_one
-
-
-def is_cpu(mesh: Mesh) -> bool:
-    """Whether a mesh is of the host's own processors."""
-    return mesh.devices.flat[0].platform == "cpu"
+        indices = jax.ShapeDtypeStruct((plan.chunk, plan.batch), jnp.int32)
+        return jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:

@@ -5,6 +5,7 @@ Each stage leaves its state in the run's folder, so the same call goes on where 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,9 @@ from canvax.params import Params, init_params
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
-from canvax.train.autoencoder import encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
+from canvax.train.autoencoder import KL, encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.emoji.captions import FORMS
 from canvax.train.emoji.drawings import LICENCES, licences
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
@@ -39,9 +41,6 @@ PREVIEW = (
 )  # fmt: skip
 """Prompts of the grids that are drawn along the way."""
 
-_DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
-_UP = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -52,9 +51,13 @@ class Recipe:
         crop: pixels of the pieces that the autoencoder learns from.
         autoencoder: plan of the autoencoder.
         diffusion: plan of text encoder and UNet.
-        shift: pixels by which the drawings are moved about, in latents of their own.
+        shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
         channels: of the UNet's levels; the first, where there are most pixels, has no attention.
-        vae_channels: of the autoencoder's levels.
+        vae_channels: of the autoencoder's levels; each but the last halves the picture.
+        latent_channels: numbers at each place of the latents.
+        kl: weight of the autoencoder's divergence.
+        forms: how many of the captions of each drawing are learnt from. The last two, a tag and a style, suit many
+            drawings, and the two before leave the style open.
         width: of the text encoder.
         vocabulary: entries of the tokenizer.
         mixed: compute in bfloat16.
@@ -65,8 +68,11 @@ class Recipe:
     autoencoder: Plan
     diffusion: Plan
     shift: int
-    channels: tuple[int, int, int] = (64, 128, 144)
-    vae_channels: tuple[int, int, int] = (32, 64, 128)
+    channels: tuple[int, ...] = (64, 128, 144)
+    vae_channels: tuple[int, ...] = (32, 64, 128)
+    latent_channels: int = 4
+    kl: float = KL
+    forms: int = FORMS
     width: int = 160
     vocabulary: int = 2500
     mixed: bool = False
@@ -74,22 +80,25 @@ class Recipe:
     @property
     def design(self) -> Design:
         """The model it makes."""
-        groups = min(16, *self.channels)
+        lower, vae_levels = len(self.channels) - 1, len(self.vae_channels)
         unet = UNetConfig(
-            sample_size=self.size // 4,
-            down_block_types=_DOWN,
-            up_block_types=_UP,
+            sample_size=self.size // 2 ** (vae_levels - 1),
+            in_channels=self.latent_channels,
+            out_channels=self.latent_channels,
+            down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * lower),
+            up_block_types=(*["CrossAttnUpBlock2D"] * lower, "UpBlock2D"),
             block_out_channels=self.channels,
             layers_per_block=1,
             attention_head_dim=4,
             cross_attention_dim=self.width,
-            norm_num_groups=groups,
+            norm_num_groups=min(16, *self.channels),
         )
         vae = VaeConfig(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
+            latent_channels=self.latent_channels,
+            down_block_types=("DownEncoderBlock2D",) * vae_levels,
+            up_block_types=("UpDecoderBlock2D",) * vae_levels,
             block_out_channels=self.vae_channels,
-            norm_num_groups=min(16, *self.vae_channels),
+            norm_num_groups=math.gcd(16, *self.vae_channels),
             scaling_factor=1.0,
         )
         text = ClipTextConfig(
@@ -136,9 +145,14 @@ RECIPES = {
     "cpu": Recipe(
         size=64,
         crop=32,
-        autoencoder=Plan(steps=8_000, batch=16, learning_rate=1e-3, chunk=50),
-        diffusion=Plan(steps=40_000, batch=32, learning_rate=8e-4, average=0.9995, chunk=10),
-        shift=1,
+        autoencoder=Plan(steps=5_500, batch=16, learning_rate=1e-3, chunk=50),
+        diffusion=Plan(steps=40_000, batch=32, learning_rate=1e-3, average=0.999, chunk=50),
+        shift=0,
+        channels=(64, 192),
+        vae_channels=(24, 48, 80, 112),
+        latent_channels=32,
+        kl=5e-5,
+        forms=12,
     ),
     "smoke": Recipe(
         size=32,
@@ -228,7 +242,13 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
         check_same(path, recipe.autoencoder, len(train))
         return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
     params, finished = train_autoencoder(
-        train.pixels, cfg, recipe.autoencoder, run.session("autoencoder"), crop=recipe.crop, dtype=recipe.dtype
+        train.pixels,
+        cfg,
+        recipe.autoencoder,
+        run.session("autoencoder"),
+        crop=recipe.crop,
+        kl=recipe.kl,
+        dtype=recipe.dtype,
     )
     if not finished:
         return params, False
@@ -246,7 +266,9 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     (tokenizer,) = pipe.checkpoint.tokenizers.values()
     latents = _latents(run, recipe, train.pixels, vae)
-    data = denoising_data(tokenizer, latents, caption_ids(tokenizer, train.captions, 77))
+    data = denoising_data(
+        tokenizer, latents, caption_ids(tokenizer, [texts[: recipe.forms] for texts in train.captions], 77)
+    )
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -264,7 +286,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
     """Latents of every drawing, moved about: [N, 9, h, w, C] in float16, whose rounding is below their own noise."""
     path, cfg = run.folder / "latents.npy", recipe.design.vae
-    moves, side = shifts(1, recipe.shift), recipe.size // cfg.factor
+    moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
     if path.is_file():
         kept = np.load(path)
         if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
