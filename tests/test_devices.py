@@ -89,7 +89,7 @@ def test_each_device_receives_its_part_alone(checkpoint: Path, tmp_path: Path) -
     assert (gated.shape, gated.addressable_shards[0].data.shape) == ((32, 2, 128), (32, 2, 64))
     sizes = {"data": 4, "model": 2}
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-    assert held == sum(device_bytes(part.spec, 4, sizes) for part in pipe.checkpoint.components)
+    assert held == sum(device_bytes(part.spec, np.float32, sizes) for part in pipe.checkpoint.components)
     # Saving puts the weights together again.
     pipe.save(tmp_path / "saved")
     again = canvax.load(tmp_path / "saved", mesh=make_mesh(jax.devices()[:1])).params
@@ -147,7 +147,7 @@ def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:
             assert placed[name].whole == placed[name.replace(*pair)].whole, name
     # Hardly anything but what resizes, and the projections around transformers, is whole.
     if model == 2:
-        share = device_bytes(spec, 2, sizes) / (2 * count(spec))
+        share = device_bytes(spec, jnp.bfloat16, sizes) / (2 * count(spec))
         assert share < (0.57 if cfg is SD15_UNET else 0.52), share
 
 

@@ -18,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from canvax.convolution import convolve, convolve_doubled
 from canvax.params import AxisName, Param, Params, Spec
+from canvax.quantize import SCALE
 from canvax.target import on_each_device, target_mesh, target_platform, weight_shards
-from canvax.types import Array
+from canvax.types import Array, DType
 
 ROWS = 512
 """Rows that :func:`by_rows` takes at a time."""
@@ -43,9 +44,15 @@ def linear_spec(
     return spec
 
 
+def weight_of(p: Params, dtype: DType) -> Array:
+    """The weight of a layer; one of 8 bits is widened to ``dtype``, by the scales of its output channels."""
+    weight = p["weight"]
+    return (weight.astype(jnp.float32) * p[SCALE]).astype(dtype) if SCALE in p else weight
+
+
 def linear(p: Params, x: Array) -> Array:
     """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
-    y = x @ p["weight"]
+    y = x @ weight_of(p, x.dtype)
     return y + p["bias"] if "bias" in p else y
 
 
@@ -58,7 +65,7 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
     if p["weight"].ndim == 2:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
         return values, gate
-    y = jnp.einsum("...c,cgo->...go", x, p["weight"]) + p["bias"]
+    y = jnp.einsum("...c,cgo->...go", x, weight_of(p, x.dtype)) + p["bias"]
     return y[..., 0, :], y[..., 1, :]
 
 
@@ -135,14 +142,14 @@ def conv2d_spec(
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    return convolve(p["weight"], x, stride=stride, padding=padding) + p["bias"]
+    return convolve(weight_of(p, x.dtype), x, stride=stride, padding=padding) + p["bias"]
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
     if target_platform() not in ("cpu", "tpu"):
         return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
-    return convolve_doubled(p["weight"], x) + p["bias"]
+    return convolve_doubled(weight_of(p, x.dtype), x) + p["bias"]
 
 
 def norm_spec(channels: int) -> Spec:

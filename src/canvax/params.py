@@ -52,12 +52,14 @@ class Param:
         init: ``fan_in`` is normal with variance 1/fan_in over all axes but the last, ``normal`` has std 0.02.
         layout: checkpoint form. ``linear`` is stored (out, in), ``conv`` (out, in, kh, kw), ``conv1x1`` is a linear map
             that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as it is in memory.
+        dtype: name of the dtype it has in any case; None for that of the model.
     """
 
     shape: tuple[int, ...]
     axes: tuple[AxisName, ...]
     init: Init = "fan_in"
     layout: Layout = "plain"
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         rank = {"plain": len(self.shape), "linear": 2, "conv1x1": 2, "conv": 4}[self.layout]
@@ -68,6 +70,10 @@ class Param:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def dtype_in(self, model: DType) -> np.dtype:
+        """Its dtype in a model of dtype ``model``."""
+        return jnp.dtype(self.dtype or model)
 
     @property
     def in_parts(self) -> tuple[int, ...]:
@@ -145,7 +151,7 @@ def count(spec: Spec) -> int:
 
 def abstract(spec: Spec, dtype: DType) -> Params:
     """Shapes and dtypes without memory, for lowering and planning."""
-    return map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(dtype)), spec)
+    return map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype_in(dtype)), spec)
 
 
 def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:

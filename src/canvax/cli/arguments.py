@@ -185,7 +185,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
     parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _dtype(parser)
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
@@ -295,7 +295,7 @@ def _sdxl(parser: argparse.ArgumentParser) -> None:
 def _model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("-m", "--model", metavar="MODEL", help="emoji (the default), a folder, or a Hub id owner/name")
-    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _dtype(group)
     _source(group)
 
 
@@ -317,8 +317,17 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
-    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _dtype(group)
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
+
+
+def _dtype(group: Any) -> None:
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    _quantize(group)
+
+
+def _quantize(group: Any) -> None:
+    group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
 
 
 def _source(group: Any, *, variant: bool = True) -> None:
@@ -343,6 +352,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="evaluations of the UNet (50)")
     parser.add_argument("--no-guidance", action="store_true", help="as with a guidance scale of 1: half the work")
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="of weights and activations (bfloat16)")
+    _quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again what has been compiled before")
     _source(parser, variant=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

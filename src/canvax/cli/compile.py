@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     checkpoint, programs, params = open_checkpoint(
         arguments.model,
         dtype=arguments.dtype,
+        quantize=arguments.quantize,
         revision=arguments.revision,
         variant=arguments.variant,
         token=arguments.token,

@@ -142,10 +142,12 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
     """What depends on the model, if its files are on disk: no weights are read."""
     from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
     from canvax.pipelines.conditions import check_for_model
+    from canvax.quantize import check_kind
     from canvax.weights.hub import resolve
 
     if source.dtype is not None:
         parse_dtype(source.dtype)
+    check_kind(source.quantize)
     try:
         checkout = resolve(
             source.model,
@@ -179,6 +181,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
     return canvax.load(
         source.model,
         dtype=source.dtype,
+        quantize=source.quantize,
         revision=source.revision,
         variant=arguments.variant,
         token=arguments.token,
@@ -197,6 +200,7 @@ def _about(pipe: StableDiffusion) -> dict[str, Any]:
         "model": pipe.checkpoint.name,
         "revision": pipe.checkpoint.revision,
         "dtype": pipe.checkpoint.dtype,
+        "quantize": pipe.checkpoint.quantize,
         "device": {
             "platform": first.platform,
             "kind": first.device_kind,

@@ -24,7 +24,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter in each dtype that a model can be loaded in."""
 
-_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "mesh")
+_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
 
 _FLAGS = {
     "height": "--height",
@@ -73,7 +73,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     """A ``canvax generate`` command line that draws a picture with this metadata again."""
     said: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
     if "canvax" in metadata:  # elsewhere a model is the name of a file, which means nothing here
-        said |= {f"--{name}": metadata.get(name) or None for name in ("model", "revision", "dtype")}
+        said |= {f"--{name}": metadata.get(name) or None for name in ("model", "revision", "dtype", "quantize")}
     said |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     said["--negative-prompt"] = said["--negative-prompt"] or None
     options = metadata.get("options")
@@ -185,13 +185,14 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
     from canvax.pipelines.checkpoint import default_dtype, parse_dtype, read_checkpoint
     from canvax.pipelines.estimate import estimate
     from canvax.pipelines.request import check_size
+    from canvax.quantize import check_kind
 
     sizes = parse_mesh(arguments.mesh) if arguments.mesh else {"data": jax.device_count()}
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
     mesh = make_mesh()
     dtype = default_dtype(mesh) if arguments.dtype is None else parse_dtype(arguments.dtype)
-    checkpoint = read_checkpoint(checkout, dtype)
+    checkpoint = read_checkpoint(checkout, dtype, check_kind(arguments.quantize))
     height, width = (
         check_size(name, getattr(arguments, name), side)
         for name, side in zip(("height", "width"), checkpoint.native_size, strict=True)
@@ -205,6 +206,7 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
         "platform": platform,
         "mesh": {"data": sizes.get("data", 1), "model": sizes.get("model", 1)},
         "dtype": np.dtype(dtype).name,
+        "quantize": checkpoint.quantize,
         "height": height,
         "width": width,
         "batch": batch,
@@ -222,8 +224,9 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     rows.append(("largest sum", f"about {byte_size(memory['total'])}"))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
+    dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
     return [
-        f"{memory['batch']} images of {memory['width']} x {memory['height']} at once, {memory['dtype']}, mesh {mesh}:",
+        f"{memory['batch']} images of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
         *table(rows, right=(1,)),
     ]
 

@@ -71,6 +71,7 @@ class Source:
     model: str
     revision: str | None
     dtype: str | None
+    quantize: str | None
 
 
 def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
@@ -83,7 +84,7 @@ def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
         InputError: something asked for cannot be.
     """
     base: dict[str, Any] = {}
-    source = Source(arguments.model or "emoji", arguments.revision, arguments.dtype)
+    source = Source(arguments.model or "emoji", arguments.revision, arguments.dtype, arguments.quantize)
     entries: list[tuple[str, dict[str, Any]]] = [
         ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
     ]
@@ -243,7 +244,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     elif "noise" in metadata:
         settings["noise"] = metadata["noise"]
     own = "canvax" in metadata
-    told = {name: metadata.get(name) if own else None for name in ("model", "revision", "dtype")}
+    told = {name: metadata.get(name) if own else None for name in ("model", "revision", "dtype", "quantize")}
     if not own:
         _say_what_is_lost(path, metadata, arguments)
     for name, value in told.items():
@@ -252,7 +253,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if arguments.model and arguments.model != told["model"]:
         told["revision"] = None
     model = arguments.model or told["model"] or "emoji"
-    return settings, Source(model, arguments.revision or told["revision"], arguments.dtype or told["dtype"])
+    rest = (getattr(arguments, name) or told[name] for name in ("revision", "dtype", "quantize"))
+    return settings, Source(model, *rest)
 
 
 def _say_what_is_lost(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         steps=arguments.steps,
         guided=not arguments.no_guidance,
         dtype=arguments.dtype,
+        quantize=arguments.quantize,
         mesh=mesh,
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
@@ -78,7 +79,7 @@ def lines(plan: Plan) -> list[str]:
     pictures = "1 picture" if plan.batch == 1 else f"{plan.batch} pictures"
     head = [
         f"{plan.model} on {plan.target} ({axes}): {pictures} of {plan.width} x {plan.height}, {plan.steps} {guided}, "
-        f"{plan.dtype}",
+        f"{plan.dtype}" + (f" with {plan.quantize} weights" if plan.quantize else ""),
         "",
     ]
     rows = [

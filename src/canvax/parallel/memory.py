@@ -63,7 +63,7 @@ def free_bytes(mesh: Mesh) -> int | None:
     return min(free, default=None)
 
 
-def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
+def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: bool = False) -> None:
     """Refuse to load weights of ``needed`` bytes a device that cannot fit.
 
     Raises:
@@ -78,7 +78,7 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str) -> None:
     if needed > free:
         raise OutOfMemoryError(
             f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
-            f"free; {cures(mesh, dtype)}"
+            f"free; {cures(mesh, dtype, quantized=quantized)}"
         )
 
 
@@ -128,12 +128,15 @@ def explained(cure: str) -> Iterator[None]:
         raise OutOfMemoryError(f"the device ran out of memory ({first}); {cure}") from error
 
 
-def cures(mesh: Mesh, dtype: str, *, batch: int | None = None, height: int = 0, width: int = 0) -> str:
+def cures(
+    mesh: Mesh, dtype: str, *, quantized: bool = False, batch: int | None = None, height: int = 0, width: int = 0
+) -> str:
     """What would help against too little memory, most useful first.
 
     Args:
         mesh: the devices in use.
         dtype: the dtype of the weights.
+        quantized: whether the large ones are of 8 bits already.
         batch: images drawn at once; None while loading, when there are none yet.
         height: of an image, in pixels.
         width: likewise.
@@ -144,6 +147,8 @@ def cures(mesh: Mesh, dtype: str, *, batch: int | None = None, height: int = 0, 
         ways.append(f"draw fewer images at once (now {batch}; {data} or a multiple suits the mesh)")
     if dtype == "float32":
         ways.append("load in bfloat16, which takes half")
+    if not quantized:
+        ways.append("keep the large weights in 8 bits (quantize int8)")
     if batch is not None:
         ways.append(f"draw smaller images (now {height} x {width})")
     if data > 1:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from canvax.errors import InputError
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
-from canvax.types import Array
+from canvax.types import Array, DType
 
 RULES: Mapping[str, str] = {"heads": "model", "mlp": "model", "hidden": "model"}
 """Logical axis -> axis of the mesh. Axes that are not here (``embed``, ``conv_in``, ``conv_out``) are whole everywhere:
@@ -72,7 +72,7 @@ def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
 
     def one(param: Param) -> jax.ShapeDtypeStruct:
         placed = placement(param, mesh.shape)
-        return jax.ShapeDtypeStruct(placed.shape, dtype, sharding=NamedSharding(mesh, placed.spec))
+        return jax.ShapeDtypeStruct(placed.shape, param.dtype_in(dtype), sharding=NamedSharding(mesh, placed.spec))
 
     return map_spec(one, spec)
 
@@ -123,10 +123,12 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
     return unflatten({key: place(param, given[key], mesh) for key, param in wanted.items()})
 
 
-def device_bytes(spec: Spec, itemsize: int, sizes: Mapping[str, int]) -> int:
-    """Bytes that each device of a mesh holds of a spec's parameters."""
+def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes that each device of a mesh holds of the parameters of a spec, in a model of this dtype."""
     total = 0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
         placed = placement(param, sizes)
-        total += param.size * itemsize // int(np.prod([sizes[axis] for axis in placed.spec if axis]))
+        total += (
+            param.size * param.dtype_in(dtype).itemsize // int(np.prod([sizes[axis] for axis in placed.spec if axis]))
+        )
     return total

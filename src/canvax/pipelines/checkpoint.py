@@ -22,6 +22,7 @@ from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
+from canvax.quantize import check_kind, quantized_specs
 from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
@@ -63,6 +64,7 @@ class Checkpoint:
         scheduler: the noise it was trained with and its own sampler.
         defaults: steps and guidance when the caller names none.
         dtype: name of the dtype its weights were loaded in.
+        quantize: to what its large weights were quantised, or None.
     """
 
     checkout: Checkout
@@ -73,6 +75,7 @@ class Checkpoint:
     scheduler: Scheduler
     defaults: Defaults
     dtype: str
+    quantize: str | None = None
 
     @property
     def name(self) -> str:
@@ -108,15 +111,15 @@ class Checkpoint:
     @property
     def components(self) -> list[Component]:
         """The parts that have weights."""
+        specs = {**self.text.specs, "unet": unet_spec(self.unet), "vae": vae_spec(self.vae)}
         return [
-            *(Component(name, spec, "transformers") for name, spec in self.text.specs.items()),
-            Component("unet", unet_spec(self.unet), "diffusers"),
-            Component("vae", vae_spec(self.vae), "diffusers"),
+            Component(name, spec, "transformers" if name in self.text.parts else "diffusers")
+            for name, spec in quantized_specs(specs, self.quantize).items()
         ]
 
     def weight_bytes(self, dtype: DType, sizes: Mapping[str, int]) -> int:
         """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
-        return sum(device_bytes(part.spec, np.dtype(dtype).itemsize, sizes) for part in self.components)
+        return sum(device_bytes(part.spec, dtype, sizes) for part in self.components)
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """A name that draws the same again, and what other programs call the sampler; the checkpoint's own for None.
@@ -135,7 +138,13 @@ class Checkpoint:
         return spec.name if same else spec.diffusers_class, spec.label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None) -> Path:
-        """Write the checkpoint in the diffusers layout into a folder that does not exist yet."""
+        """Write the checkpoint in the diffusers layout into a folder that does not exist yet.
+
+        Raises:
+            InputError: its weights are quantised, which that layout cannot say.
+        """
+        if self.quantize is not None:
+            raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         return save_checkpoint(
             folder,
             self.components,
@@ -151,6 +160,7 @@ def open_checkpoint(
     model: str | Path,
     *,
     dtype: DType | None = None,
+    quantize: str | None = None,
     revision: str | None = None,
     variant: str | None = None,
     token: str | bool | None = None,
@@ -167,6 +177,7 @@ def open_checkpoint(
     """
     if dtype is not None:
         dtype = parse_dtype(dtype)
+    check_kind(quantize)
     checkout = resolve(
         model,
         revision=revision,
@@ -179,9 +190,10 @@ def open_checkpoint(
     )
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
-    checkpoint = read_checkpoint(checkout, dtype)
+    checkpoint = read_checkpoint(checkout, dtype, quantize)
     if weights:
-        check_weights(checkpoint.weight_bytes(dtype, mesh.shape), mesh, checkpoint.name, checkpoint.dtype)
+        needed = checkpoint.weight_bytes(dtype, mesh.shape)
+        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype, quantized=quantize is not None)
         params = load_components(
             checkout,
             checkpoint.components,
@@ -194,7 +206,7 @@ def open_checkpoint(
     return checkpoint, programs, params
 
 
-def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
+def read_checkpoint(checkout: Checkout, dtype: DType, quantize: str | None = None) -> Checkpoint:
     """The configs, tokenizers and schedule of a checkout; no weights are read.
 
     Raises:
@@ -218,6 +230,7 @@ def read_checkpoint(checkout: Checkout, dtype: DType) -> Checkpoint:
         scheduler=scheduler,
         defaults=_read_defaults(checkout.folder / "canvax.json", usual),
         dtype=np.dtype(dtype).name,
+        quantize=quantize,
     )
 
 

@@ -15,6 +15,7 @@ def load(
     model: str | Path = "emoji",
     *,
     dtype: DType | None = None,
+    quantize: str | None = None,
     revision: str | None = None,
     variant: str | None = None,
     token: str | bool | None = None,
@@ -29,6 +30,8 @@ def load(
     Args:
         model: "emoji" (in the package), a folder in the diffusers layout, or a Hub id "owner/name".
         dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU, float32 on the CPU.
+        quantize: "int8" or "float8": keep the large weights of text encoders and UNet in 8 bits, which saves memory and
+            costs some precision (docs/less-work.md); None to leave them as they are.
         revision: branch, tag or commit of a Hub id.
         variant: which of several sets of weights, for example "fp16".
         token: Hub token; by default HF_TOKEN or the stored login.
@@ -48,6 +51,7 @@ def load(
     checkpoint, programs, params = open_checkpoint(
         model,
         dtype=dtype,
+        quantize=quantize,
         revision=revision,
         variant=variant,
         token=token,

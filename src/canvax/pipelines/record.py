@@ -25,6 +25,8 @@ def metadata(checkpoint: Checkpoint, request: Request) -> list[dict[str, Any]]:
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
+    if checkpoint.quantize is not None:
+        shared["quantize"] = checkpoint.quantize
     # Where no negative prompt means zeros, None and "" are two pictures.
     negatives = [None] * len(request.prompts) if request.zeros else request.negatives
     return [

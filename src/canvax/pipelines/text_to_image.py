@@ -143,7 +143,15 @@ class StableDiffusion:
             and self.checkpoint.zeros_for_no_negative,
         )
         check_start(request, self.checkpoint)
-        cure = cures(self.programs.mesh, self.checkpoint.dtype, batch=shape[0], height=height, width=width)
+        about = self.checkpoint
+        cure = cures(
+            self.programs.mesh,
+            about.dtype,
+            quantized=about.quantize is not None,
+            batch=shape[0],
+            height=height,
+            width=width,
+        )
         if multihost.is_spread(self.programs.mesh):
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
         with explained(cure):

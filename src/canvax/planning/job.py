@@ -27,6 +27,7 @@ class Job:
         width: pixels.
         guided: with guidance, which doubles the UNet's batch.
         dtype: of weights and activations.
+        quantize: what large weights are quantised to, or None.
     """
 
     model: Preset
@@ -37,11 +38,14 @@ class Job:
     width: int
     guided: bool
     dtype: str
+    quantize: str | None = None
 
     def describe(self, program: str) -> dict[str, Any]:
         """All that decides a program."""
         text = self.model.text
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
+        if self.quantize and program != "decode":
+            same["quantize"] = self.quantize
         encoders = {name: dataclasses.asdict(config) for name, config in text.parts.items()}
         size = {"height": self.height, "width": self.width, "vae": dataclasses.asdict(self.model.vae)}
         if program == "encode":
@@ -66,4 +70,4 @@ class Job:
         )
         data, split = said["mesh"]
         rest = {name: said[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}
-        return cls(model=model, mesh=(data, split), **rest)
+        return cls(model=model, mesh=(data, split), **rest, quantize=said.get("quantize"))

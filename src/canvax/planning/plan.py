@@ -24,6 +24,7 @@ from canvax.pipelines.request import check_size
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import Chip, Target, parse_target
+from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.hub import BUNDLED, resolve_configs
 
@@ -92,6 +93,7 @@ class Plan:
         steps: evaluations of the UNet.
         guided: whether guidance doubles the UNet's batch.
         dtype: of weights and activations.
+        quantize: what large weights are quantised to, or None.
         programs: the three programs.
         versions: of canvax, jax and libtpu.
     """
@@ -105,6 +107,7 @@ class Plan:
     steps: int
     guided: bool
     dtype: str
+    quantize: str | None
     programs: tuple[ProgramPlan, ...]
     versions: Mapping[str, str]
 
@@ -151,7 +154,10 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         chip = self.target.chip
-        same = {name: getattr(self, name) for name in ("batch", "height", "width", "steps", "guided", "dtype", "fits")}
+        same = {
+            name: getattr(self, name)
+            for name in ("batch", "height", "width", "steps", "guided", "dtype", "quantize", "fits")
+        }
         programs = [
             {**dataclasses.asdict(program), "bound_seconds": program.bound_seconds(chip)} for program in self.programs
         ]
@@ -193,6 +199,7 @@ def plan(
     steps: int = 50,
     guided: bool = True,
     dtype: DType = "bfloat16",
+    quantize: str | None = None,
     mesh: Mapping[str, int] | None = None,
     reuse: bool = True,
     announce: Announce | None = None,
@@ -213,6 +220,7 @@ def plan(
         steps: evaluations of the UNet.
         guided: whether the guidance scale is above 1.
         dtype: of weights and activations.
+        quantize: "int8" or "float8" for large weights in 8 bits.
         mesh: devices along ``data`` and ``model``; by default all on ``data``.
         reuse: use what an earlier plan with the same versions has found.
         announce: told of each compilation.
@@ -243,12 +251,13 @@ def plan(
         width=check_size("width", width, side),
         guided=guided,
         dtype=dtype,
+        quantize=check_kind(quantize),
     )
     versions = {"canvax": __version__, "jax": version("jax"), "libtpu": libtpu_version()}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
-    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, dtype)
+    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, dtype, quantize)
     return Plan(*said, programs=programs, versions=versions)
 
 

@@ -32,6 +32,7 @@ from canvax.planning.flops import count_flops
 from canvax.planning.hlo import Module, Work
 from canvax.planning.job import Job
 from canvax.planning.targets import parse_target
+from canvax.quantize import quantized_specs
 from canvax.target import compiling_for
 
 
@@ -76,7 +77,8 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile one program and read what it costs: the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
     programs = Programs(model.text, model.unet, model.vae, mesh)
-    params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in model.specs.items()}
+    specs = quantized_specs(model.specs, job.quantize)
+    params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = (job.batch, job.height // model.vae.factor, job.width // model.vae.factor, model.unet.in_channels)
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: programs.encode_text(params, job.batch),

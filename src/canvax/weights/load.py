@@ -19,6 +19,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
+from canvax.quantize import SCALE, quantize
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
@@ -118,6 +119,7 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
         CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components.
     """
     faults = Faults()
+    declared: dict[str, dict[str, Param]] = {part.name: dict(flatten(part.spec)) for part in components}
     matches = {part.name: _match(checkout, part, faults) for part in components}
     report = faults.report(str(checkout))
     if report:
@@ -127,8 +129,13 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
     placed: dict[tuple[str, str], Array] = {}
     with ThreadPoolExecutor(_THREADS, "canvax-load") as pool:
         for name, dotted, param, entry in wanted:
-            placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
-    return {name: unflatten({dotted: placed[name, dotted] for dotted in match}) for name, match in matches.items()}
+            if param.dtype is None:
+                placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
+                continue
+            scale = dotted.removesuffix("weight") + SCALE
+            weight, scales = quantize(materialise(param, entry, np.float32, pool), param.dtype_in(dtype))
+            placed[name, dotted], placed[name, scale] = place(param, weight), place(declared[name][scale], scales)
+    return {name: unflatten({dotted: placed[name, dotted] for dotted in names}) for name, names in declared.items()}
 
 
 def open_weights(path: Path) -> list[Entry]:
@@ -197,7 +204,7 @@ def _share(
 
 def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
     """Pair each parameter of a component with its array in a file, in the spec's order."""
-    wanted: dict[str, Param] = dict(flatten(part.spec))
+    wanted: dict[str, Param] = {name: param for name, param in flatten(part.spec) if not name.endswith(f".{SCALE}")}
     entries: list[Entry] = []
     try:
         for path in find_weights(checkout.folder / part.name, part.kind, checkout.variant):

@@ -1,0 +1,133 @@
+"""Weights of 8 bits: what becomes of them, of the picture and of the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.images.metadata import read_metadata
+from canvax.models.presets import PRESETS
+from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import device_bytes
+from canvax.params import Params, count, flatten
+from canvax.quantize import KINDS, quantize, quantized_specs
+
+PROMPTS = ["a red apple", "a cat"]
+QUIET = canvax.Options(progress=False)
+
+
+def draw(pipe: canvax.StableDiffusion) -> np.ndarray:
+    return pipe(PROMPTS, seed=[1, 2], num_inference_steps=10, options=QUIET).pixels
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    return float(-10 * np.log10(np.square(a - b).mean()))
+
+
+@pytest.fixture(scope="module")
+def whole() -> np.ndarray:
+    return draw(canvax.load("emoji"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(64, 32), (3, 3, 16, 8)], ids=str)
+def test_nearest_weights(kind: str, shape: tuple[int, ...]) -> None:
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * np.linspace(0.01, 10, shape[-1])
+    weight[..., 3] = 0
+    weight = weight.astype(np.float32)
+    narrow, scale = quantize(weight, KINDS[kind])
+    assert (narrow.dtype, scale.dtype, scale.shape) == (jnp.dtype(KINDS[kind]), np.float32, shape[-1:])
+    wide = narrow.astype(np.float32) * scale
+    # Half a step of int8; of e4m3 half of the last of three bits, and half of the smallest number.
+    bound = scale / 2 if kind == "int8" else np.abs(weight) / 16 + scale * 2**-10
+    assert (np.abs(wide - weight) <= bound * 1.0001).all()
+    np.testing.assert_allclose(
+        np.abs(wide).max((*range(weight.ndim - 1),)), np.abs(weight).max((*range(weight.ndim - 1),))
+    )
+
+
+def test_which_weights() -> None:
+    """Matrices and convolutions of blocks; nothing of the autoencoder, nor what is small and matters everywhere."""
+    specs = PRESETS["sdxl"].specs
+    narrow = quantized_specs(specs, "int8")
+    assert narrow["vae"] == specs["vae"]
+    assert quantized_specs(specs, None) == specs
+    names = {name for name, param in flatten(narrow["unet"]) if param.dtype == "int8"}
+    assert "down_blocks.1.attentions.0.transformer_blocks.0.ff.net.0.proj.weight" in names
+    assert "up_blocks.0.resnets.0.conv1.weight" in names
+    assert "mid_block.attentions.0.proj_in.weight" in names
+    top = {name.split(".")[0] for name in names}
+    assert top == {"down_blocks", "mid_block", "up_blocks"}
+    assert not any("time_emb_proj" in name or "norm" in name for name in names)
+    scales = {name for name, param in flatten(narrow["unet"]) if name.endswith(".scale")}
+    assert scales == {name.removesuffix("weight") + "scale" for name in names}
+    share = sum(param.size for name, param in flatten(specs["unet"]) if name in names) / count(specs["unet"])
+    assert share > 0.97
+    sizes = {"data": 1, "model": 1}
+    bytes_of = {name: device_bytes(spec, jnp.bfloat16, sizes) for name, spec in narrow.items()}
+    assert 2.57e9 < bytes_of["unet"] < 2.7e9  # 5.14 GB in bfloat16
+
+
+@pytest.mark.parametrize(("kind", "least"), [("int8", 40), ("float8", 28)])
+def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> None:
+    pipe = canvax.load("emoji", quantize=kind)
+    assert pipe.params is not None
+    unet = dict(flatten(pipe.params["unet"]))
+    assert unet["mid_block.resnets.0.conv1.weight"].dtype == jnp.dtype(KINDS[kind])
+    assert unet["conv_in.weight"].dtype == np.float32
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(pipe.params))
+    assert held == pipe.checkpoint.weight_bytes(np.float32, {"data": 1, "model": 1}) == pipe.memory().weights
+    assert psnr(draw(pipe), whole) > least
+
+
+def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
+    """Scales are split as the outputs that they belong to."""
+    pipe = canvax.load("emoji", quantize="int8", mesh=make_mesh(jax.devices()[:2], data=1, model=2))
+    params = pipe.params
+    assert params is not None
+
+    def halves(p: Params) -> list[bool]:
+        return [leaf.addressable_shards[0].data.size < leaf.size for leaf in (p["weight"], p["scale"])]
+
+    block = params["unet"]["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]
+    assert halves(block["attn1"]["to_q"]) == halves(block["ff"]["net"]["0"]["proj"]) == [True, True]
+    assert halves(block["attn1"]["to_out"]["0"]) == [True, False]
+    one = draw(canvax.load("emoji", quantize="int8", mesh=make_mesh(jax.devices()[:1])))
+    np.testing.assert_allclose(draw(pipe), one, atol=1e-3)
+    assert psnr(one, whole) > 40
+
+
+def test_half_precision_does_not_overflow() -> None:
+    """Weights of up to 127 are widened by their scales before they are multiplied."""
+    pipe = canvax.load("emoji", dtype="float16", quantize="int8")
+    assert np.isfinite(draw(pipe)).all()
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(canvax.InputError, match="quantize='int4' is not known; did you mean 'int8'"):
+        canvax.load("nobody/nothing", quantize="int4")
+    pipe = canvax.load("emoji", quantize="int8")
+    with pytest.raises(canvax.InputError, match="quantised to int8 cannot be saved; load the model without"):
+        pipe.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "a cat", "--quantize", "int8", "--steps", "2", "-o", "a.png", "-q"]) == 0
+    assert read_metadata("a.png")["quantize"] == "int8"
+    assert main(["generate", "--from-image", "a.png", "-o", "b.png", "-q"]) == 0
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+    capsys.readouterr()
+    assert main(["info", "a.png"]) == 0
+    assert "--quantize int8" in capsys.readouterr().out
+    assert main(["info", "emoji", "--memory", "--quantize", "int8"]) == 0
+    assert "float32 with int8 weights" in capsys.readouterr().out
+    assert main(["generate", "a cat", "--quantize", "4bit", "-q"]) == BAD_INPUT
+    assert "quantize='4bit'" in capsys.readouterr().err
