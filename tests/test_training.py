@@ -30,12 +30,15 @@ from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.target import compiling_for
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.autoencoder import (
+    LEAST,
+    VARIANCE,
+    _pixel_gram,
     decode_latents,
     encode_pictures,
+    in_pixel_metric,
     reconstruction_psnr,
     shifts,
     train_autoencoder,
-    whitened,
 )
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
@@ -321,7 +324,7 @@ def test_a_new_denoiser_begins_as_a_short_one() -> None:
 # The autoencoder
 
 
-def test_autoencoder_learns_and_is_whitened(tmp_path: Path) -> None:
+def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)
     plan = Plan(steps=120, batch=8, chunk=20, warmup=5, learning_rate=3e-3, average=0.9)
     session = Session(tmp_path, "autoencoder", one_device())
@@ -329,12 +332,21 @@ def test_autoencoder_learns_and_is_whitened(tmp_path: Path) -> None:
     assert finished
     losses = [line["mse"] for line in read_log(tmp_path / LOG)]
     assert losses[-1] < 0.7 * losses[0]
-    white = whitened(jax.device_get(params), pictures, SMALL_VAE, one_device())
-    latents = encode_pictures(white, pictures, SMALL_VAE, one_device())
+    mesh = one_device()
+    turned = in_pixel_metric(jax.device_get(params), pictures, SMALL_VAE, mesh)
+    latents = encode_pictures(turned, pictures, SMALL_VAE, mesh)
     np.testing.assert_allclose(latents.mean((0, 1, 2)), 0, atol=1e-4)
-    np.testing.assert_allclose(latents.std((0, 1, 2)), 1, atol=1e-4)
-    before = reconstruction_psnr(params, pictures, SMALL_VAE, one_device())
-    np.testing.assert_allclose(reconstruction_psnr(white, pictures, SMALL_VAE, one_device()), before, atol=1e-3)
+    covariance = np.cov(latents.reshape(-1, latents.shape[-1]), rowvar=False)
+    np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=1e-3)
+    assert np.trace(covariance) / len(covariance) == pytest.approx(VARIANCE, rel=1e-2)
+    # A small change of any channel changes the pixels by as much; of those that hardly show, by less.
+    gram, variances = _pixel_gram(turned, latents, SMALL_VAE, mesh, seed=0), np.diag(covariance)
+    shows = variances > 1.01 * LEAST * variances.max()
+    np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-3 * gram.max())
+    np.testing.assert_allclose(np.diag(gram)[shows], gram.max(), rtol=1e-3)
+    assert shows.sum() >= 2
+    before = reconstruction_psnr(params, pictures, SMALL_VAE, mesh)
+    np.testing.assert_allclose(reconstruction_psnr(turned, pictures, SMALL_VAE, mesh), before, atol=1e-3)
 
 
 def test_encoding_moves_mirrors_and_fills_up_batches() -> None:

@@ -76,29 +76,74 @@ def _crop_loss(
     return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=kl, edges=EDGES)
 
 
-def whitened(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> Params:
-    """The same autoencoder with latents of mean 0 and variance 1 in every channel over ``pixels``.
+def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *, seed: int = 0) -> Params:
+    """The same autoencoder with latents in which distances are about those of the pixels.
+
+    Training leaves latents in a basis of its own making, where a channel that hardly shows can vary as much as one that
+    is half the picture. A denoiser would spend as much on the one as on the other, and its errors in the first are
+    speckle in the second's place. So channels are turned and scaled: with the covariance C of the latents and the mean
+    G of J^T J over places, where J is the decoder's Jacobian, the eigenvectors of sqrt(C) G sqrt(C) are uncorrelated,
+    and their eigenvalues are the squares that each adds to the pixels. Means become 0 and variances these eigenvalues,
+    scaled to a mean of :data:`VARIANCE`, none below :data:`LEAST` of the largest.
 
     The change is folded into the 1x1 convolutions around the latents, so the scaling factor is 1 and no reader has to
-    know of it.
+    know of it. The encoder's variances become their average.
 
     Raises:
         InputError: the autoencoder lacks those convolutions, or has a scaling factor.
     """
     if not (cfg.use_quant_conv and cfg.use_post_quant_conv) or cfg.scaling_factor != 1 or cfg.shift_factor:
-        raise InputError("whitening needs use_quant_conv, use_post_quant_conv and scaling_factor 1 in the VAE's config")
-    latents = encode_pictures(p, pixels, cfg, mesh).astype(np.float64)
-    mean, std = latents.mean((0, 1, 2)), latents.std((0, 1, 2))
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
-    before, after = p["quant_conv"], p["post_quant_conv"]
-    scale = np.concatenate([1 / std, np.ones_like(std)])  # log-variances are shifted, not scaled
-    shift = np.concatenate([-mean / std, -2 * np.log(std)])
-    p["quant_conv"] = {"weight": before["weight"] * scale, "bias": before["bias"] * scale + shift}
-    p["post_quant_conv"] = {
-        "weight": after["weight"] * std[:, None],
-        "bias": after["bias"] + mean @ after["weight"],
+        raise InputError("this needs use_quant_conv, use_post_quant_conv and scaling_factor 1 in the VAE's config")
+    latents = encode_pictures(p, pixels, cfg, mesh)
+    flat = latents.reshape(-1, latents.shape[-1]).astype(np.float64)
+    mean, covariance = flat.mean(0), np.atleast_2d(np.cov(flat, rowvar=False))
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.maximum(values, 1e-6 * values.max())) @ vectors.T
+    energy, turn = np.linalg.eigh(root @ _pixel_gram(p, latents, cfg, mesh, seed) @ root)
+    energy = np.maximum(energy, LEAST * energy.max())
+    std = np.sqrt(energy * VARIANCE / energy.mean())
+    there = (turn * std).T @ np.linalg.inv(root)  # new = there @ (old - mean)
+    back = root @ (turn / std)
+    before, after = (jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p[n]) for n in ("quant_conv", _POST))
+    half = cfg.latent_channels
+    spread = np.exp(_mean_logvar(p, pixels, cfg, mesh))
+    new = {
+        "quant_conv": {
+            "weight": np.concatenate([before["weight"][:, :half] @ there.T, 0 * before["weight"][:, half:]], axis=1),
+            "bias": np.concatenate([there @ (before["bias"][:half] - mean), np.log(np.square(there) @ spread)]),
+        },
+        _POST: {"weight": back.T @ after["weight"], "bias": after["bias"] + mean @ after["weight"]},
     }
-    return jax.tree.map(lambda leaf: leaf.astype(np.float32), p)
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), {**p, **new})
+
+
+VARIANCE, LEAST = 0.5, 0.001
+"""Mean variance of the channels of the latents, and the least beside the largest."""
+
+_POST = "post_quant_conv"
+
+
+def _pixel_gram(p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, seed: int, pictures: int = 64) -> HostArray:
+    """Mean over places of J^T J [C, C], J being what the decoder makes of a small change of a place: E[g g^T] over
+    g = J^T r with random r of unit variance."""
+    rng = np.random.default_rng(seed)
+    some = latents[rng.choice(len(latents), min(pictures, len(latents)), replace=False)]
+
+    @jax.jit
+    def gram(p: Params, latents: Array, key: Array) -> Array:
+        drawn, pull = jax.vjp(lambda latents: vae_decode(p, latents, cfg), latents)
+        (g,) = pull(jax.random.normal(key, drawn.shape))
+        return jnp.einsum("bhwi,bhwj->ij", g, g) / g[..., 0].size
+
+    with compiling_on(mesh):
+        return np.asarray(gram(jax.device_put(p, replicated(mesh)), some, jax.random.key(seed)), np.float64)
+
+
+def _mean_logvar(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> HostArray:
+    """Mean over some pictures of the log of the encoder's variances [C]."""
+    with compiling_on(mesh):
+        _, logvar = jax.jit(partial(vae_encode, cfg=cfg))(jax.device_put(p, replicated(mesh)), as_input(pixels[:64]))
+    return np.asarray(logvar, np.float64).mean((0, 1, 2))
 
 
 def encode_pictures(

@@ -25,7 +25,14 @@ from canvax.params import Params, init_params
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
-from canvax.train.autoencoder import KL, encode_pictures, reconstruction_psnr, shifts, train_autoencoder, whitened
+from canvax.train.autoencoder import (
+    KL,
+    encode_pictures,
+    in_pixel_metric,
+    reconstruction_psnr,
+    shifts,
+    train_autoencoder,
+)
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
 from canvax.train.emoji.captions import FORMS
 from canvax.train.emoji.drawings import LICENCES, licences
@@ -236,7 +243,7 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
 
 
 def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) -> tuple[Params, bool]:
-    """The whitened autoencoder; a finished one is read, so that going on does not begin with compiling its training."""
+    """The autoencoder in the metric of pixels; a finished one is read, and its training not compiled again."""
     cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
     if path.is_file():
         check_same(path, recipe.autoencoder, len(train))
@@ -252,7 +259,7 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
     )
     if not finished:
         return params, False
-    params = whitened(jax.device_get(params), train.pixels, cfg, run.mesh)
+    params = in_pixel_metric(jax.device_get(params), train.pixels, cfg, run.mesh)
     if len(held_out):
         psnr = reconstruction_psnr(params, held_out.pixels, cfg, run.mesh)
         run.say(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings (lowest {psnr.min():.1f})")
