@@ -5,7 +5,7 @@
 Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
 PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
 Writes less-work.png, some of the pictures side by side. --full-size times the UNet of Stable Diffusion 1.5 on random
-weights instead (5 GB): an evaluation in full against one that reuses its deep features.
+weights instead (5 GB): an evaluation in full against one that reuses its deep features, and with weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from PIL import Image, ImageDraw, ImageFont
 import canvax
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows
 from canvax.models.presets import PRESETS
-from canvax.models.unet import unet_spec
+from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
-from canvax.params import init_params
+from canvax.params import flatten, init_params, unflatten
+from canvax.quantize import KINDS, SCALE, quantize, quantized_spec
 from canvax.samplers import build_table, from_scheduler_config
 
 PROMPTS = (
@@ -49,6 +51,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "reuse, 9 of 20": {"reuse": EARLY_9},
     "reuse, 8 of 20": {"reuse": EARLY_8},
     "reuse, 9 of 20, guidance_interval=(0, 0.8)": {"reuse": EARLY_9, "guidance_interval": (0.0, 0.8)},
+    "quantize='int8'": {"quantize": "int8"},
+    "quantize='float8'": {"quantize": "float8"},
     "DPM++ 2M: full run": {"sampler": "dpmpp_2m"},
     "DPM++ 2M: half the steps": {"sampler": "dpmpp_2m", "halved": True},
     "DPM++ 2M: reuse=2": {"sampler": "dpmpp_2m", "reuse": 2},
@@ -62,10 +66,12 @@ def psnr(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return 10 * np.log10(1 / np.maximum(np.square(got - want).mean((1, 2, 3)), 1e-10))
 
 
-def draw(pipe: canvax.StableDiffusion, first: int, run: dict[str, Any], steps: int, size: int | None) -> canvax.Result:
+def draw(
+    pipes: dict[str | None, canvax.StableDiffusion], first: int, run: dict[str, Any], steps: int, size: int | None
+) -> canvax.Result:
     """One batch."""
-    options = {name: value for name, value in run.items() if name not in ("sampler", "halved")}
-    return pipe(
+    options = {name: value for name, value in run.items() if name not in ("sampler", "halved", "quantize")}
+    return pipes[run.get("quantize")](
         list(PROMPTS[first : first + BATCH]),
         seed=first,
         height=size,
@@ -76,15 +82,15 @@ def draw(pipe: canvax.StableDiffusion, first: int, run: dict[str, Any], steps: i
     )
 
 
-def compare(pipe: canvax.StableDiffusion, steps: int, size: int | None) -> dict[str, np.ndarray]:
+def compare(pipes: dict[str | None, canvax.StableDiffusion], steps: int, size: int | None) -> dict[str, np.ndarray]:
     """Print the table; returns the pictures of each run [B, H, W, 3]."""
     pixels: dict[str, list[np.ndarray]] = {name: [] for name in RUNS}
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}
     for run in RUNS.values():
-        draw(pipe, 0, run, steps, size)  # compiles
+        draw(pipes, 0, run, steps, size)  # compiles
     for first in range(0, len(PROMPTS), BATCH):
         for name, run in RUNS.items():
-            result = draw(pipe, first, run, steps, size)
+            result = draw(pipes, first, run, steps, size)
             pixels[name].append(result.pixels)
             seconds[name].append(result.timings["denoise"])
     drawn = {name: np.concatenate(parts) for name, parts in pixels.items()}
@@ -146,6 +152,49 @@ def full_size(rounds: int = 3) -> None:
         )
 
 
+def eight_bits(rounds: int = 3) -> None:
+    """Print time and memory of the same evaluation with weights of 8 bits, taking turns with the whole ones."""
+    cfg = PRESETS["sd15"].unet
+    spec = unet_spec(cfg)
+    noise = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
+    text = np.zeros((2, 77, cfg.cross_attention_dim), np.float32)
+    arguments = (noise, np.full(2, 500.0, np.float32), text)
+    whole = init_params(spec, 0)
+    made: dict[str, tuple[Any, Any]] = {}
+    for kind in ("whole", *KINDS):
+        params = whole if kind == "whole" else _narrowed(whole, quantized_spec(spec, kind))
+        params = jax.device_put(params)
+        made[kind] = jax.jit(partial(unet, cfg=cfg)).lower(params, *arguments).compile(), params
+    seconds: dict[str, list[float]] = {kind: [] for kind in made}
+    for turn in range(rounds + 1):
+        for kind, (program, params) in made.items():
+            began = time.perf_counter()
+            jax.block_until_ready(program(params, *arguments))
+            if turn:
+                seconds[kind].append(time.perf_counter() - began)
+    full = statistics.median(seconds["whole"])
+    for kind, (program, params) in made.items():
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        temporary = program.memory_analysis().temp_size_in_bytes
+        median = statistics.median(seconds[kind])
+        print(
+            f"{kind}: {median:.2f} s, {median / full:.2f} x; weights {held / 1e9:.2f} GB, beside them "
+            f"{temporary / 1e9:.2f} GB",
+            flush=True,
+        )
+
+
+def _narrowed(params: Any, spec: Any) -> Any:
+    """Random weights as loading would have quantised them."""
+    given, narrow = dict(flatten(params)), {}
+    for name, param in flatten(spec):
+        if param.dtype in KINDS.values():
+            narrow[name], narrow[name.removesuffix("weight") + SCALE] = quantize(given[name], param.dtype)
+        elif name in given:
+            narrow[name] = given[name]
+    return unflatten(narrow)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,8 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told = parser.parse_args(arguments)
     if told.full_size:
         full_size()
+        eight_bits()
         return
-    drawn = compare(canvax.load(told.model, mesh=make_mesh(jax.devices()[:1])), told.steps, told.size)
+    mesh = make_mesh(jax.devices()[:1])
+    pipes = {kind: canvax.load(told.model, mesh=mesh, quantize=kind) for kind in (None, *KINDS)}
+    drawn = compare(pipes, told.steps, told.size)
     grid(drawn).quantize(256, dither=Image.Dither.NONE).save(told.output / "less-work.png", optimize=True)
 
 

@@ -142,7 +142,9 @@ def _pixel_gram(p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, seed:
 def _mean_logvar(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> HostArray:
     """Mean over some pictures of the log of the encoder's variances [C]."""
     with compiling_on(mesh):
-        _, logvar = jax.jit(partial(vae_encode, cfg=cfg))(jax.device_put(p, replicated(mesh)), as_input(pixels[:64]))
+        _, logvar = jax.jit(partial(vae_encode, cfg=cfg))(
+            jax.device_put(p, replicated(mesh)), as_input(jnp.asarray(pixels[:64]))
+        )
     return np.asarray(logvar, np.float64).mean((0, 1, 2))
 
 
