@@ -22,7 +22,7 @@ from canvax.weights.hub import BUNDLED, resolve
 SCRIPT = """
 import json, sys, warnings
 from canvax.errors import CanvaxError
-from canvax.weights.hub import resolve, resolve_configs
+from canvax.weights.hub import resolve, resolve_component, resolve_configs
 def refuse(index):
     raise CanvaxError("not wanted: " + index["_class_name"])
 answers = []
@@ -35,6 +35,11 @@ for call in json.load(sys.stdin):
             if call.pop("configs", False):
                 found = resolve_configs(**call)
                 answers.append({"sha": found.revision, "unet": found.config("unet")})
+                continue
+            if call.pop("component", False):
+                found = resolve_component(**call)
+                files = sorted(path.name for path in found.folder.iterdir())
+                answers.append({"sha": found.revision, "files": files})
                 continue
             found = resolve(**call)
             answer = {"folder": str(found.folder), "sha": found.revision, "name": str(found),
@@ -165,6 +170,23 @@ def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes])
     assert hub.revisions_used() == {sha}
     (whole,) = client({"model": "someone/toy", "local_files_only": True})
     assert whole["error"] in ("HubError", "CheckpointError")
+
+
+def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
+    """A repository without model_index.json; the second time it is in the cache, also offline."""
+    files = {"config.json": b"{}", "diffusion_pytorch_model.safetensors": b"weights"}
+    hub.repositories["someone/tiny"] = Repository()
+    more = {"diffusion_pytorch_model.bin": b"PK", "other/diffusion_pytorch_model.safetensors": b"?"}
+    sha = hub.repositories["someone/tiny"].commit("main", files | more)
+    call = {"model": "someone/tiny", "component": True}
+    assert client(call) == [{"sha": sha, "files": sorted(files)}]
+    assert hub.fetched() == sorted(files)
+    hub.requests.clear()
+    assert client(call | {"local_files_only": True}) == [{"sha": sha, "files": sorted(files)}]
+    assert hub.requests == []
+    assert client(call | {"model": "someone/nothing"})[0]["error"] == "HubError"
+    hub.repositories["someone/tiny"].commit("main", {"config.json": b"{}", "diffusion_pytorch_model.bin": b"PK"})
+    assert "pickle" in client(call)[0]["text"]
 
 
 def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

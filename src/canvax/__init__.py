@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.load import load
     from canvax.pipelines.options import Options, Step
+    from canvax.pipelines.preview import Preview, load_preview
     from canvax.pipelines.result import Result
     from canvax.pipelines.text_to_image import StableDiffusion
     from canvax.planning.plan import Plan, plan
@@ -33,10 +34,12 @@ _HOMES = {
     "Options": "canvax.pipelines.options",
     "OutOfMemoryError": "canvax.errors",
     "Plan": "canvax.planning.plan",
+    "Preview": "canvax.pipelines.preview",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.text_to_image",
     "Step": "canvax.pipelines.options",
     "load": "canvax.pipelines.load",
+    "load_preview": "canvax.pipelines.preview",
     "make_mesh": "canvax.parallel.mesh",
     "plan": "canvax.planning.plan",
 }
@@ -51,11 +54,13 @@ __all__ = [
     "Options",
     "OutOfMemoryError",
     "Plan",
+    "Preview",
     "Result",
     "StableDiffusion",
     "Step",
     "__version__",
     "load",
+    "load_preview",
     "make_mesh",
     "plan",
 ]

@@ -216,6 +216,43 @@ class VaeConfig(Config):
 
 
 @dataclass(frozen=True)
+class TinyConfig(Config):
+    """``AutoencoderTiny``: names and defaults are those of the diffusers config."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    encoder_block_out_channels: tuple[int, ...] = (64, 64, 64, 64)
+    decoder_block_out_channels: tuple[int, ...] = (64, 64, 64, 64)
+    latent_channels: int = 4
+    num_encoder_blocks: tuple[int, ...] = (1, 3, 3, 3)
+    num_decoder_blocks: tuple[int, ...] = (3, 3, 3, 1)
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "act_fn": ("relu",),
+        "upsample_fn": ("nearest",),
+        "upsampling_scaling_factor": (2,),
+        "scaling_factor": (1.0, 1),
+        "shift_factor": (0.0, 0, None),
+        # Of the encoder, for callers that store its latents as pictures.
+        "latent_magnitude": (3, 3.0),
+        "latent_shift": (0.5,),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"force_upcast", "block_out_channels"})
+
+    def __post_init__(self) -> None:
+        both = (self.encoder_block_out_channels, self.num_encoder_blocks), (
+            self.decoder_block_out_channels, self.num_decoder_blocks
+        )  # fmt: skip
+        if any(len(widths) != len(blocks) or len(set(widths)) != 1 for widths, blocks in both):
+            raise CheckpointError(f"TinyConfig needs as many equal widths as numbers of blocks, not {both}")
+
+    @property
+    def factor(self) -> int:
+        """Pixels per latent along an axis: 8 for TAESD."""
+        return 2 ** (len(self.num_decoder_blocks) - 1)
+
+
+@dataclass(frozen=True)
 class ClipTextConfig(Config):
     """``CLIPTextModel``: names and defaults are those of the transformers config."""
 

@@ -39,6 +39,7 @@ BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 _LIBRARIES = {"diffusers", "transformers"}
+_CONFIG = "config.json"
 
 Accept = Callable[[Mapping[str, Any]], None]
 """Looks at ``model_index.json`` before anything else is fetched; raises if the model is of no use."""
@@ -256,6 +257,37 @@ def _fetch_components(
         path = repo.fetch(f"{component}/{plan.file}", sha, names)
         for shard in shard_names(path) if plan.sharded else ():
             repo.fetch(f"{component}/{shard}", sha, names)
+
+
+def resolve_component(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    progress: bool = True,
+) -> Checkout:
+    """Find a network that is a repository or folder of its own: ``config.json`` and weights of diffusers at the top.
+
+    Raises:
+        InputError, CheckpointError, HubError: as :func:`resolve`.
+    """
+    check_variant(variant)
+    folder, sha = _local_folder(model), None
+    if folder is None:
+        repo = Repo(str(model), revision or "main", token, cache_dir, progress, root=_CONFIG)
+        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        if names is not None:
+            plan = plan_weights([name for name in names if "/" not in name], "diffusers", variant, repo.id)
+            repo.fetch(_CONFIG, sha, names)
+            path = repo.fetch(plan.file, sha, names)
+            for shard in shard_names(path) if plan.sharded else ():
+                repo.fetch(shard, sha, names)
+            repo.remember(sha)
+        folder = repo.snapshot(sha)
+    return Checkout(str(model), folder, sha, variant, {}, {}, ())
 
 
 def fetch_config(

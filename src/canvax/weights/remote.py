@@ -26,6 +26,8 @@ class Repo:
     token: str | bool | None
     cache_dir: str | Path | None
     progress: bool
+    root: str = INDEX
+    """A file that every copy has, and lies at the top."""
 
     def commit(self) -> tuple[str, Collection[str] | None]:
         """The commit sha of the revision, and the names of its files (None: unreachable, but cached)."""
@@ -51,7 +53,7 @@ class Repo:
         """The commit of the revision that the cache holds."""
         from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(self.id, INDEX, cache_dir=self.cache_dir, revision=self.revision)
+        path = try_to_load_from_cache(self.id, self.root, cache_dir=self.cache_dir, revision=self.revision)
         if not isinstance(path, str):
             raise HubError(
                 f"{self.id} (revision {self.revision!r}): is not in the cache, and the Hub may not be asked "
@@ -63,9 +65,9 @@ class Repo:
         """The folder in the cache that holds a commit."""
         from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(self.id, INDEX, cache_dir=self.cache_dir, revision=sha)
+        path = try_to_load_from_cache(self.id, self.root, cache_dir=self.cache_dir, revision=sha)
         if not isinstance(path, str):
-            raise HubError(f"{self.id}: {INDEX} of commit {sha} has vanished from the cache. Load it again.")
+            raise HubError(f"{self.id}: {self.root} of commit {sha} has vanished from the cache. Load it again.")
         return Path(path).parent
 
     def remember(self, sha: str) -> None:
