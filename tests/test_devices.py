@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bundled import LATENTS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_checkpoint import TEXT, VAE, write_small_checkpoint
 
@@ -278,8 +279,8 @@ def test_memory_is_close_to_the_compilers(emoji: canvax.StableDiffusion) -> None
     assert emoji.params is not None
     programs: dict[str, Any] = {
         "text encoder": emoji.programs.encode_text(emoji.params, 2),
-        "denoiser": emoji.programs.denoise(emoji.params, (2, 16, 16, 4), guided=True),
-        "decoder": emoji.programs.decode(emoji.params, (2, 16, 16, 4)),
+        "denoiser": emoji.programs.denoise(emoji.params, (2, *LATENTS), guided=True),
+        "decoder": emoji.programs.decode(emoji.params, (2, *LATENTS)),
     }
     for name, program in programs.items():
         real = memory.program_bytes(program)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_sdxl
+from bundled import LATENTS, TEXT_WIDTH
 
 import canvax
 from canvax.compile.programs import Programs
@@ -156,11 +157,11 @@ def test_weights_follow_a_line(emoji: canvax.StableDiffusion, sampler: str) -> N
 def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
     cfg = emoji.programs.unet
     for layers in range(1, skip_connections(cfg) + 1):
-        for latents in ((2, 16, 16, 4), (1, 13, 10, 4)):
+        for latents in ((2, *LATENTS), (1, 13, 10, LATENTS[-1])):
             shape = deep_shape(cfg, latents, layers)
 
             def network(params: Any, x: Any, layers: int = layers) -> Any:
-                times, text = jnp.zeros(len(x)), jnp.zeros((len(x), 77, 128))
+                times, text = jnp.zeros(len(x)), jnp.zeros((len(x), 77, TEXT_WIDTH))
                 return unet_reusing(params, x, times, text, cfg, layers=layers, recall=lambda f: (f(), f()))
 
             output, deep = jax.eval_shape(network, emoji.params["unet"], jax.ShapeDtypeStruct(latents, jnp.float32))  # type: ignore[index]
@@ -248,7 +249,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
 
     monkeypatch.setattr(Programs, "_compile", lowered)
     programs = dataclasses.replace(pipe.programs, _compiled={})
-    programs.denoise(pipe.params, (1, 16, 16, 4), guided=False, **flags)  # type: ignore[arg-type]
+    programs.denoise(pipe.params, (1, *LATENTS), guided=False, **flags)  # type: ignore[arg-type]
     names = ("convolution", "dot_general", "case", "func.func", "while")
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
 
@@ -256,7 +257,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
 def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without reuse the program has the network once, and no condition but the one of noise; with it, one more."""
     cfg, params = emoji.programs.unet, emoji.params["unet"]  # type: ignore[index]
-    x, text = jnp.zeros((1, 16, 16, 4)), jnp.zeros((1, 77, 128))
+    x, text = jnp.zeros((1, *LATENTS)), jnp.zeros((1, 77, TEXT_WIDTH))
     alone = jax.jit(lambda p: unet(p, x, jnp.zeros(1), text, cfg)).lower(params).as_text()
     plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, layers=1)
     for name in ("convolution", "dot_general"):

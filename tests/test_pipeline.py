@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from bundled import LATENTS
 
 import canvax
 from canvax.compile.monitor import compilations
@@ -28,7 +29,7 @@ def test_result(emoji: canvax.StableDiffusion) -> None:
     result = draw(emoji, ["a cat", "a pear"], seed=5, num_images_per_prompt=2)
     assert [image.size for image in result.images] == [(64, 64)] * 4
     assert result.pixels.shape == (4, 64, 64, 3)
-    assert result.latents.shape == (4, 16, 16, 4)
+    assert result.latents.shape == (4, *LATENTS)
     assert result.latents.dtype == np.float32
     assert result.grid().size == (128, 128)
     assert [meta["seed"] for meta in result.metadata] == [5, 6, 7, 8]
@@ -51,7 +52,7 @@ def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
         eta=0.5, spacing="linspace", guidance_rescale=0.7, clip_skip=1, noise="torch", progress=False
     )
     draw(emoji, "a dog", options=every, seed=2**63)
-    draw(emoji, "a dog", latents=initial_noise([3], (16, 16, 4)))
+    draw(emoji, "a dog", latents=initial_noise([3], LATENTS))
     draw(emoji, "a dog", num_inference_steps=130, sampler="DDIM")  # more rows than a window
     assert compilations() == before
     assert draw(emoji, "a dog").compilations == 0
@@ -101,7 +102,7 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
     assert mesh.size == 1
     flops = []
     for guided in (False, True):
-        program = emoji.programs.denoise(emoji.params, (1, 16, 16, 4), guided=guided)  # pyright: ignore
+        program = emoji.programs.denoise(emoji.params, (1, *LATENTS), guided=guided)  # pyright: ignore
         flops.append(program.cost_analysis()["flops"])  # pyright: ignore[reportFunctionMemberAccess]
     assert 0.45 < flops[0] / flops[1] < 0.55
     plain, negated = (draw(emoji, "a cat", n, seed=1, guidance_scale=1.0) for n in ("", "anything at all"))
@@ -116,7 +117,7 @@ def test_any_size(emoji: canvax.StableDiffusion) -> None:
 
 def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
     want = draw(emoji, "a cat", seed=4)
-    got = draw(emoji, "a cat", latents=initial_noise([4], (16, 16, 4)), seed=99)
+    got = draw(emoji, "a cat", latents=initial_noise([4], LATENTS), seed=99)
     np.testing.assert_array_equal(got.latents, want.latents)
     assert got.metadata[0]["noise"] == "given"
 
@@ -151,7 +152,7 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.Cancelled, match="step 3 of 4"):
         draw(emoji, ["a cat", "a dog"], options=options)
     assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
-    assert steps[0].latents.shape == steps[0].denoised.shape == (2, 16, 16, 4)
+    assert steps[0].latents.shape == steps[0].denoised.shape == (2, *LATENTS)
 
 
 def test_functional_style() -> None:
@@ -186,8 +187,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negatives": ({"negative_prompt": ["a", "b"]}, "2 entries for 1 prompts"),
     "seed": ({"seed": -5}, "seed"),
     "seeds": ({"seed": [1, 2]}, "2 entries for 1 images"),
-    "latents shape": ({"latents": np.zeros((1, 4, 16, 16))}, "1, 16, 16, 4"),
-    "latents values": ({"latents": np.full((1, 16, 16, 4), np.nan)}, "finite"),
+    "latents shape": ({"latents": np.zeros((1, 4, 16, 16))}, ", ".join(map(str, (1, *LATENTS)))),
+    "latents values": ({"latents": np.full((1, *LATENTS), np.nan)}, "finite"),
 }
 
 

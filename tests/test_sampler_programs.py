@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bundled import LATENTS
 
 import canvax
 from canvax.denoise import WINDOW, initial_state
@@ -46,7 +47,7 @@ def test_inversion_wants_a_picture(emoji: canvax.StableDiffusion) -> None:
 
 def rows_of(emoji: canvax.StableDiffusion, tables: list[SamplerTable], at: list[int], count: int) -> np.ndarray:
     """x of each image after `count` rows, each image at its own row of its own table."""
-    shape = (len(tables), 16, 16, 4)
+    shape = (len(tables), *LATENTS)
     noise = initial_noise(list(range(len(tables))), shape[1:])
     program = emoji.programs.denoise(emoji.params, shape, guided=False)  # type: ignore[arg-type]
     text = emoji.programs.text_params(emoji.params)  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
+from bundled import LATENTS  # noqa: E402
+
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
@@ -116,7 +118,7 @@ def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffus
     folder = emoji.save(tmp_path / "saved")
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
-    noise = initial_noise(SEEDS, (16, 16, 4))
+    noise = initial_noise(SEEDS, LATENTS)
     want = theirs(PROMPTS, num_inference_steps=10, guidance_scale=3.5, output_type="np", latents=nchw(noise)).images
     got = emoji(PROMPTS, num_inference_steps=10, guidance_scale=3.5, seed=SEEDS[0], options=QUIET)
     assert psnr(got.pixels, want) >= 60

@@ -1,0 +1,13 @@
+"""What tests know of the model in the package: the sizes that its own config says."""
+
+from __future__ import annotations
+
+import json
+
+from canvax.weights.hub import BUNDLED
+
+UNET = json.loads((BUNDLED["emoji"] / "unet" / "config.json").read_text())
+LATENTS = (UNET["sample_size"], UNET["sample_size"], UNET["in_channels"])
+"""Shape of the latents of one picture."""
+
+TEXT_WIDTH = UNET["cross_attention_dim"]
