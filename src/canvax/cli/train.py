@@ -55,7 +55,15 @@ def _emoji(arguments: argparse.Namespace) -> Path | None:
         autoencoder=replace(recipe.autoencoder, **shared, **vae),
         diffusion=replace(recipe.diffusion, **shared, **denoiser),
     )
-    task = Run(recipe, Path(arguments.data), Path(arguments.output), mesh, _deadline(arguments), complain)
+    task = Run(
+        recipe,
+        Path(arguments.data),
+        Path(arguments.output),
+        mesh,
+        deadline=_deadline(arguments),
+        say=complain,
+        start=None if arguments.start is None else Path(arguments.start),
+    )
     return make_model(task)
 
 

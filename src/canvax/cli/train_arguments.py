@@ -77,6 +77,9 @@ def _emoji(tasks: Any) -> None:
     parser.add_argument("data", metavar="FILE.zip", help="what canvax train emoji-data wrote")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the run; the model is in its model/")
     parser.add_argument("--recipe", metavar="NAME", help="gpu (128 pixels), cpu (64 pixels) or smoke (by the device)")
+    parser.add_argument(
+        "--start", metavar="FOLDER", help="a finished model, to train its text encoder and UNet further"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="updates of text encoder and UNet (the recipe's)")
     parser.add_argument("--minutes", type=float, metavar="X", help="as many as fit into this time, in place of --steps")
     parser.add_argument("-b", "--batch-size", type=int, dest="batch", metavar="N", help="drawings an update")

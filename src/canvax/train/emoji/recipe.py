@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +19,13 @@ import numpy as np
 from jax.sharding import Mesh
 from PIL import Image
 
+from canvax.errors import CheckpointError, InputError
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.text import FIRST
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
+from canvax.pipelines.checkpoint import open_checkpoint
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
@@ -187,6 +191,8 @@ class Run:
         mesh: the devices.
         deadline: ``time.monotonic()`` at which to stop, to go on another time.
         say: told what is going on.
+        start: a finished model of this recipe, whose text encoder and UNet are trained further, or None. Its vocabulary
+            and autoencoder stay as they are.
     """
 
     recipe: Recipe
@@ -195,6 +201,7 @@ class Run:
     mesh: Mesh
     deadline: float | None = None
     say: Callable[[str], None] = field(default=lambda _: None, repr=False)
+    start: Path | None = None
 
     def session(self, stage: str, **more: Any) -> Session:
         """The session of a stage."""
@@ -208,7 +215,8 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
         The model's folder, or None if the deadline came first.
 
     Raises:
-        InputError: the folder holds a run of another recipe.
+        InputError: the folder holds a run of another recipe, or ``run.start`` is a model of one.
+        CheckpointError: ``run.start`` cannot be read.
     """
     target = run.folder / "model"
     if target.exists():
@@ -217,10 +225,11 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
     train = pictures.split("train")
     run.say(f"{len(pictures)} drawings of {run.recipe.size} pixels, {len(pictures) - len(train)} of them held out")
     recipe = _with_vocabulary(run, train)
-    vae, finished = _autoencoder(run, recipe, train, pictures.split("test"))
+    start = _started(run, recipe)
+    vae, finished = _autoencoder(run, recipe, train, pictures.split("test"), start)
     if not finished:
         return None
-    denoiser, finished = _diffusion(run, recipe, train, vae)
+    denoiser, finished = _diffusion(run, recipe, train, vae, start)
     if not finished:
         return None
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
@@ -232,6 +241,10 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
 def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
     """Learn the tokenizer and write all but the weights; the recipe with the size that the vocabulary came out at."""
     folder = run.folder / "skeleton"
+    if run.start is not None and not (folder / "tokenizer").exists():
+        if not (run.start / "tokenizer").is_dir():
+            raise CheckpointError(f"{run.start}: has no tokenizer; start from a finished model, FOLDER/model of a run")
+        shutil.copytree(run.start / "tokenizer", folder / "tokenizer")
     if not (folder / "tokenizer" / "tokenizer_config.json").is_file():
         vocabulary, merges = learn_vocabulary((c for texts in train.captions for c in texts), run.recipe.vocabulary)
         save_vocabulary(folder / "tokenizer", vocabulary, merges, 77)
@@ -242,12 +255,28 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
     return recipe
 
 
-def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) -> tuple[Params, bool]:
+def _started(run: Run, recipe: Recipe) -> Params | None:
+    """The parameters of the model to start from, if there is one."""
+    if run.start is None:
+        return None
+    checkpoint, _, params = open_checkpoint(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
+    design = recipe.design
+    if (checkpoint.text.first, checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
+        raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
+    return params
+
+
+def _autoencoder(
+    run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, start: Params | None
+) -> tuple[Params, bool]:
     """The autoencoder in the metric of pixels; a finished one is read, and its training not compiled again."""
     cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
     if path.is_file():
         check_same(path, recipe.autoencoder, len(train))
         return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
+    if start is not None:
+        save_state(path, start["vae"], facts_of(recipe.autoencoder, len(train)))
+        return start["vae"], True
     params, finished = train_autoencoder(
         train.pixels,
         cfg,
@@ -268,7 +297,7 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures) 
     return params, True
 
 
-def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[Params, bool]:
+def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Params | None) -> tuple[Params, bool]:
     design = recipe.design
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     (tokenizer,) = pipe.checkpoint.tokenizers.values()
@@ -286,8 +315,11 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[
         grid.save(run.folder / "previews" / f"{step:07d}.png")
 
     loss = denoising_loss(design.text, design.unet, design.schedule, dtype=recipe.dtype)
-    start = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
-    return fit(start, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
+    if start is None:
+        begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
+    else:
+        begin = {name: start[name] for name in (FIRST, "unet")}
+    return fit(begin, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
 
 
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
