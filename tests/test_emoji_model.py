@@ -208,6 +208,7 @@ def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=0.02 * covariance.max())
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_finished_model(smoke: Path, tmp_path: Path) -> None:
     """Its vocabulary and autoencoder stay; of another recipe's model nothing is begun."""
     run = Run(RECIPES["smoke"], DATA, tmp_path / "more", make_mesh(jax.devices()[:1]), start=smoke / "model")

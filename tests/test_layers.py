@@ -16,6 +16,7 @@ SRC = Path(__file__).parent.parent / "src" / "canvax"
 ROWS: list[set[str]] = [
     {"types", "errors", "target", "_version"},
     {"params", "attention", "convolution", "noise"},
+    {"quantize"},
     {"nn"},
     {"models", "samplers", "tokenizers", "images"},
     {"guidance"},
