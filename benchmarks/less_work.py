@@ -28,7 +28,7 @@ from canvax.models.presets import PRESETS
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params, unflatten
-from canvax.quantize import KINDS, SCALE, quantize, quantized_spec
+from canvax.quantize import KINDS, quantize, quantized_spec, scale_of
 from canvax.samplers import build_table, from_scheduler_config
 
 PROMPTS = (
@@ -189,7 +189,7 @@ def _narrowed(params: Any, spec: Any) -> Any:
     given, narrow = dict(flatten(params)), {}
     for name, param in flatten(spec):
         if param.dtype in KINDS.values():
-            narrow[name], narrow[name.removesuffix("weight") + SCALE] = quantize(given[name], param.dtype)
+            narrow[name], narrow[scale_of(name)] = quantize(given[name], param.dtype)
         elif name in given:
             narrow[name] = given[name]
     return unflatten(narrow)

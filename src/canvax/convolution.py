@@ -78,7 +78,7 @@ def _pair(weight: Array, place: int, axis: int) -> Array:
 def _xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     """XLA's convolution; on the CPU always in float32, since in 16 bits it takes up to four times as long there."""
     if target_platform() != "cpu":
-        return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=_LAYOUT)
+        return _direct(weight, x, stride, padding)
     return _on_cpu(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
 
 
@@ -96,7 +96,7 @@ def _backward_on_cpu(stride: int, padding: Padding, given: tuple[Array, Array], 
     ]
     spread_slope = jax.lax.pad(slope, jnp.zeros((), slope.dtype), ((0, 0, 0), *spread, (0, 0, 0)))
     turned = jnp.flip(weight, (0, 1)).swapaxes(2, 3)
-    to_x = jax.lax.conv_general_dilated(spread_slope, turned, (1, 1), "VALID", dimension_numbers=_LAYOUT)
+    to_x = _direct(turned, spread_slope, 1, ((0, 0), (0, 0)))
     b, h, w, outputs = slope.shape
     padded = jnp.pad(x, ((0, 0), *padding, (0, 0)))
 

@@ -52,7 +52,11 @@ def weight_of(p: Params, dtype: DType) -> Array:
 
 def linear(p: Params, x: Array) -> Array:
     """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
-    y = x @ weight_of(p, x.dtype)
+    return _biased(p, x @ weight_of(p, x.dtype))
+
+
+def _biased(p: Params, y: Array) -> Array:
+    """``y`` and the bias of its layer, if it has one."""
     return y + p["bias"] if "bias" in p else y
 
 
@@ -131,25 +135,30 @@ def by_rows(function: Callable[..., Array], p: Params, x: Array, *shared: Array)
 
 
 def conv2d_spec(
-    inputs: int, outputs: int, kernel: int = 3, *, axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out")
+    inputs: int,
+    outputs: int,
+    kernel: int = 3,
+    *,
+    axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out"),
+    bias: bool = True,
 ) -> Spec:
-    """A square convolution with bias; ``axes`` of its input and output channels."""
-    return {
-        "weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv"),
-        "bias": Param((outputs,), (axes[1],), init="zeros"),
-    }
+    """A square convolution; ``axes`` of its input and output channels."""
+    spec: Spec = {"weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv")}
+    if bias:
+        spec["bias"] = Param((outputs,), (axes[1],), init="zeros")
+    return spec
 
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    return convolve(weight_of(p, x.dtype), x, stride=stride, padding=padding) + p["bias"]
+    return _biased(p, convolve(weight_of(p, x.dtype), x, stride=stride, padding=padding))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
     if target_platform() not in ("cpu", "tpu"):
         return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
-    return convolve_doubled(weight_of(p, x.dtype), x) + p["bias"]
+    return _biased(p, convolve_doubled(weight_of(p, x.dtype), x))
 
 
 def norm_spec(channels: int) -> Spec:

@@ -32,6 +32,11 @@ _WHOLE = frozenset(
 )
 
 
+def scale_of(weight: str) -> str:
+    """Dotted name of the scales of a weight, "a.b.weight" -> "a.b.scale"."""
+    return weight.removesuffix("weight") + SCALE
+
+
 def check_kind(kind: str | None) -> str | None:
     """``kind`` if it is known, or None.
 

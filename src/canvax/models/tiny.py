@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from canvax.convolution import convolve
 from canvax.models.configs import TinyConfig
-from canvax.nn import conv2d_spec, upsample_nearest
+from canvax.nn import conv2d, conv2d_of_doubled, conv2d_spec
 from canvax.params import Params, Spec
 from canvax.types import Array
 
 REACH = 3.0
-"""Latents are bent into -3..3, by three times the tangent of a third."""
+"""Latents are bent into -3..3, by three times the hyperbolic tangent of a third."""
 
 
 def tiny_spec(cfg: TinyConfig) -> Spec:
@@ -39,30 +38,21 @@ def tiny_decode(p: Params, latents: Array, cfg: TinyConfig) -> Array:
     """
     layers, number = p["decoder"]["layers"], 2
     x = jnp.tanh(latents / REACH) * REACH
-    x = jax.nn.relu(_conv(layers["0"], x))
+    x = jax.nn.relu(conv2d(layers["0"], x))
     for level, blocks in enumerate(cfg.num_decoder_blocks):
         for _ in range(blocks):
             x = _block(layers[str(number)], x)
             number += 1
         if level < len(cfg.num_decoder_blocks) - 1:
-            x = upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2])
-            number += 1
-        x = _conv(layers[str(number)], x)
-        number += 1
-    return x
+            x = conv2d_of_doubled(layers[str(number + 1)], x)
+            number += 2
+    return conv2d(layers[str(number)], x)
 
 
 def _block(p: Params, x: Array) -> Array:
-    h = x
-    for number in (0, 2, 4):
-        h = _conv(p["conv"][str(number)], h)
-        h = h if number == 4 else jax.nn.relu(h)
-    return jax.nn.relu(h + x)
-
-
-def _conv(p: Params, x: Array) -> Array:
-    y = convolve(p["weight"], x)
-    return y + p["bias"] if "bias" in p else y
+    h = jax.nn.relu(conv2d(p["conv"]["0"], x))
+    h = jax.nn.relu(conv2d(p["conv"]["2"], h))
+    return jax.nn.relu(conv2d(p["conv"]["4"], h) + x)
 
 
 def _decoder_spec(cfg: TinyConfig) -> Spec:
@@ -71,7 +61,7 @@ def _decoder_spec(cfg: TinyConfig) -> Spec:
     for level, (blocks, width) in enumerate(zip(cfg.num_decoder_blocks, widths, strict=True)):
         last = level == len(widths) - 1
         layers += [_block_spec(width)] * blocks
-        layers += [conv2d_spec(width, cfg.out_channels)] if last else [None, _plain(conv2d_spec(width, width))]
+        layers += [conv2d_spec(width, cfg.out_channels)] if last else [None, conv2d_spec(width, width, bias=False)]
     return _numbered(layers)
 
 
@@ -79,7 +69,7 @@ def _encoder_spec(cfg: TinyConfig) -> Spec:
     widths = cfg.encoder_block_out_channels
     layers: list[Any] = []
     for level, (blocks, width) in enumerate(zip(cfg.num_encoder_blocks, widths, strict=True)):
-        layers += [conv2d_spec(cfg.in_channels, width) if level == 0 else _plain(conv2d_spec(width, width))]
+        layers += [conv2d_spec(width if level else cfg.in_channels, width, bias=level == 0)]
         layers += [_block_spec(width)] * blocks
     return _numbered([*layers, conv2d_spec(widths[-1], cfg.latent_channels)])
 
@@ -87,10 +77,6 @@ def _encoder_spec(cfg: TinyConfig) -> Spec:
 def _block_spec(width: int) -> Spec:
     conv = conv2d_spec(width, width)
     return {"conv": _numbered([conv, None, conv, None, conv])}
-
-
-def _plain(spec: Spec) -> Spec:
-    return {"weight": spec["weight"]}
 
 
 def _numbered(layers: list[Any]) -> Spec:

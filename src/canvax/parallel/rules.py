@@ -128,7 +128,6 @@ def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
     total = 0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
         placed = placement(param, sizes)
-        total += (
-            param.size * param.dtype_in(dtype).itemsize // int(np.prod([sizes[axis] for axis in placed.spec if axis]))
-        )
+        parts = int(np.prod([sizes[axis] for axis in placed.spec if axis]))
+        total += param.size * param.dtype_in(dtype).itemsize // parts
     return total

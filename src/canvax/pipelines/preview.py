@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from canvax.images.convert import to_pil
 from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_decode, tiny_spec
 from canvax.params import Params
-from canvax.types import HostArray
+from canvax.types import Array, HostArray
 from canvax.weights.hub import resolve_component
 from canvax.weights.layout import read_json
 from canvax.weights.load import Component, load_components
@@ -34,10 +33,6 @@ class Preview:
 
     cfg: TinyConfig
     params: Params = field(repr=False)
-    _program: Any = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_program", jax.jit(partial(_pixels, cfg=self.cfg)))
 
     def pixels(self, latents: HostArray) -> HostArray:
         """Latents [B, h, w, C], such as ``step.denoised`` -> pictures [B, f h, f w, 3] float32 in 0..1.
@@ -50,7 +45,7 @@ class Preview:
         latents = np.asarray(latents, np.float32)
         if latents.ndim != 4 or latents.shape[-1] != self.cfg.latent_channels:
             raise InputError(f"latents are {latents.shape}; this decoder takes [B, h, w, {self.cfg.latent_channels}]")
-        return np.asarray(self._program(self.params, latents))
+        return np.asarray(_pixels(self.params, latents, cfg=self.cfg))
 
     def images(self, latents: HostArray) -> list[Image.Image]:
         """The same as pictures of Pillow."""
@@ -105,5 +100,6 @@ def load_preview(
     return Preview(cfg, loaded[""])
 
 
-def _pixels(p: Params, latents: jax.Array, cfg: TinyConfig) -> jax.Array:
+@partial(jax.jit, static_argnames="cfg")
+def _pixels(p: Params, latents: Array, *, cfg: TinyConfig) -> Array:
     return jnp.clip(tiny_decode(p, latents, cfg), 0.0, 1.0)

@@ -240,6 +240,7 @@ def plan(
         raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
     check_count("steps", steps)
     dtype = parse_dtype(dtype).name
+    check_kind(quantize)
     networks = architecture(model, **source)
     side = (networks.unet.sample_size or 64) * networks.vae.factor
     job = Job(
@@ -251,7 +252,7 @@ def plan(
         width=check_size("width", width, side),
         guided=guided,
         dtype=dtype,
-        quantize=check_kind(quantize),
+        quantize=quantize,
     )
     versions = {"canvax": __version__, "jax": version("jax"), "libtpu": libtpu_version()}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)

@@ -25,6 +25,9 @@ KL, EDGES = 3e-4, 0.05
 """Usual weights of the divergence and of the outlines beside the squared error. The divergence is only there to keep
 the encoder's noise from vanishing, so that near latents mean near pictures."""
 
+VARIANCE, LEAST = 0.5, 0.001
+"""Mean variance of the channels of the latents, and the least beside the largest."""
+
 
 def train_autoencoder(
     pixels: HostArray,
@@ -76,7 +79,7 @@ def _crop_loss(
     return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=kl, edges=EDGES)
 
 
-def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *, seed: int = 0) -> Params:
+def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> Params:
     """The same autoencoder with latents in which distances are about those of the pixels.
 
     Training leaves latents in a basis of its own making, where a channel that hardly shows can vary as much as one that
@@ -99,12 +102,14 @@ def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *,
     mean, covariance = flat.mean(0), np.atleast_2d(np.cov(flat, rowvar=False))
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 1e-6 * values.max())) @ vectors.T
-    energy, turn = np.linalg.eigh(root @ _pixel_gram(p, latents, cfg, mesh, seed) @ root)
+    energy, turn = np.linalg.eigh(root @ _pixel_gram(p, latents, cfg, mesh) @ root)
     energy = np.maximum(energy, LEAST * energy.max())
     std = np.sqrt(energy * VARIANCE / energy.mean())
     there = (turn * std).T @ np.linalg.inv(root)  # new = there @ (old - mean)
     back = root @ (turn / std)
-    before, after = (jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p[n]) for n in ("quant_conv", _POST))
+    before, after = (
+        jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p[n]) for n in ("quant_conv", "post_quant_conv")
+    )
     half = cfg.latent_channels
     spread = np.exp(_mean_logvar(p, pixels, cfg, mesh))
     new = {
@@ -112,18 +117,14 @@ def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *,
             "weight": np.concatenate([before["weight"][:, :half] @ there.T, 0 * before["weight"][:, half:]], axis=1),
             "bias": np.concatenate([there @ (before["bias"][:half] - mean), np.log(np.square(there) @ spread)]),
         },
-        _POST: {"weight": back.T @ after["weight"], "bias": after["bias"] + mean @ after["weight"]},
+        "post_quant_conv": {"weight": back.T @ after["weight"], "bias": after["bias"] + mean @ after["weight"]},
     }
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), {**p, **new})
 
 
-VARIANCE, LEAST = 0.5, 0.001
-"""Mean variance of the channels of the latents, and the least beside the largest."""
-
-_POST = "post_quant_conv"
-
-
-def _pixel_gram(p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, seed: int, pictures: int = 64) -> HostArray:
+def _pixel_gram(
+    p: Params, latents: HostArray, cfg: VaeConfig, mesh: Mesh, *, seed: int = 0, pictures: int = 64
+) -> HostArray:
     """Mean over places of J^T J [C, C], J being what the decoder makes of a small change of a place: E[g g^T] over
     g = J^T r with random r of unit variance."""
     rng = np.random.default_rng(seed)

@@ -22,6 +22,7 @@ from canvax.weights.layout import (
     PICKLE_REFUSED,
     PICKLES,
     PLAIN_FILES,
+    WeightPlan,
     check_variant,
     config_file,
     find_weights,
@@ -31,7 +32,7 @@ from canvax.weights.layout import (
     variants,
     why_no_index,
 )
-from canvax.weights.remote import Repo, offline
+from canvax.weights.remote import Repo
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models inside the package, by name."""
@@ -125,7 +126,7 @@ def resolve(
             warnings.warn(f"revision = {revision!r} is ignored: {str(model)!r} is a folder, not a Hub id", stacklevel=2)
         return _open_folder(str(model), folder, None, variant, accept)
     repo = Repo(str(model), revision or "main", token, cache_dir, progress)
-    sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+    sha, names = repo.current(local_files_only)
     if names is None:
         try:
             return _open_folder(str(model), repo.snapshot(sha), sha, variant, accept)
@@ -254,9 +255,14 @@ def _fetch_components(
             if name in inside:
                 repo.fetch(f"{component}/{name}", sha, names)
     for component, plan in plans.items():
-        path = repo.fetch(f"{component}/{plan.file}", sha, names)
-        for shard in shard_names(path) if plan.sharded else ():
-            repo.fetch(f"{component}/{shard}", sha, names)
+        _fetch_weights(repo, sha, names, plan, f"{component}/")
+
+
+def _fetch_weights(repo: Repo, sha: str, names: Collection[str], plan: WeightPlan, folder: str = "") -> None:
+    """Fetch the weight file of a plan, or all shards of it; ``folder`` ends with a slash."""
+    path = repo.fetch(folder + plan.file, sha, names)
+    for shard in shard_names(path) if plan.sharded else ():
+        repo.fetch(folder + shard, sha, names)
 
 
 def resolve_component(
@@ -278,13 +284,11 @@ def resolve_component(
     folder, sha = _local_folder(model), None
     if folder is None:
         repo = Repo(str(model), revision or "main", token, cache_dir, progress, root=_CONFIG)
-        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        sha, names = repo.current(local_files_only)
         if names is not None:
             plan = plan_weights([name for name in names if "/" not in name], "diffusers", variant, repo.id)
             repo.fetch(_CONFIG, sha, names)
-            path = repo.fetch(plan.file, sha, names)
-            for shard in shard_names(path) if plan.sharded else ():
-                repo.fetch(shard, sha, names)
+            _fetch_weights(repo, sha, names, plan)
             repo.remember(sha)
         folder = repo.snapshot(sha)
     return Checkout(str(model), folder, sha, variant, {}, {}, ())
@@ -307,7 +311,7 @@ def fetch_config(
     folder = _local_folder(model)
     if folder is None:
         repo = Repo(str(model), revision or "main", token, cache_dir, False)
-        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        sha, names = repo.current(local_files_only)
         if names is not None:
             return read_json(repo.fetch(name, sha, names))
         folder = repo.snapshot(sha)
@@ -331,7 +335,7 @@ def resolve_configs(
     folder, sha = _local_folder(model), None
     if folder is None:
         repo = Repo(str(model), revision or "main", token, cache_dir, False)
-        sha, names = repo.cached_commit() if local_files_only or offline() else repo.commit()
+        sha, names = repo.current(local_files_only)
         if names is not None:
             index = read_json(repo.fetch(INDEX, sha, names))
             for component in _accepted(str(model), index, accept):

@@ -19,7 +19,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
-from canvax.quantize import SCALE, quantize
+from canvax.quantize import SCALE, quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
@@ -132,7 +132,7 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
             if param.dtype is None:
                 placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
                 continue
-            scale = dotted.removesuffix("weight") + SCALE
+            scale = scale_of(dotted)
             weight, scales = quantize(materialise(param, entry, np.float32, pool), param.dtype_in(dtype))
             placed[name, dotted], placed[name, scale] = place(param, weight), place(declared[name][scale], scales)
     return {name: unflatten({dotted: placed[name, dotted] for dotted in names}) for name, names in declared.items()}

@@ -29,6 +29,10 @@ class Repo:
     root: str = INDEX
     """A file that every copy has, and lies at the top."""
 
+    def current(self, cached: bool) -> tuple[str, Collection[str] | None]:
+        """The commit, from the cache alone if ``cached``, or if the Hub may not be asked at all."""
+        return self.cached_commit() if cached or offline() else self.commit()
+
     def commit(self) -> tuple[str, Collection[str] | None]:
         """The commit sha of the revision, and the names of its files (None: unreachable, but cached)."""
         from huggingface_hub import HfApi

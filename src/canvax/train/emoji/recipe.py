@@ -102,7 +102,7 @@ class Recipe:
             layers_per_block=1,
             attention_head_dim=4,
             cross_attention_dim=self.width,
-            norm_num_groups=min(16, *self.channels),
+            norm_num_groups=math.gcd(16, *self.channels),
         )
         vae = VaeConfig(
             latent_channels=self.latent_channels,
@@ -323,7 +323,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
 
 
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
-    """Latents of every drawing, moved about: [N, 9, h, w, C] in float16, whose rounding is below their own noise."""
+    """Latents of every drawing, moved about: [N, V, h, w, C] in float16, whose rounding is below their own noise."""
     path, cfg = run.folder / "latents.npy", recipe.design.vae
     moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
     if path.is_file():
