@@ -14,7 +14,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test lint parity bench emoji-model clean
 
 demo: .venv/runtime
-	$(BIN)/canvax generate "a red apple" "a cat" "a lemon" "a hamburger" --seed 1 --grid --output out/demo
+	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
+		"a Christmas tree" "a clock" --seed 1 --grid --output out/demo
 
 # Two processes: most of the time is XLA compiling, on one processor each.
 test: .venv/test-$(REFERENCE) lint
@@ -25,7 +26,7 @@ lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Full-size models against PyTorch: minutes and about 12 GB of memory.
+# Full-size models against PyTorch: minutes, and 14 GB of memory and of disk.
 parity: .venv/test-yes
 	$(BIN)/python benchmarks/parity_full_size.py
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,8 +21,10 @@ import numpy as np
 from PIL import Image
 
 import canvax
+from canvax.images.chart import line_chart
 from canvax.train.autoencoder import reconstruction_psnr
 from canvax.train.emoji.quality import Score, check_measure, choose_pairs, draw_and_score
+from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
 
 NOVEL = ("a blue banana", "a cat and a pizza", "a green heart with a rocket", "a purple elephant", "two apples")
@@ -39,6 +42,7 @@ def main() -> None:
     parser.add_argument("--sampler")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of training, for a chart of losses")
     parser.add_argument("--output", type=Path, help="folder for grids and figures")
     options = parser.parse_args()
 
@@ -80,7 +84,25 @@ def main() -> None:
             _grid(score, drawings).save(options.output / f"{name.replace(' ', '-')}.png")
         novel = pipe([text for text in NOVEL for _ in range(4)], seed=list(range(4)) * len(NOVEL), **how).pixels
         _tiled(novel, 4).save(options.output / "novel.png")
+        if options.runs:
+            _losses(options.runs).save(options.output / "losses.png", optimize=True)
         (options.output / "figures.json").write_text(json.dumps({**figures, "seconds": seconds}, indent=2) + "\n")
+
+
+def _losses(runs: Sequence[Path], smooth: int = 5) -> Image.Image:
+    """The denoising loss of runs that went on from each other, over all their steps, and that of the decoder."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for stage in ("diffusion", "decoder"):
+        begin, points = 0, []
+        for run in runs:
+            lines = read_log(run / stage / LOG)
+            values = [line["mse"] for line in lines]
+            for i in range(smooth, len(lines) + 1, smooth):
+                points.append((begin + lines[i - 1]["step"], sum(values[i - smooth : i]) / smooth))
+            begin += int(lines[-1]["step"]) if lines else 0
+        if points:
+            series[stage] = points
+    return line_chart(series, title="training", x_label="steps", y_label="mean squared error", log_y=True)
 
 
 def _line(text: str) -> None:

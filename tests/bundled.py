@@ -11,3 +11,6 @@ LATENTS = (UNET["sample_size"], UNET["sample_size"], UNET["in_channels"])
 """Shape of the latents of one picture."""
 
 TEXT_WIDTH = UNET["cross_attention_dim"]
+
+VOCABULARY = json.loads((BUNDLED["emoji"] / "text_encoder" / "config.json").read_text())["vocab_size"]
+"""Entries of its tokenizer, which small models of the tests have too."""

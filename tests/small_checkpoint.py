@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from bundled import VOCABULARY
 from checkpoints import flax_bytes, flax_tree, write_json
 
 from canvax.models.clip import text_encoder_spec
@@ -33,7 +34,9 @@ VAE = VaeConfig(
     up_block_types=("UpDecoderBlock2D",) * 4,
     block_out_channels=(32,) * 4,
 )
-TEXT = ClipTextConfig(vocab_size=2229, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+TEXT = ClipTextConfig(
+    vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+)
 SCHEDULER = {
     "_class_name": "PNDMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
     "num_train_timesteps": 1000, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,

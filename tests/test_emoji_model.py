@@ -51,7 +51,8 @@ def test_captions_of_a_drawing() -> None:
     texts = captions("red apple", ["fruit", "apple", "food"], "noto")
     assert len(texts) == FORMS
     assert {"a red apple in the style of noto", "red apple, noto style", "fruit: red apple", "a red apple"} <= {*texts}
-    assert sum("noto" in text for text in texts) == 12
+    assert sum("noto" in text for text in texts) == 15
+    assert all("apple" in text for text in texts[:-2])
     assert texts[0] == plain_caption("red apple", "noto")
     assert len(captions("cat", [], "fluent flat")) == FORMS
 
@@ -210,14 +211,15 @@ def test_its_latents_are_uncorrelated(smoke: Path) -> None:
 
 @pytest.mark.slow
 def test_training_goes_on_from_a_finished_model(smoke: Path, tmp_path: Path) -> None:
-    """Its vocabulary and autoencoder stay; of another recipe's model nothing is begun."""
+    """Its vocabulary and latents stay; of another recipe's model nothing is begun."""
     run = Run(RECIPES["smoke"], DATA, tmp_path / "more", make_mesh(jax.devices()[:1]), start=smoke / "model")
     model = make_model(run)
     assert model is not None
     before, after = (canvax.load(folder, mesh=run.mesh).params for folder in (smoke / "model", model))
     assert before is not None
     assert after is not None
-    jax.tree.map(np.testing.assert_array_equal, before["vae"], after["vae"])
+    for part in ("encoder", "quant_conv"):
+        jax.tree.map(np.testing.assert_array_equal, before["vae"][part], after["vae"][part])
     for name in ("vocab.json", "merges.txt"):
         assert (smoke / "model" / "tokenizer" / name).read_bytes() == (model / "tokenizer" / name).read_bytes()
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before["unet"], after["unet"])
@@ -295,4 +297,5 @@ def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.StableDiff
     asked = list(range(0, 48, 3))
     options = canvax.Options(progress=False)
     drawn = draw_and_score(emoji, pictures, asked, num_inference_steps=15, options=options)
-    assert drawn.concepts >= 0.6
+    assert drawn.concepts >= 0.9
+    assert drawn.both >= 0.7

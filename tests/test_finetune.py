@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,36 @@ def test_what_cannot_be_read(tmp_path: Path, spoil: Any, message: str) -> None:
         read_pictures(folder, 32)
 
 
+def test_grey_of_16_bits_and_marks_before_captions(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    folder.mkdir()
+    Image.fromarray(np.full((16, 16), 20000, np.uint16)).save(folder / "a.png")
+    (folder / "a.TXT").write_bytes("\ufeffa caf\u00e9".encode())
+    pictures = read_pictures(folder, 16)
+    assert (pictures.pixels == 78).all()
+    assert pictures.captions == [["a caf\u00e9"]]
+    (folder / "a.TXT").write_bytes("a caf\u00e9".encode("latin-1"))
+    with pytest.raises(InputError, match=r"a\.TXT is not UTF-8"):
+        read_pictures(folder, 16)
+
+
+def test_a_picture_without_a_caption_is_named(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "p", "txt")
+    (folder / "red.txt").unlink()
+    with pytest.raises(InputError, match=r"red\.png has no caption"):
+        read_pictures(folder, 16)
+
+
+def test_tables_one_folder_down(tmp_path: Path) -> None:
+    """A zip file of a folder, and one table for each split."""
+    write_pictures(tmp_path / "p" / "train")
+    write_pictures(tmp_path / "p" / "test", "csv")
+    shutil.make_archive(str(tmp_path / "p"), "zip", tmp_path, "p/train")
+    assert len(read_pictures(tmp_path / "p.zip", 16).split("train")) == 4
+    both = read_pictures(tmp_path / "p", 16)
+    assert [len(both.split(name)) for name in ("train", "test")] == [4, 4]
+
+
 def test_a_table_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
     folder = write_pictures(tmp_path / "p")
@@ -199,12 +231,33 @@ def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
+    given = task(model, tmp_path / "run", pictures)
+    assert finetune(given, mesh, deadline=time.monotonic()) is None
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    for change, message in (
+        ({"model": other}, "model was"),
+        ({"gamma": 5.0}, "gamma was None, now 5.0"),
+        ({"flip": True}, "flip was False, now True"),
+    ):
+        with pytest.raises(InputError, match=message):
+            finetune(replace(given, **change), mesh)
+    Image.new("RGB", (48, 32), (9, 9, 9)).save(pictures / "red.png")
+    with pytest.raises(InputError, match="pictures was"):
+        finetune(given, mesh)
+    with pytest.raises(InputError, match="fp8"):
+        finetune(given, mesh, save_dtype="fp8")
+
+
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures = write_pictures(tmp_path / "p", "txt")
     words = ["train", "finetune", str(pictures), "-m", str(model), "-o", str(tmp_path / "run"), "--size", "64"]
     assert main([*words, "--steps", "2", "-b", "8", "--lr", "1e-4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report == {"output": str(tmp_path / "run" / "model"), "finished": True}
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"output": str(tmp_path / "run" / "model"), "finished": True}
+    assert told.err.index("fine-tuning: compiling\n") < told.err.index("fine-tuning: step")
     assert main([*words, "--lr", "0"]) == 2
     assert "learning_rate = 0.0 must be more than 0" in capsys.readouterr().err
     assert main(["train", "emoji", str(pictures), "-o", str(tmp_path / "e"), "--recipe", "cpus"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -39,8 +40,9 @@ from canvax.train.autoencoder import (
     reconstruction_psnr,
     shifts,
     train_autoencoder,
+    train_decoder,
 )
-from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
 from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
 from canvax.weights.hub import BUNDLED
@@ -87,12 +89,13 @@ def test_training_finds_the_minimum(tmp_path: Path) -> None:
     np.testing.assert_allclose(trained["w"], wanted, atol=0.05)
 
 
-def test_stop_and_resume_is_bitwise_the_same(tmp_path: Path) -> None:
+def test_stop_and_resume_is_bitwise_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, finished = toy(tmp_path / "whole")
     assert finished
     for _ in range(3):
         _, finished = toy(tmp_path / "parts", deadline=time.monotonic())
         assert not finished
+    assert capsys.readouterr().err.count("toy: going on from step") == 2
     parts, finished = toy(tmp_path / "parts")
     assert finished
     np.testing.assert_array_equal(whole["w"], parts["w"])
@@ -152,6 +155,41 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(CanvaxError, match="loss is nan at step 4"):
         fit({"w": np.zeros(3, np.float32)}, broken, {}, 10, PLAN, Session(tmp_path, "toy", one_device()))
     assert (tmp_path / STATE).read_bytes() == before
+
+
+def test_parameters_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+    """The last update before a state is written is in no loss."""
+
+    def breaks(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+        here = p["w"].sum()
+        # At zero the slope of the root is infinite, and its value is not.
+        return here + jnp.sqrt(0.0 * here), {"distance": jnp.zeros(())}
+
+    session = Session(tmp_path, "toy", one_device(), deadline=time.monotonic())
+    with pytest.raises(CanvaxError, match="a parameter is nan at step 1"):
+        fit({"w": np.zeros(3, np.float32)}, breaks, {}, 10, replace(PLAN, chunk=1), session)
+    assert not (tmp_path / STATE).exists()
+
+
+def test_what_else_a_run_was_begun_with(tmp_path: Path) -> None:
+    def session(**about: Any) -> Session:
+        return Session(tmp_path, "toy", one_device(), deadline=time.monotonic(), about=about)
+
+    data = {"x": np.zeros((10, 3), np.float32)}
+    fit({"w": np.zeros(3)}, toy_loss, data, 10, PLAN, session(model="one"))
+    with pytest.raises(InputError, match="model was one, now two"):
+        fit({"w": np.zeros(3)}, toy_loss, data, 10, PLAN, session(model="two"))
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    left, alive = (tmp_path / f".{STATE}.{number}.partial" for number in (process.pid, os.getppid()))
+    for path in (left, alive):
+        path.write_bytes(b"half")
+    toy(tmp_path, deadline=time.monotonic())
+    assert not left.exists()
+    assert alive.exists()
 
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -287,6 +325,19 @@ def test_gradients_reach_every_parameter() -> None:
         plain = gradient
 
 
+def test_training_times() -> None:
+    """One from each part of the distribution, in random order; a focus is a logit-normal distribution."""
+    keys = jax.random.split(jax.random.key(3))
+    alike = np.asarray(training_times(*keys, 512, 1000))
+    assert (np.diff(alike) < 0).any()
+    assert np.abs(np.sort(alike) - np.arange(512) / 0.512).max() < 1000 / 512 + 1
+    focused = np.asarray(training_times(*keys, 512, 1000, (0.8, 0.9)))
+    assert 0 <= focused.min() < focused.max() < 1000
+    for deviations, share in ((-2, 0.023), (-1, 0.159), (0, 0.5), (1, 0.841), (2, 0.977)):
+        time = 1000 / (1 + math.exp(-(0.8 + 0.9 * deviations)))
+        assert abs((focused < time).mean() - share) < 0.005, deviations
+
+
 def test_gradient_of_attention_in_chunks() -> None:
     """The CPU kernel for long sequences differentiates like the plain one."""
     rng = np.random.default_rng(0)
@@ -347,6 +398,22 @@ def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     assert shows.sum() >= 2
     before = reconstruction_psnr(params, pictures, SMALL_VAE, mesh)
     np.testing.assert_allclose(reconstruction_psnr(turned, pictures, SMALL_VAE, mesh), before, atol=1e-3)
+
+
+def test_decoder_learns_whole_pictures(tmp_path: Path) -> None:
+    """It gets better, mirrored pictures too; what makes latents stays, and so do they."""
+    pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)
+    mesh, begun = one_device(), init_params(vae_spec(SMALL_VAE), 0)
+    plan = Plan(steps=120, batch=8, chunk=20, warmup=5, learning_rate=3e-3, average=0.9)
+    got, finished = train_decoder(begun, pictures, SMALL_VAE, plan, Session(tmp_path, "decoder", mesh))
+    assert finished
+    for part in ("encoder", "quant_conv"):
+        jax.tree.map(np.testing.assert_array_equal, begun[part], got[part])
+    for shown in (pictures, np.ascontiguousarray(pictures[:, :, ::-1])):
+        before, after = (reconstruction_psnr(p, shown, SMALL_VAE, mesh).mean() for p in (begun, got))
+        assert after > before + 3
+    with pytest.raises(InputError, match="begun with another plan"):
+        train_decoder(begun, pictures, SMALL_VAE, replace(plan, batch=4), Session(tmp_path, "decoder", mesh))
 
 
 def test_encoding_moves_mirrors_and_fills_up_batches() -> None:

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     report["output"] = None if result is None else str(result)
     report["finished"] = result is not None
     if result is None:
-        complain("stopped in time; the same command goes on")
+        complain("stopped as --stop-after asked; the same command goes on from here")
     elif not arguments.json:
         say(str(result))
 
@@ -53,6 +53,7 @@ def _emoji(arguments: argparse.Namespace) -> Path | None:
     recipe = replace(
         recipe,
         autoencoder=replace(recipe.autoencoder, **shared, **vae),
+        decoder=replace(recipe.decoder, **shared, **_given(steps=arguments.decoder_steps)),
         diffusion=replace(recipe.diffusion, **shared, **denoiser),
     )
     task = Run(
@@ -73,6 +74,8 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
 
     names = ("steps", "batch", "learning_rate", "warmup", "average", "seed")
     plan = replace(PLAN, **_given(**{name: getattr(arguments, name) for name in names}))
+    # As many steps as were asked for, and not one more.
+    plan = replace(plan, chunk=next(n for n in range(PLAN.chunk, 0, -1) if plan.steps % n == 0))
     task = FineTuning(
         model=arguments.model,
         pictures=arguments.pictures,

@@ -7,7 +7,7 @@ from typing import Any
 
 _DATA_HELP = """
 Fetches five npm packages with npm, from the registry that npm is configured for, renders the drawings and writes them
-with their captions and licences into one zip file. Needs npm and pip install 'canvax[train]'.
+with their captions and licences into one zip file. Needs npm and pip install '.[train]'.
 """
 _EMOJI_HELP = """
 Stop it as you like: the same command goes on where the last state was written, with the same numbers.
@@ -78,7 +78,7 @@ def _emoji(tasks: Any) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the run; the model is in its model/")
     parser.add_argument("--recipe", metavar="NAME", help="gpu (128 pixels), cpu (64 pixels) or smoke (by the device)")
     parser.add_argument(
-        "--start", metavar="FOLDER", help="a finished model, to train its text encoder and UNet further"
+        "--start", metavar="FOLDER", help="a finished model, to train further; its vocabulary and latents stay"
     )
     parser.add_argument("--steps", type=int, metavar="N", help="updates of text encoder and UNet (the recipe's)")
     parser.add_argument("--minutes", type=float, metavar="X", help="as many as fit into this time, in place of --steps")
@@ -86,6 +86,9 @@ def _emoji(tasks: Any) -> None:
     parser.add_argument("--learning-rate", "--lr", type=float, metavar="X", help="of text encoder and UNet")
     parser.add_argument("--vae-steps", type=int, metavar="N", help="updates of the autoencoder (the recipe's)")
     parser.add_argument("--vae-minutes", type=float, metavar="X", help="as many as fit into this time")
+    parser.add_argument(
+        "--decoder-steps", type=int, metavar="N", help="of its decoder on whole pictures (the recipe's)"
+    )
     _common(parser)
 
 

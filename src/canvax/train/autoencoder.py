@@ -18,7 +18,7 @@ from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params, init_params
 from canvax.target import compiling_on
 from canvax.train.loop import Plan, Session, fit
-from canvax.train.objectives import autoencoder_loss, cast
+from canvax.train.objectives import autoencoder_loss, cast, reconstruction_loss
 from canvax.types import Array, DType, HostArray
 
 KL, EDGES = 3e-4, 0.05
@@ -77,6 +77,48 @@ def _crop_loss(
     side = crop // cfg.factor
     noise = jax.random.normal(noise_key, (chosen.shape[0], side, side, cfg.latent_channels), jnp.float32)
     return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=kl, edges=EDGES)
+
+
+DECODER = ("decoder", "post_quant_conv")
+"""Parts of an autoencoder that make pictures of latents."""
+
+LATENT_NOISE = 0.2
+"""Highest standard deviation of the noise that the decoder sees latents with: a denoiser's are never quite those of a
+picture, and what they are off by shall not show as spots."""
+
+
+def train_decoder(
+    p: Params, pixels: HostArray, cfg: VaeConfig, plan: Plan, session: Session, *, dtype: DType = jnp.float32
+) -> tuple[Params, bool]:
+    """Train the decoder further, on whole pictures [N, H, W, 3] uint8 and mirrored ones; latents stay what they are.
+
+    An autoencoder that has seen pieces alone knows neither the statistics of whole pictures, by which its
+    normalisations and the attention in its middle go, nor their edges. The latents should be in the metric of pixels
+    (:func:`in_pixel_metric`): they get noise, as much in each channel.
+
+    Returns:
+        The parameters of the autoencoder, and whether the run is finished.
+    """
+    forms = [encode_pictures(p, pixels, cfg, session.mesh, flip=flip).astype(np.float16) for flip in (False, True)]
+    data = {"pixels": pixels, "latents": np.stack(forms, axis=1)}
+    loss = partial(_decoder_loss, cfg=cfg, dtype=dtype)
+    trained, finished = fit({name: p[name] for name in DECODER}, loss, data, len(pixels), plan, session)
+    return {**p, **trained}, finished
+
+
+def _decoder_loss(
+    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, dtype: DType
+) -> tuple[Array, dict[str, Array]]:
+    form_key, size_key, noise_key = jax.random.split(key, 3)
+    form = jax.random.randint(form_key, chosen.shape, 0, 2)
+    images = as_input(data["pixels"][chosen])
+    images = jnp.where(form[:, None, None, None] == 1, images[:, :, ::-1], images)
+    latents = data["latents"][chosen, form].astype(jnp.float32)
+    size = jax.random.uniform(size_key, (*chosen.shape, 1, 1, 1), maxval=LATENT_NOISE)
+    latents += size * jax.random.normal(noise_key, latents.shape)
+    drawn = vae_decode(cast(p, dtype), latents.astype(dtype), cfg)
+    loss, mse = reconstruction_loss(drawn, images, EDGES)
+    return loss, {"mse": mse}
 
 
 def in_pixel_metric(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh) -> Params:

@@ -70,6 +70,7 @@ def denoising_loss(
     schedule: NoiseSchedule,
     *,
     gamma: float | None = 5.0,
+    focus: tuple[float, float] | None = None,
     empty: float = EMPTY,
     dtype: DType = jnp.float32,
     remat: bool = False,
@@ -81,6 +82,8 @@ def denoising_loss(
         cfg: config of the UNet.
         schedule: the noise, and what the network predicts.
         gamma: bound of the min-SNR weights, None for no weights.
+        focus: mean and spread of the logit of the training times, as shares of the schedule: a logit-normal
+            distribution (Esser et al. 2024, section 3.1). None takes all times alike.
         empty: share of empty captions.
         dtype: dtype computed in.
         remat: compute the UNet's blocks again on the way back instead of keeping what they held.
@@ -92,12 +95,35 @@ def denoising_loss(
     return partial(
         _denoising_loss,
         tables=(alphas, loss_weights(schedule, gamma)),
+        focus=focus,
         prediction_type=schedule.prediction_type,
         configs=(text, cfg),
         empty=empty,
         dtype=dtype,
         remat=remat,
     )
+
+
+def training_times(
+    order_key: Array, time_key: Array, batch: int, size: int, focus: tuple[float, float] | None = None
+) -> Array:
+    """Random timesteps, int32 [batch] in 0..size - 1, in random order.
+
+    One from each of as many parts of the distribution, equal in probability: the same mean with less noise (Kingma et
+    al. 2021, I.1).
+
+    Args:
+        order_key: key of the order.
+        time_key: key of the places within the parts.
+        batch: how many.
+        size: timesteps of the schedule.
+        focus: mean and spread of the logit of a time as a share of the schedule; None takes all times alike.
+    """
+    part = (jax.random.permutation(order_key, batch) + jax.random.uniform(time_key, (batch,))) / batch
+    if focus is not None:
+        mean, spread = focus
+        part = jax.nn.sigmoid(mean + spread * jax.scipy.stats.norm.ppf(part))
+    return jnp.minimum((part * size).astype(jnp.int32), size - 1)
 
 
 def _denoising_loss(
@@ -107,6 +133,7 @@ def _denoising_loss(
     key: Array,
     *,
     tables: tuple[Array, Array],
+    focus: tuple[float, float] | None,
     prediction_type: str,
     configs: tuple[ClipTextConfig, UNetConfig],
     empty: float,
@@ -124,9 +151,7 @@ def _denoising_loss(
     p = cast({**data.get("frozen", {}), **p}, dtype)
     features = text_encoder(p[FIRST], ids, configs[0])
     alphas, weights = tables
-    # One time from each of B equal parts of the schedule: the same mean with less noise (Kingma et al. 2021, I.1).
-    part = jax.random.permutation(order_key, batch[0]) + jax.random.uniform(time_key, batch)
-    times = jnp.minimum((part / batch[0] * alphas.size).astype(jnp.int32), alphas.size - 1)
+    times = training_times(order_key, time_key, batch[0], alphas.size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
     noisy = add_noise(x0, noise, alphas[times])
     output = unet(p["unet"], noisy.astype(dtype), times, features, configs[1], remat=remat)

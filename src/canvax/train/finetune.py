@@ -15,15 +15,14 @@ from canvax.errors import InputError
 from canvax.images.grid import make_grid
 from canvax.models.text import FIRST
 from canvax.params import Params
-from canvax.pipelines.checkpoint import XL_PIPELINES, Checkpoint, default_dtype, open_checkpoint
+from canvax.pipelines.checkpoint import XL_PIPELINES, Checkpoint, default_dtype, open_checkpoint, parse_dtype
 from canvax.pipelines.options import Options
 from canvax.pipelines.text_to_image import StableDiffusion
 from canvax.train.autoencoder import encode_pictures
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss
-from canvax.train.loop import Plan, Session, fit
-from canvax.train.pictures import read_pictures
+from canvax.train.loop import STATE, Plan, Session, check_same, fit
+from canvax.train.pictures import Pictures, read_pictures
 from canvax.types import DType
-from canvax.weights.hub import resolve
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
@@ -95,12 +94,28 @@ def finetune(
     target = task.folder / "model"
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
-    resolve(task.model, accept=_refuse_xl)
-    checkpoint, programs, params = open_checkpoint(task.model, dtype="float32", mesh=mesh)
+    save_dtype = parse_dtype(save_dtype)
+    checkpoint, programs, params = open_checkpoint(task.model, dtype="float32", mesh=mesh, accept=_refuse_xl)
     size = task.size or checkpoint.native_size[0]
     if size % (8 * checkpoint.vae.factor // 4):
         raise InputError(f"size = {size} must be divisible by {8 * checkpoint.vae.factor // 4}")
-    data, count = _data(task, checkpoint, params, size, mesh, say)
+    pictures = read_pictures(task.pictures, size, caption_column=task.caption_column).split("train")
+    if not len(pictures):
+        raise InputError(f"pictures = {str(task.pictures)!r}: none of its pictures is of the split 'train'")
+    dtype = default_dtype(mesh) if task.dtype is None else task.dtype
+    about = {
+        "model": str(task.model),
+        "size": size,
+        "flip": task.flip,
+        "gamma": task.gamma,
+        "empty": task.empty,
+        "dtype": np.dtype(dtype).name,
+        "pictures": pictures.digest(),
+    }
+    if (state := task.folder / "unet" / STATE).is_file():
+        check_same(state, task.plan, len(pictures), about)  # before anything is encoded
+    say(f"{len(pictures)} pictures at {size} x {size}")
+    data = _data(task, pictures, checkpoint, params, mesh)
     start = {"unet": jax.device_get(params.pop("unet"))}  # on the devices there is the copy that is trained, no other
     loss = denoising_loss(
         checkpoint.text.parts[FIRST],
@@ -108,7 +123,7 @@ def finetune(
         checkpoint.scheduler.schedule,
         gamma=task.gamma,
         empty=task.empty,
-        dtype=default_dtype(mesh) if task.dtype is None else task.dtype,
+        dtype=dtype,
         remat=task.remat,
     )
     pipe = StableDiffusion(checkpoint, programs)
@@ -121,20 +136,19 @@ def finetune(
         make_grid(images).save(task.folder / "previews" / f"{step:07d}.png")
 
     session = Session(
-        task.folder / "unet", "fine-tuning", mesh, deadline=deadline, preview=preview if task.prompts else None
+        task.folder / "unet",
+        "fine-tuning",
+        mesh,
+        deadline=deadline,
+        about=about,
+        preview=preview if task.prompts else None,
     )
-    trained, finished = fit(start, loss, data, count, task.plan, session)
+    trained, finished = fit(start, loss, data, len(pictures), task.plan, session)
     return checkpoint.save(target, {**params, **trained}, dtype=save_dtype) if finished else None
 
 
-def _data(
-    task: FineTuning, checkpoint: Checkpoint, params: Params, size: int, mesh: Mesh, say: Callable[[str], None]
-) -> tuple[dict[str, Any], int]:
+def _data(task: FineTuning, pictures: Pictures, checkpoint: Checkpoint, params: Params, mesh: Mesh) -> dict[str, Any]:
     """Latents of all pictures, encoded once, and the ids of their captions."""
-    pictures = read_pictures(task.pictures, size, caption_column=task.caption_column).split("train")
-    if not len(pictures):
-        raise InputError(f"pictures = {str(task.pictures)!r}: none of its pictures is of the split 'train'")
-    say(f"{len(pictures)} pictures at {size} x {size}")
     forms = [
         encode_pictures(params["vae"], pictures.pixels, checkpoint.vae, mesh, flip=flip, batch=4)
         for flip in ((False, True) if task.flip else (False,))
@@ -143,7 +157,7 @@ def _data(
     tokenizer = checkpoint.tokenizers[FIRST]
     ids = caption_ids(tokenizer, pictures.captions, text.max_position_embeddings)
     data = denoising_data(tokenizer, np.stack(forms, axis=1), ids)
-    return {**data, "frozen": {FIRST: params[FIRST]}}, len(pictures)
+    return {**data, "frozen": {FIRST: params[FIRST]}}
 
 
 def _refuse_xl(index: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Session:
         mesh: the devices; the batch is split over ``data``.
         deadline: ``time.monotonic()`` at which to write the state and stop; None to go on to the end.
         save_every: seconds between two states on disk.
+        about: what else a run must be gone on with, in plain values.
         preview: called with the step and the averaged parameters.
         preview_every: seconds between two calls.
     """
@@ -101,6 +102,7 @@ class Session:
     mesh: Mesh
     deadline: float | None = None
     save_every: float = 300.0
+    about: Mapping[str, Any] = field(default_factory=dict)
     preview: Callable[[int, Params], None] | None = None
     preview_every: float = 900.0
 
@@ -127,10 +129,12 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
-        check_same(path, plan, samples)
+        check_same(path, plan, samples, session.about)
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     data = jax.device_put(data, everywhere)
+    progress = Progress(session.name)
+    progress.say("compiling")
     program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
     if path.is_file():
         steps = read_facts(path)["total"]
@@ -141,23 +145,23 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
             steps = _steps_in(plan, program, state, data, samples)
     done = int(state.step)
     _cut_log(session.folder / LOG, done)
-    facts = facts_of(plan, samples) | {"total": steps}
-    progress = Progress(session.name, steps, plan.batch, done)
+    facts = facts_of(plan, samples) | {**session.about, "total": steps}
+    if 0 < done < steps:
+        progress.say(f"going on from step {done} of {steps}")
+    progress.begin(steps, plan.batch, done)
     saved = shown = time.monotonic()
     while done < steps:
         indices = batch_indices(plan.seed, done, plan.chunk, plan.batch, samples)
         state, metrics = program(state, data, indices, np.int32(steps))
         done += plan.chunk
-        if not math.isfinite(metrics["loss"]):
-            raise CanvaxError(
-                f"{session.name}: the loss is {float(metrics['loss'])} at step {done}; the last good state is kept. "
-                "Train with a lower learning rate in another folder."
-            )
+        _check_finite("the loss", metrics["loss"], session.name, done)
         _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
         progress.advance(done, float(metrics["loss"]))
         now = time.monotonic()
         stop = session.deadline is not None and now >= session.deadline
         if done >= steps or stop or now - saved >= session.save_every:
+            # The loss is of the parameters before the last update.
+            _check_finite("a parameter", _largest(state.params), session.name, done)
             save_state(path, state, facts)
             saved = now
         if session.preview and (done >= steps or now - shown >= session.preview_every):
@@ -167,6 +171,20 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
             break
     progress.close()
     return _drawn_with(state), done >= steps
+
+
+def _check_finite(what: str, number: Any, name: str, done: int) -> None:
+    if not math.isfinite(number):
+        raise CanvaxError(
+            f"{name}: {what} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
+            "learning rate in another folder."
+        )
+
+
+@jax.jit
+def _largest(params: Params) -> Array:
+    """The largest magnitude, not finite if any is not."""
+    return jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]).max()
 
 
 def _drawn_with(state: TrainState) -> Params:
@@ -200,7 +218,7 @@ def _optimizer(plan: Plan) -> Any:
     try:
         import optax
     except ImportError as error:
-        raise InputError("training needs optax: pip install 'canvax[train]'") from error
+        raise InputError("training needs optax: pip install optax") from error
 
     def matrices(params: Params) -> Any:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
@@ -270,9 +288,9 @@ def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
     return {**asdict(plan), "samples": samples}
 
 
-def check_same(path: Path, plan: Plan, samples: int) -> None:
+def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
     """Refuse to go on with a file that was begun with another plan or other data."""
-    begun, now = read_facts(path), facts_of(plan, samples)
+    begun, now = read_facts(path), facts_of(plan, samples) | dict(about or {})
     changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
     if changed:
         raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")

@@ -72,11 +72,17 @@ def autoencoder_loss(
     latents = mean + jnp.exp(0.5 * logvar) * noise
     # The decoder's input convention: what it is given is scaled.
     drawn = vae_decode(p, ((latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor).astype(images.dtype), cfg)
+    loss, mse = reconstruction_loss(drawn, images, edges)
+    divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
+    return loss + kl * divergence, {"mse": mse, "kl": divergence}
+
+
+def reconstruction_loss(drawn: Array, images: Array, edges: float) -> tuple[Array, Array]:
+    """Squared error and ``edges`` x the mean absolute error of differences between neighbours; and the first alone."""
     error = drawn.astype(jnp.float32) - images.astype(jnp.float32)
     mse = jnp.square(error).mean()
     outline = jnp.abs(jnp.diff(error, axis=1)).mean() + jnp.abs(jnp.diff(error, axis=2)).mean()
-    divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
-    return mse + edges * outline + kl * divergence, {"mse": mse, "kl": divergence}
+    return mse + edges * outline, mse
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:

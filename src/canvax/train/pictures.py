@@ -7,9 +7,11 @@ in a .txt file beside its picture. Other columns are kept as they are.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,10 +21,12 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from canvax.errors import InputError
+from canvax.images.convert import upright_rgb
 from canvax.types import HostArray
 
 METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
+SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -46,6 +50,12 @@ class Pictures:
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Some of them, in the order given."""
         return Pictures(self.pixels[list(chosen)], [self.captions[i] for i in chosen], [self.rows[i] for i in chosen])
+
+    def digest(self) -> str:
+        """A short text that is another one for other pictures or captions."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
+        digest.update(json.dumps([list(texts) for texts in self.captions]).encode())
+        return digest.hexdigest()[:16]
 
     def split(self, name: str) -> Pictures:
         """Those whose column ``split`` is ``name``; a picture without one is of "train"."""
@@ -89,7 +99,8 @@ class _Files:
                 self.archive = zipfile.ZipFile(source)
             except zipfile.BadZipFile as error:
                 raise InputError(f"{source}: is neither a folder nor a zip file") from error
-            self.names = sorted(name for name in self.archive.namelist() if not name.endswith("/"))
+            names = self.archive.namelist()
+            self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
             self.names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
         else:
@@ -99,20 +110,30 @@ class _Files:
     def read(self, name: str) -> bytes:
         if name not in self._known:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
-        return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
+        try:
+            return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
 
 
 def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
-    """The table of captions, every row checked."""
-    table = next((name for name in TABLES if name in files.names), None)
-    if table is None:
-        texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.endswith(".txt")}
-        pictures = [name for name in files.names if name.lower().endswith(SUFFIXES)]
-        return [
-            {"file_name": name, column: files.read(texts[stem]).decode("utf-8").strip()}
-            for name in pictures
-            if (stem := PurePosixPath(name).with_suffix("")) in texts
-        ]
+    """The tables of captions, every row checked; or the text files beside the pictures."""
+    tables: dict[PurePosixPath, str] = {}
+    for kind in reversed(TABLES):
+        tables |= {PurePosixPath(name).parent: name for name in files.names if PurePosixPath(name).name == kind}
+    if not tables:
+        return _beside(files, source, column)
+    depth = min(len(folder.parts) for folder in tables)
+    return [
+        row
+        for folder, table in sorted(tables.items())
+        if len(folder.parts) == depth
+        for row in _table(files, source, table, folder, column)
+    ]
+
+
+def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str) -> list[dict[str, Any]]:
+    """The rows of a table, whose file names are relative to its folder. A folder may be named after a split."""
     try:
         text = files.read(table).decode("utf-8-sig")
         if table.endswith(".csv"):
@@ -131,18 +152,34 @@ def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
         if not good:
             known = ", ".join(sorted(str(key) for key in row))
             raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
+        row["file_name"] = (folder / row["file_name"]).as_posix()
+        row["split"] = row.get("split") or (folder.name if folder.name in SPLITS else "train")
+    return rows
+
+
+def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
+    """Captions in text files beside the pictures."""
+    texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
+    pictures = [name for name in files.names if name.lower().endswith(SUFFIXES)]
+    without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
+    if texts and without:
+        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        raise InputError(f"{source}: {without[0]}{more} has no caption; write one into a .txt file of the same name")
+    rows = []
+    for name in pictures if texts else ():
+        told = texts[PurePosixPath(name).with_suffix("")]
+        try:
+            rows.append({"file_name": name, column: files.read(told).decode("utf-8-sig").strip()})
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source}: {told} is not UTF-8: {error}") from error
     return rows
 
 
 def _fitted(data: bytes, name: str, size: int) -> HostArray:
     """[size, size, 3] uint8, transparent parts on white."""
     try:
-        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-        picture = picture.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        picture = upright_rgb(Image.open(io.BytesIO(data)))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
         raise InputError(f"{name}: is not a picture that can be read: {error}") from error
     if picture.size != (size, size):
         # An integer reduction is an exact box filter: a 128-pixel drawing at 64 is the mean of 2 x 2 pixels.

@@ -9,11 +9,16 @@ import time
 class Progress:
     """One line on stderr that is written over on a terminal, a line a minute elsewhere."""
 
-    def __init__(self, name: str, steps: int, batch: int, done: int) -> None:
-        self.name, self.steps, self.batch = name, steps, batch
-        self._first, self._began = done, time.monotonic()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps, self.batch = 0, 0
         self._terminal = sys.stderr.isatty()
         self._shown = -60.0
+
+    def begin(self, steps: int, batch: int, done: int) -> None:
+        """Count ``steps`` of ``batch`` samples, of which ``done`` are done already."""
+        self.steps, self.batch = steps, batch
+        self._first, self._began = done, time.monotonic()
 
     def advance(self, done: int, loss: float) -> None:
         """``done`` steps are done in all."""
@@ -26,6 +31,11 @@ class Progress:
         left = duration(max(self.steps - done, 0) / max(pace, 1e-9))
         text = f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {speed:.1f} samples/s, {left} left"
         sys.stderr.write(f"\r{text:<100}" if self._terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def say(self, what: str) -> None:
+        """A line of its own, before the first step."""
+        sys.stderr.write(f"{self.name}: {what}\n")
         sys.stderr.flush()
 
     def close(self) -> None:

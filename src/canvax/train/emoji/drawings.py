@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
+from canvax.files import written
 from canvax.train.emoji.captions import STYLES, captions
 from canvax.train.pictures import METADATA
 
@@ -138,20 +137,14 @@ def prepare_drawings(
         concepts = [c for c in _read_concepts(folder) if all(slug(c["label"]) in found for found in bodies.values())]
     rows = describe(concepts)
     progress(f"{len(concepts)} concepts in {len(bodies)} styles: {len(rows)} drawings")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, LICENCES, licences().encode())
-            _add(archive, METADATA, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-            for done, row in enumerate(rows):
-                _add(archive, row["file_name"], _encoded(render(bodies[row["style"]][slug(row["label"])])))
-                if (done + 1) % 500 == 0:
-                    progress(f"{done + 1} drawings")
-        os.replace(temporary, target)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with written(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, LICENCES, licences().encode())
+        _add(archive, METADATA, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        for done, row in enumerate(rows):
+            _add(archive, row["file_name"], _encoded(render(bodies[row["style"]][slug(row["label"])])))
+            if (done + 1) % 500 == 0:
+                progress(f"{done + 1} drawings")
     return target
 
 
@@ -244,7 +237,7 @@ def _renderer() -> Callable[[str], Image.Image]:
     try:
         from resvg_py import svg_to_bytes
     except ImportError as error:
-        raise InputError("rendering needs resvg-py: pip install 'canvax[train]'") from error
+        raise InputError("rendering needs resvg-py: pip install resvg-py") from error
 
     def render(svg: str) -> Image.Image:
         drawn = Image.open(io.BytesIO(bytes(svg_to_bytes(svg_string=svg, width=SIZE, height=SIZE)))).convert("RGBA")

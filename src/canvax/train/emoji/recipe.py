@@ -6,7 +6,6 @@ Each stage leaves its state in the run's folder, so the same call goes on where 
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from canvax.errors import CheckpointError, InputError
+from canvax.files import written
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST
 from canvax.models.vae import vae_spec
@@ -36,6 +36,7 @@ from canvax.train.autoencoder import (
     reconstruction_psnr,
     shifts,
     train_autoencoder,
+    train_decoder,
 )
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
 from canvax.train.emoji.captions import FORMS
@@ -61,6 +62,7 @@ class Recipe:
         size: pixels of a picture along each side.
         crop: pixels of the pieces that the autoencoder learns from.
         autoencoder: plan of the autoencoder.
+        decoder: plan of its decoder alone, on whole pictures.
         diffusion: plan of text encoder and UNet.
         shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
         channels: of the UNet's levels; the first, where there are most pixels, has no attention.
@@ -71,12 +73,14 @@ class Recipe:
             drawings, and the two before leave the style open.
         width: of the text encoder.
         vocabulary: entries of the tokenizer.
+        focus: where the training times lie, see :func:`denoising_loss`.
         mixed: compute in bfloat16.
     """
 
     size: int
     crop: int
     autoencoder: Plan
+    decoder: Plan
     diffusion: Plan
     shift: int
     channels: tuple[int, ...] = (64, 128, 144)
@@ -86,6 +90,7 @@ class Recipe:
     forms: int = FORMS
     width: int = 160
     vocabulary: int = 2500
+    focus: tuple[float, float] | None = None
     mixed: bool = False
 
     @property
@@ -120,7 +125,7 @@ class Recipe:
             num_attention_heads=4,
             eos_token_id=self.vocabulary - 1,
         )
-        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
+        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 2.0})
 
     @property
     def dtype(self) -> DType:
@@ -149,6 +154,7 @@ RECIPES = {
         size=128,
         crop=64,
         autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
+        decoder=Plan(steps=3_000, batch=32, learning_rate=3e-4, chunk=50),
         diffusion=Plan(steps=20_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=50),
         shift=2,
         mixed=True,
@@ -157,18 +163,21 @@ RECIPES = {
         size=64,
         crop=32,
         autoencoder=Plan(steps=5_500, batch=16, learning_rate=1e-3, chunk=50),
+        decoder=Plan(steps=4_000, batch=8, learning_rate=3e-4, chunk=20, warmup=100),
         diffusion=Plan(steps=40_000, batch=32, learning_rate=1e-3, average=0.999, chunk=50),
         shift=0,
         channels=(64, 192),
         vae_channels=(24, 48, 80, 112),
         latent_channels=32,
         kl=5e-5,
-        forms=12,
+        forms=16,
+        focus=(0.4, 1.2),
     ),
     "smoke": Recipe(
         size=32,
         crop=16,
         autoencoder=Plan(steps=8, batch=8, chunk=4, warmup=2),
+        decoder=Plan(steps=4, batch=8, chunk=4, warmup=2),
         diffusion=Plan(steps=8, batch=8, chunk=4, warmup=2),
         shift=1,
         channels=(16, 16, 16),
@@ -191,8 +200,8 @@ class Run:
         mesh: the devices.
         deadline: ``time.monotonic()`` at which to stop, to go on another time.
         say: told what is going on.
-        start: a finished model of this recipe, whose text encoder and UNet are trained further, or None. Its vocabulary
-            and autoencoder stay as they are.
+        start: a finished model of this recipe, whose text encoder, UNet and decoder are trained further, or None. Its
+            vocabulary and latents stay as they are.
     """
 
     recipe: Recipe
@@ -226,7 +235,11 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
     run.say(f"{len(pictures)} drawings of {run.recipe.size} pixels, {len(pictures) - len(train)} of them held out")
     recipe = _with_vocabulary(run, train)
     start = _started(run, recipe)
-    vae, finished = _autoencoder(run, recipe, train, pictures.split("test"), start)
+    held_out = pictures.split("test")
+    vae, finished = _autoencoder(run, recipe, train, start)
+    if not finished:
+        return None
+    vae, finished = _decoder(run, recipe, train, held_out, vae)
     if not finished:
         return None
     denoiser, finished = _diffusion(run, recipe, train, vae, start)
@@ -266,9 +279,7 @@ def _started(run: Run, recipe: Recipe) -> Params | None:
     return params
 
 
-def _autoencoder(
-    run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, start: Params | None
-) -> tuple[Params, bool]:
+def _autoencoder(run: Run, recipe: Recipe, train: Pictures, start: Params | None) -> tuple[Params, bool]:
     """The autoencoder in the metric of pixels; a finished one is read, and its training not compiled again."""
     cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
     if path.is_file():
@@ -289,12 +300,31 @@ def _autoencoder(
     if not finished:
         return params, False
     params = in_pixel_metric(jax.device_get(params), train.pixels, cfg, run.mesh)
-    if len(held_out):
-        psnr = reconstruction_psnr(params, held_out.pixels, cfg, run.mesh)
-        run.say(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings (lowest {psnr.min():.1f})")
     params = jax.device_put(params, replicated(run.mesh))
     save_state(path, params, facts_of(recipe.autoencoder, len(train)))
     return params, True
+
+
+def _decoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, vae: Params) -> tuple[Params, bool]:
+    """The autoencoder with its decoder trained on whole pictures; likewise."""
+    cfg, path = recipe.design.vae, run.folder / "decoder.safetensors"
+    if path.is_file():
+        check_same(path, recipe.decoder, len(train))
+        return load_state(path, vae), True
+    before = _shown(vae, held_out, run, recipe)
+    params, finished = train_decoder(vae, train.pixels, cfg, recipe.decoder, run.session("decoder"), dtype=recipe.dtype)
+    if not finished:
+        return params, False
+    run.say(f"decoder: {_shown(params, held_out, run, recipe)} dB on held-out drawings, {before} before")
+    save_state(path, params, facts_of(recipe.decoder, len(train)))
+    return params, True
+
+
+def _shown(vae: Params, held_out: Pictures, run: Run, recipe: Recipe) -> str:
+    """Mean PSNR of the autoencoder on drawings that it has not seen."""
+    return (
+        f"{reconstruction_psnr(vae, held_out.pixels, recipe.design.vae, run.mesh).mean():.2f}" if len(held_out) else "?"
+    )
 
 
 def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Params | None) -> tuple[Params, bool]:
@@ -314,7 +344,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         (run.folder / "previews").mkdir(exist_ok=True)
         grid.save(run.folder / "previews" / f"{step:07d}.png")
 
-    loss = denoising_loss(design.text, design.unet, design.schedule, dtype=recipe.dtype)
+    loss = denoising_loss(design.text, design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype)
     if start is None:
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     else:
@@ -333,11 +363,6 @@ def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostAr
     run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
     forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
     latents = np.stack(forms, axis=1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            np.save(file, latents)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written(path) as temporary, temporary.open("wb") as file:
+        np.save(file, latents)
     return latents
