@@ -5,7 +5,8 @@
 Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
 PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
 Writes less-work.png, some of the pictures side by side. --full-size times the UNet of Stable Diffusion 1.5 on random
-weights instead (5 GB): an evaluation in full against one that reuses its deep features, and with weights of 8 bits.
+weights instead (5 GB): an evaluation in full against one that reuses its deep features, one with merged tokens, and one
+with weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import canvax
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows
+from canvax.models.merging import Merging
 from canvax.models.presets import PRESETS
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
@@ -51,6 +53,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "reuse, 9 of 20": {"reuse": EARLY_9},
     "reuse, 8 of 20": {"reuse": EARLY_8},
     "reuse, 9 of 20, guidance_interval=(0, 0.8)": {"reuse": EARLY_9, "guidance_interval": (0.0, 0.8)},
+    "token_merging=0.25": {"token_merging": 0.25},
+    "token_merging=0.5": {"token_merging": 0.5},
     "quantize='int8'": {"quantize": "int8"},
     "quantize='float8'": {"quantize": "float8"},
     "DPM++ 2M: full run": {"sampler": "dpmpp_2m"},
@@ -58,6 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "DPM++ 2M: reuse=2": {"sampler": "dpmpp_2m", "reuse": 2},
     "DPM++ 2M: reuse, 9 of 20": {"sampler": "dpmpp_2m", "reuse": EARLY_9},
 }
+MERGED = {f"token_merging={ratio}": ratio for ratio in (0.25, 0.5, 0.75)}
 SHOWN = ("full run", "half the steps", "guidance_interval=(0, 0.8)", "reuse=2", "reuse=3", "reuse, 9 of 20", "reuse=5")
 
 
@@ -152,19 +157,21 @@ def full_size(rounds: int = 3) -> None:
         )
 
 
-def eight_bits(rounds: int = 3) -> None:
-    """Print time and memory of the same evaluation with weights of 8 bits, taking turns with the whole ones."""
+def variants(rounds: int = 3) -> None:
+    """Print time and memory of the same evaluation with tokens merged and with weights of 8 bits, taking turns."""
     cfg = PRESETS["sd15"].unet
     spec = unet_spec(cfg)
     noise = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     text = np.zeros((2, 77, cfg.cross_attention_dim), np.float32)
     arguments = (noise, np.full(2, 500.0, np.float32), text)
     whole = init_params(spec, 0)
+    placed = jax.device_put(whole)
+    keys = np.zeros((2, 2), np.uint32)
     made: dict[str, tuple[Any, Any]] = {}
-    for kind in ("whole", *KINDS):
-        params = whole if kind == "whole" else _narrowed(whole, quantized_spec(spec, kind))
-        params = jax.device_put(params)
-        made[kind] = jax.jit(partial(unet, cfg=cfg)).lower(params, *arguments).compile(), params
+    for kind in ("as it is", *MERGED, *KINDS):
+        params = jax.device_put(_narrowed(whole, quantized_spec(spec, kind))) if kind in KINDS else placed
+        more = {"merging": Merging(MERGED[kind], keys)} if kind in MERGED else {}
+        made[kind] = jax.jit(partial(unet, cfg=cfg, **more)).lower(params, *arguments).compile(), params
     seconds: dict[str, list[float]] = {kind: [] for kind in made}
     for turn in range(rounds + 1):
         for kind, (program, params) in made.items():
@@ -172,7 +179,7 @@ def eight_bits(rounds: int = 3) -> None:
             jax.block_until_ready(program(params, *arguments))
             if turn:
                 seconds[kind].append(time.perf_counter() - began)
-    full = statistics.median(seconds["whole"])
+    full = statistics.median(seconds["as it is"])
     for kind, (program, params) in made.items():
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         temporary = program.memory_analysis().temp_size_in_bytes
@@ -206,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told = parser.parse_args(arguments)
     if told.full_size:
         full_size()
-        eight_bits()
+        variants()
         return
     mesh = make_mesh(jax.devices()[:1])
     pipes = {kind: canvax.load(told.model, mesh=mesh, quantize=kind) for kind in (None, *KINDS)}

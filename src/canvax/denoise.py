@@ -20,6 +20,7 @@ import numpy as np
 
 from canvax.guidance import guide
 from canvax.models.configs import UNetConfig
+from canvax.models.merging import Merging
 from canvax.models.text import Conditions
 from canvax.models.unet import Recall, deep_shape, unet, unet_reusing
 from canvax.params import Params
@@ -62,6 +63,7 @@ def denoise(
     cfg: UNetConfig,
     clip: Clip | None = None,
     layers: int = 0,
+    merging: float = 0.0,
 ) -> tuple[Array, Array, Array | None]:
     """Run the first ``count`` rows of a window.
 
@@ -79,6 +81,7 @@ def denoise(
         cfg: the UNet's config.
         clip: limits on D, a static property of the few models that want them.
         layers: with ``reuse``, what is computed in any case; see :func:`canvax.models.unet.unet_reusing`.
+        merging: the part of the tokens that is merged for self-attention; see :class:`canvax.models.merging.Merging`.
 
     Returns:
         The state after the last row run, D at that row [B, h, w, C] float32, and ``reuse.features`` as they are then.
@@ -89,13 +92,17 @@ def denoise(
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
         x, timestep = (_per_image(row["c_in"]) * x).astype(dtype), row["timestep"]
+        more: dict[str, Any] = {**told}
         if negative is not None:
             x, timestep = jnp.repeat(x, 2, axis=0), jnp.repeat(timestep, 2)
+        if merging:
+            words = _merging_keys(keys, row["row"])
+            more["merging"] = Merging(merging, words if negative is None else jnp.repeat(words, 2, axis=0))
         if reuse is None or features is None:
-            output = unet(params, x, timestep, cfg=cfg, **told)
+            output = unet(params, x, timestep, cfg=cfg, **more)
         else:
             recall = _recall(features, reuse.full[i], reuse.weights[i])
-            output, features = unet_reusing(params, x, timestep, cfg=cfg, **told, layers=layers, recall=recall)
+            output, features = unet_reusing(params, x, timestep, cfg=cfg, **more, layers=layers, recall=recall)
         output = output.astype(jnp.float32)
         if negative is None:
             return output, features
@@ -140,11 +147,21 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     It depends on the image's key and the index of the row only, never on the batch or the devices.
     """
 
-    def one(key: Array, row: Array) -> Array:
-        return jax.random.normal(jax.random.fold_in(key, row), shape, jnp.float32)
+    def one(key: Array) -> Array:
+        return jax.random.normal(key, shape, jnp.float32)
 
     with jax.threefry_partitionable(True):
-        return jax.vmap(one)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
+        return jax.vmap(one)(_row_keys(keys, rows))
+
+
+def _row_keys(keys: Array, rows: Array) -> Array:
+    """A key for each image [B], of its own key words [B, 2] and the index of its row [B]."""
+    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
+
+
+def _merging_keys(keys: Array, rows: Array) -> Array:
+    """Key words that decide which tokens stay [B, 2]; the noise of the row is made of others."""
+    return jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 1)))(_row_keys(keys, rows))
 
 
 def window_rows(table: SamplerTable, start: int, length: int, batch: int) -> tuple[Rows, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from canvax.attention import attention
+from canvax.models.merging import group, means, merged_tokens, spread
 from canvax.nn import (
     by_rows,
     conv2d,
@@ -79,7 +80,17 @@ def transformer_spec(channels: int, context: int, depth: int, *, heads: int, lin
     }
 
 
-def transformer(p: Params, x: Array, context: Array, *, heads: int, groups: int, upcast: bool) -> Array:
+def transformer(
+    p: Params,
+    x: Array,
+    context: Array,
+    *,
+    heads: int,
+    groups: int,
+    upcast: bool,
+    order: Array | None = None,
+    ratio: float = 0.0,
+) -> Array:
     """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
 
     Args:
@@ -89,6 +100,8 @@ def transformer(p: Params, x: Array, context: Array, *, heads: int, groups: int,
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
+        order: of :func:`canvax.models.merging.partition`, to merge tokens for self-attention.
+        ratio: the part of them to merge.
 
     Returns:
         [B, h, w, C].
@@ -98,7 +111,8 @@ def transformer(p: Params, x: Array, context: Array, *, heads: int, groups: int,
         y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
         y = linear(p["proj_in"], y.reshape(b, h * w, c))
         for i in range(len(p["transformer_blocks"])):
-            y = _transformer_block(p["transformer_blocks"][str(i)], y, context, heads=heads, upcast=upcast)
+            block = p["transformer_blocks"][str(i)]
+            y = _transformer_block(block, y, context, order, heads=heads, upcast=upcast, grid=(h, w), ratio=ratio)
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -120,10 +134,28 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
 
 
 @kept_apart
-def _transformer_block(p: Params, x: Array, context: Array, *, heads: int, upcast: bool) -> Array:
-    """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual."""
+def _transformer_block(
+    p: Params,
+    x: Array,
+    context: Array,
+    order: Array | None,
+    *,
+    heads: int,
+    upcast: bool,
+    grid: tuple[int, int],
+    ratio: float,
+) -> Array:
+    """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual.
+
+    With ``order``, self-attention merges the part ``ratio`` of the tokens, which lie on a ``grid`` of height and width.
+    """
     h = layer_norm(p["norm1"], x)
-    x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    if order is None:
+        x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    else:
+        groups = group(x, order, *grid, ratio=ratio)
+        h = means(h, groups, x.shape[1] - merged_tokens(*grid, ratio))
+        x = x + spread(attend(p["attn1"], h, h, heads=heads, upcast=upcast), groups)
 
     def each_row(p: Params, x: Array, k: Array, v: Array) -> Array:
         x = x + attend_to(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)

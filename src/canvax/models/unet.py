@@ -21,6 +21,7 @@ from canvax.models.blocks import (
     upsample_spec,
 )
 from canvax.models.configs import UNetConfig
+from canvax.models.merging import Merging, partition
 from canvax.nn import conv2d, conv2d_spec, group_norm, linear, linear_spec, norm_spec
 from canvax.params import Params, Spec
 from canvax.types import Array
@@ -38,6 +39,7 @@ class _Level:
     heads: int
     depth: int
     attends: bool
+    finest: bool
     resizes: bool
 
 
@@ -46,8 +48,9 @@ def _down_levels(cfg: UNetConfig) -> list[_Level]:
     for i, channels in enumerate(cfg.block_out_channels):
         inputs = (previous,) + (channels,) * (cfg.layers[i] - 1)
         attends = cfg.down_block_types[i] == "CrossAttnDownBlock2D"
+        finest = attends and not any(level.attends for level in levels)
         resizes = i < len(cfg.block_out_channels) - 1
-        levels.append(_Level(inputs, channels, cfg.heads[i], cfg.depths[i], attends, resizes))
+        levels.append(_Level(inputs, channels, cfg.heads[i], cfg.depths[i], attends, finest, resizes))
         previous = channels
     return levels
 
@@ -70,7 +73,9 @@ def _up_levels(cfg: UNetConfig) -> list[_Level]:
             inputs.append(previous + skips.pop())
             previous = channels
         attends = cfg.up_block_types[i] == "CrossAttnUpBlock2D"
-        levels.append(_Level(tuple(inputs), channels, cfg.heads[mirror], cfg.depths[mirror], attends, mirror > 0))
+        finest = attends and "CrossAttnUpBlock2D" not in cfg.up_block_types[i + 1 :]
+        heads, depth = cfg.heads[mirror], cfg.depths[mirror]
+        levels.append(_Level(tuple(inputs), channels, heads, depth, attends, finest, mirror > 0))
     return levels
 
 
@@ -138,6 +143,7 @@ def unet(
     pooled: Array | None = None,
     time_ids: Array | None = None,
     *,
+    merging: Merging | None = None,
     remat: bool = False,
 ) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
@@ -150,12 +156,13 @@ def unet(
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the picture [B, n] float32, ``cfg.time_ids(P)`` of them.
+        merging: merge tokens for self-attention at the finest level that has any, where it takes longest.
         remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
-    output, _ = unet_reusing(p, x, timesteps, text, cfg, pooled, time_ids, remat=remat)
+    output, _ = unet_reusing(p, x, timesteps, text, cfg, pooled, time_ids, merging=merging, remat=remat)
     return output
 
 
@@ -170,6 +177,7 @@ def unet_reusing(
     *,
     layers: int = 1,
     recall: Recall = lambda compute: (compute(), None),
+    merging: Merging | None = None,
     remat: bool = False,
 ) -> tuple[Array, Any]:
     """:func:`unet`, whose deep features may be those of another evaluation (DeepCache: Ma et al. 2024, section 3.2).
@@ -186,7 +194,8 @@ def unet_reusing(
             all that lies outside of them.
         recall: given a function that computes the deep features, what comes up to the innermost of these
             connections, returns them or others in their place, of :func:`deep_shape`, and what to remember.
-        remat: see :func:`unet`.
+        merging: see :func:`unet`.
+        remat: likewise.
 
     Returns:
         The network's output, and what ``recall`` remembers.
@@ -197,11 +206,12 @@ def unet_reusing(
     def level_step(block: Params, level: _Level, j: int, h: Array) -> Array:
         h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=eps)
         if level.attends:
-            h = attend_text(block["attentions"][str(j)], h, level.heads)
+            h = attend_text(block["attentions"][str(j)], h, level.heads, merging if level.finest else None)
         return h
 
-    def attend_text(block: Params, h: Array, heads: int) -> Array:
-        return transformer(block, h, text, heads=heads, groups=groups, upcast=cfg.upcast_attention)
+    def attend_text(block: Params, h: Array, heads: int, merging: Merging | None = None) -> Array:
+        merge = {"order": partition(merging.keys, *h.shape[1:3]), "ratio": merging.ratio} if merging else {}
+        return transformer(block, h, text, heads=heads, groups=groups, upcast=cfg.upcast_attention, **merge)
 
     if remat:
         level_step = jax.checkpoint(level_step, static_argnums=(1, 2))

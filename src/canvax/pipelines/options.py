@@ -48,11 +48,14 @@ XL_ONLY = ("prompt_2", "negative_prompt_2", *PAIRS, *AESTHETICS)
 
 Tiling = Literal["auto", "on", "off"]
 
+MOST_MERGED = 0.75
+"""The part of the tokens that can be merged: of each four neighbours one stays, for others to be merged into."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of a picture. None of them ever compiles anything again, but guidance in a part of the run alone takes
-    a second program, and ``reuse`` one of its own; each is compiled once.
+    a second program, and ``reuse`` and ``token_merging`` one of their own; each is compiled once.
 
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
@@ -72,6 +75,8 @@ class Options:
             Another number is another program, compiled once.
         reuse_order: 1 follows the line through the last two that were computed (TaylorSeer: Liu et al. 2025), which
             takes the first two; 0 takes the last as it is.
+        token_merging: 0..0.75, the part of the tokens that is merged with others like them for self-attention, where
+            there are most tokens (Bolya & Hoffman 2023). Another number is another program, compiled once.
         tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
@@ -107,6 +112,7 @@ class Options:
     reuse: int | Sequence[int] = 1
     reuse_layers: int = 1
     reuse_order: int = 1
+    token_merging: float = 0.0
     tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
@@ -126,15 +132,25 @@ class Options:
     negative_aesthetic_score: float | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):
+                object.__setattr__(self, field.name, value.item())  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         object.__setattr__(self, "reuse", _evaluations(self.reuse))
-        if self.reuse_order not in (0, 1) or isinstance(self.reuse_order, bool):
+        if not _is_whole(self.reuse_layers) or self.reuse_layers < 1:
+            raise InputError(f"reuse_layers={self.reuse_layers!r} is not a whole number of at least 1")
+        if self.spacing is not None and not isinstance(self.spacing, str):
+            raise InputError(f"spacing={self.spacing!r} is not the name of a spacing, such as trailing")
+        if not _is_whole(self.reuse_order) or self.reuse_order not in (0, 1):
             raise InputError(f"reuse_order={self.reuse_order!r} is neither 0 nor 1")
+        check_merging(self.token_merging)
         object.__setattr__(self, "sampler_settings", _settings(self.sampler_settings))
-        if self.eta is not None and not (math.isfinite(self.eta) and 0 <= self.eta <= 1):
+        if not _is_whole(self.clip_skip) or self.clip_skip < 0:
+            raise InputError(f"clip_skip={self.clip_skip!r} is not a whole number of at least 0")
+        if self.eta is not None and not (_is_number(self.eta) and 0 <= self.eta <= 1):
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
-        if not (math.isfinite(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
+        if not (_is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         if self.tiling not in get_args(Tiling):
             raise InputError(f"tiling={self.tiling!r} is not known; {nearest(str(self.tiling), get_args(Tiling))}")
@@ -147,6 +163,8 @@ class Options:
                 f"denoising_start={self.denoising_start!r} and denoising_end={self.denoising_end!r} are not in order; "
                 "give 0 <= denoising_start < denoising_end <= 1, 0.8 is usual between base and refiner"
             )
+        if self.callback is not None and not callable(self.callback):
+            raise InputError(f"callback={self.callback!r} is not a function; it is called with a canvax.Step")
         for name in PAIRS:
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
         for name in AESTHETICS:
@@ -162,8 +180,8 @@ class Options:
     @property
     def own_steps(self) -> int | None:
         """How many steps levels, timesteps or guidance of the user's own make; None without any."""
-        if self.settings.get("timesteps"):
-            return len(self.settings["timesteps"])
+        if isinstance(timesteps := self.settings.get("timesteps"), list):
+            return len(timesteps)
         if isinstance(self.sigmas, tuple):
             return len(self.sigmas) - (self.sigmas[-1] == 0)
         return len(self.guidance_steps) if self.guidance_steps else None
@@ -175,6 +193,30 @@ class Options:
             for field in dataclasses.fields(self)
             if field.name not in ("progress", "callback") and (value := getattr(self, field.name)) != field.default
         }
+
+
+def check_options(options: Any) -> Options:
+    """``options`` or, for None, all defaults.
+
+    Raises:
+        InputError: they are something else.
+    """
+    if options is None or isinstance(options, Options):
+        return options or Options()
+    such = "eta=0.5"
+    if isinstance(options, Mapping) and options:
+        such = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    raise InputError(f"options={options!r} is not a canvax.Options; write options=canvax.Options({such})")
+
+
+def check_merging(ratio: Any) -> None:
+    """Refuse what ``token_merging`` cannot be.
+
+    Raises:
+        InputError: naming its range.
+    """
+    if not _is_number(ratio) or not 0 <= ratio <= MOST_MERGED:
+        raise InputError(f"token_merging={ratio!r} is not in 0..{MOST_MERGED}; 0.5 is usual")
 
 
 def _is_number(value: Any) -> bool:
@@ -197,19 +239,20 @@ def _numbers(name: str, value: Any) -> Any:
         numbers = tuple(float(one) for one in value)
     except (TypeError, ValueError):
         numbers = ()
-    if not numbers or not all(math.isfinite(one) for one in numbers):
-        raise InputError(f"{name}={value!r} is not a list of numbers, such as 14.6,6.5,2.7,0.9,0")
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
         raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
+    if not numbers or not all(math.isfinite(one) for one in numbers):
+        such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
+        raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
 
 
 def _evaluations(value: Any) -> int | tuple[int, ...]:
-    """Every n-th evaluation, or a rising list of them, also as text with commas."""
+    """Every n-th evaluation, or a rising list of them, also as text with commas: "2" and "2," are not the same."""
     said: Any = value
     if isinstance(value, str):
-        each = [int(one) if one.strip().isdecimal() else -1 for one in value.split(",")]
-        said = each if len(each) > 1 else each[0]
+        each = [int(one) if one.strip().isdecimal() else -1 for one in value.removesuffix(",").split(",")]
+        said = each if "," in value else each[0]
     if _is_whole(said) and said >= 1:
         return int(said)
     if isinstance(said, Sequence | np.ndarray) and len(said) and all(_is_whole(one) for one in said):
@@ -218,17 +261,22 @@ def _evaluations(value: Any) -> int | tuple[int, ...]:
             return listed
     raise InputError(
         f"reuse={value!r} is neither a whole number of at least 1, such as 3, nor a rising list of evaluations counted "
-        "from 0, such as 0,1,2,5,9"
+        "from 0, such as 0,1,2,4,6,8,11,14,17 of 20"
     )
 
 
 def _settings(value: Any) -> tuple[str, ...]:
     """Settings as ``name=value`` texts, the value in JSON."""
     if isinstance(value, Mapping):
-        value = [f"{name}={json.dumps(one)}" for name, one in value.items()]
+        value = [f"{name}={json.dumps(one, default=_plain)}" for name, one in value.items()]
     if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
         raise InputError(f"sampler_settings={value!r} are not names with values, such as s_churn=10")
     return tuple(str(one) for one in value)
+
+
+def _plain(value: Any) -> Any:
+    """An array as lists, a numpy scalar as a number, for JSON."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
 
 
 def _plain_value(text: str) -> Any:
