@@ -3,7 +3,8 @@
     python benchmarks/growth.py [--rounds 3] [--output docs/images]
     python benchmarks/growth.py --parts plan --target v5e --chips 1x1 2x2 4x4     # needs libtpu, and hours
 
-Three kinds of figures. "measured": the model in the package on this CPU, points taking turns. "traced": Stable
+Four kinds of figures. "measured": the model in the package on this CPU, points taking turns. "full-size": guided
+evaluations of Stable Diffusion 1.5's UNet on this CPU, random weights in float32 (10 GB and minutes). "traced": Stable
 Diffusion 1.5 and XL at full size, FLOPs and memory of a guided evaluation in bfloat16, from traces alone. "plan": what
 ``canvax plan`` says of TPUs, a picture on each chip (weak scaling); minutes for each program not planned before.
 """
@@ -26,6 +27,7 @@ SIDES = (32, 64, 128, 256)
 STEPS = (5, 10, 20, 40)
 DEVICES = (1, 2, 4, 8)
 FULL_SIDES = (256, 512, 768, 1024, 1536)
+TIMED_BATCHES, TIMED_SIDES = (1, 2, 4, 8), (256, 512, 768, 1024)
 USUAL = {"batch": 1, "side": 64, "steps": 10}
 Points = dict[str, dict[int, float]]
 
@@ -82,6 +84,36 @@ def worker() -> None:
         result = pipe(["a cat"] * 8, num_inference_steps=10, seed=1, sampler="ddim",
                       options=canvax.Options(progress=False))  # fmt: skip
     print(result.timings["denoise"])
+
+
+def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
+    """Seconds of a guided evaluation of Stable Diffusion 1.5's UNet in float32, and bytes beside the weights."""
+    import jax
+    import jax.numpy as jnp
+
+    from canvax.models.presets import PRESETS
+    from canvax.models.unet import unet, unet_spec
+    from canvax.params import init_params
+
+    cfg = PRESETS["sd15"].unet
+    params = jax.device_put(init_params(unet_spec(cfg), 0))
+    points = [("batch", n) for n in TIMED_BATCHES] + [("side", n) for n in TIMED_SIDES]
+    program, made = jax.jit(partial(unet, cfg=cfg)), {}
+    for name, value in points:
+        n, side = (2 * value, 64) if name == "batch" else (2, value // 8)
+        told = (jnp.ones((n, side, side, 4)), jnp.full(n, 500.0), jnp.ones((n, 77, cfg.cross_attention_dim)))
+        made[name, value] = program.lower(params, *told).compile(), told
+    seconds: dict[tuple[str, int], list[float]] = {point: [] for point in points}
+    for _ in range(rounds):
+        for point, (compiled, told) in made.items():
+            began = time.perf_counter()
+            jax.block_until_ready(compiled(params, *told))
+            seconds[point].append(time.perf_counter() - began)
+    found: dict[str, dict[int, dict[str, float]]] = {"batch": {}, "side": {}}
+    for (name, value), (compiled, _) in made.items():
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        found[name][value] = {"seconds": statistics.median(seconds[name, value]), "bytes": temporary}
+    return found
 
 
 def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
@@ -168,7 +200,7 @@ def chart(everything: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Make the tables asked for, and the chart if all its lines are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["measured", "devices", "traced", "plan"],
+    parser.add_argument("--parts", nargs="+", choices=["measured", "devices", "full-size", "traced", "plan"],
                         default=["measured", "devices", "traced"])  # fmt: skip
     parser.add_argument("--models", nargs="+", default=["sd15", "sdxl"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -188,6 +220,10 @@ def main() -> None:
     if "devices" in options.parts:
         everything["devices"] = on_devices(options.rounds)
         table("measured, 8 pictures of emoji on devices", everything["devices"], 0)
+    if "full-size" in options.parts:
+        drawn["sd15, measured"] = full_size(options.rounds)
+        for axis, points in drawn["sd15, measured"].items():
+            table(f"measured, sd15: {axis}", points, 2 if axis == "side" else 1)
     for model in options.models if "traced" in options.parts else ():
         drawn[model] = traced(model)
         for axis, points in drawn[model].items():
@@ -196,6 +232,7 @@ def main() -> None:
         everything[f"plan {model}"] = planned(model, options.target, options.chips)
         table(f"plan, {model}: chips of {options.target}", everything[f"plan {model}"], 0)
     if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "growth.json").write_text(json.dumps(drawn | everything, indent=1) + "\n")
         if drawn:
             chart(drawn, options.output)

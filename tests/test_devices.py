@@ -181,19 +181,20 @@ def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
     return Programs(text, SD1, VAE, mesh), params
 
 
-def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[str, int]]:
+def compiled_collectives(data: int, model: int, batch: int, merging: float = 0.0) -> dict[str, dict[str, int]]:
     programs, params = programs_of(data, model)
     found: dict[str, Any] = {
         "text": programs.encode_text(params, batch),
-        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True),
+        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True, merging=merging),
         "decode": programs.decode(params, (batch, 32, 32, 4)),
     }
     return {name: collectives(program.as_text()) for name, program in found.items()}
 
 
-def test_no_collective_over_data() -> None:
+@pytest.mark.parametrize("merging", [0.0, 0.5])
+def test_no_collective_over_data(merging: float) -> None:
     """Eight devices that share a batch never wait for each other, in the denoising loop or elsewhere."""
-    assert compiled_collectives(8, 1, 8) == {"text": {}, "denoise": {}, "decode": {}}
+    assert compiled_collectives(8, 1, 8, merging) == {"text": {}, "denoise": {}, "decode": {}}
 
 
 def test_one_sum_for_each_pair_of_layers_over_model() -> None:
@@ -243,6 +244,27 @@ def test_bad_mesh_text(text: str) -> None:
         parse_mesh(text)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        Mesh(np.asarray(jax.devices()), ("data",)),
+        jax.make_mesh((8,), ("data",)),
+        jax.make_mesh((1, 8), ("model", "data")),
+    ],
+)
+def test_meshes_of_other_forms(own: Mesh) -> None:
+    mesh = check_mesh(own)
+    assert mesh == make_mesh()
+
+
+def test_edited_parameters_compile_nothing(checkpoint: Path) -> None:
+    """An operation on a split array leaves a sharding that is the same and not equal."""
+    pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:2], model=2), progress=False)
+    draw(pipe)
+    edited = {name: jax.tree.map(lambda leaf: 0.99 * leaf, part) for name, part in pipe.params.items()}
+    assert draw(pipe, params=edited).compilations == 0
+
+
 def test_mesh() -> None:
     assert make_mesh().shape == {"data": 8, "model": 1}
     assert make_mesh(model=2).shape == {"data": 4, "model": 2}
@@ -286,8 +308,9 @@ def test_memory_is_close_to_the_compilers(emoji: canvax.StableDiffusion) -> None
         real = memory.program_bytes(program)
         assert real is not None
         assert 1 / 1.6 < found.programs[name] / real < 1.6, name
-    assert emoji.memory(batch=8).programs["denoiser"] > 2 * found.programs["denoiser"]
-    assert emoji.memory(batch=2, guided=False).programs["denoiser"] < found.programs["denoiser"]
+    two, eight, alone = (emoji.memory(256, 256, n, guided=g).programs for n, g in ((2, True), (8, True), (2, False)))
+    assert eight["denoiser"] > 2 * two["denoiser"]
+    assert alone["denoiser"] < two["denoiser"]
 
 
 def test_weights_on_each_device(checkpoint: Path) -> None:
@@ -333,7 +356,22 @@ def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     meminfo.write_text("MemTotal:  16000 kB\nMemAvailable:    8000 kB\n")
     monkeypatch.setattr(memory, "_MEMINFO", meminfo)
     assert memory.free_bytes(make_mesh(jax.devices()[:4])) == 2000 * 1024
+    monkeypatch.setattr(memory, "_CONTROL", tmp_path)
+    stat = "anon 700\nactive_file 1024\ninactive_file 2048\nslab 9\n"
+    version_2, version_1 = tmp_path / "memory.max", tmp_path / "memory" / "memory.limit_in_bytes"
+    version_1.parent.mkdir()
+    for limit, used in ((version_2, "memory.current"), (version_1, "memory.usage_in_bytes")):
+        limit.write_text("5000000\n")
+        (limit.parent / used).write_text("4000000\n")
+        (limit.parent / "memory.stat").write_text(stat)
+        assert memory.available_bytes() == 1000000 + 3 * 1024
+        limit.write_text("max\n")  # none, or one beyond the host's memory
+        assert memory.available_bytes() == 8000 * 1024
+        limit.write_text("9223372036854771712\n")
+        assert memory.available_bytes() == 8000 * 1024
     meminfo.unlink()
+    version_1.unlink()
+    version_2.unlink()
     assert memory.free_bytes(make_mesh()) is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,8 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 from canvax import attention as kernels
 from canvax import convolution, nn
 from canvax.attention import attention
+from canvax.matmul import matmul
 from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
-from canvax.target import compiling_for
+from canvax.target import compiling_for, target_platform, traced
 
 rng = np.random.default_rng(0)
 ROUNDING = 1e-5
@@ -59,18 +62,42 @@ def test_which_kernel(platform: str, queries: int, keys: int, dtype: jnp.dtype, 
     assert ("pallas_call" in traced) == flash
 
 
+@pytest.mark.parametrize("upcast", [False, True])
+def test_sums_of_weights_out_of_the_matmul(upcast: bool) -> None:
+    q, k, v = normal(2, 96, 3, 40), normal(2, 640, 3, 40), normal(2, 640, 3, 24)
+
+    def loss(attend: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
+        return jnp.square(attend(*qkv)).sum()
+
+    def plain(*qkv: jax.Array) -> jax.Array:
+        return kernels._attend(*qkv, causal=False)
+
+    np.testing.assert_allclose(kernels._attend_summing(q, k, v), plain(q, k, v), atol=ROUNDING)
+    got, want = (jax.grad(partial(loss, a), argnums=(0, 1, 2))(q, k, v) for a in (kernels._attend_summing, plain))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=ROUNDING)
+    halves = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with compiling_for("tpu", kind="TPU v3"):
+        traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv, upcast=upcast))(*halves))
+        of_halves = attention(*halves, upcast=upcast)
+    assert "bf16[2,640,3,25]" in traced
+    np.testing.assert_allclose(of_halves.astype(jnp.float32), plain(q, k, v), atol=0.02)
+
+
 @pytest.mark.parametrize(
-    ("keys", "width", "dtype", "fused"),
+    ("keys", "width", "dtype", "capability", "fused"),
     [
-        (4096, 40, jnp.bfloat16, True),
-        (1024, 64, jnp.float16, True),
-        (4096, 64, jnp.float32, False),
-        (4096, 512, jnp.bfloat16, False),
-        (77, 64, jnp.bfloat16, False),
+        (4096, 40, jnp.bfloat16, "9.0", True),
+        (1024, 64, jnp.float16, "12.0", True),
+        (1024, 64, jnp.float16, "8.0", True),
+        (1024, 64, jnp.float16, "7.5", False),
+        (4096, 64, jnp.float32, "9.0", False),
+        (4096, 512, jnp.bfloat16, "9.0", False),
+        (77, 64, jnp.bfloat16, "9.0", False),
     ],
 )
 def test_which_kernel_on_cuda(
-    keys: int, width: int, dtype: jnp.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+    keys: int, width: int, dtype: jnp.dtype, capability: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no GPU here: that cuDNN is asked for, and with which arguments, is all that can be seen."""
     asked = []
@@ -83,7 +110,7 @@ def test_which_kernel_on_cuda(
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     client = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client)])
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client, compute_capability=capability)])
     q, k = normal(1, 64, 2, width).astype(dtype), normal(1, keys, 2, width).astype(dtype)
     with compiling_for("gpu"):
         got = attention(q, k, k)
@@ -150,6 +177,62 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
         np.testing.assert_allclose(slope, wanted, atol=1e-2)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows that do not come out even"])
+@pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
+def test_bfloat16_convolution_by_taps_on_a_cpu(
+    doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exact as its one rounding at the end allows."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    row = 4 * 5 * 64
+    monkeypatch.setattr(convolution, "SUMS_ON_CPU", {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row))
+    monkeypatch.setattr(convolution, "WIDE_ON_CPU", 64)
+    mesh = make_mesh(jax.devices()[:devices])
+    weight = (normal(3, 3, 64, 64) / 24).astype(jnp.bfloat16)
+    x = jax.device_put(normal(4, 9, 5, 64).astype(jnp.bfloat16), over_batch(mesh))
+    function = convolution.convolve_doubled if doubled else convolution.convolve
+
+    def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
+
+    want, pull = jax.vjp(plain, weight.astype(jnp.float32), x.astype(jnp.float32))
+    with compiling_for("cpu", mesh):
+        compiled = jax.jit(lambda *given: function(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
+    assert "stablehlo.convolution" not in compiled.as_text()
+    got = compiled.compile()(weight, x)
+    assert got.dtype == jnp.bfloat16
+    # Doubling adds neighbouring weights up, and rounds the sums as well.
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=2e-2 if doubled else 1e-5)
+    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
+        assert float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max()) < 0.03
+
+
+@pytest.mark.parametrize("channels", [128, 256])
+def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None:
+    """Where it is wide; in float32 XLA's is faster."""
+    for dtype, taps in ((jnp.bfloat16, channels >= 256), (jnp.float32, False)):
+        shapes = ((3, 3, channels, channels), (2, 64, 64, channels))
+        given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
+        assert ("stablehlo.convolution" not in text) == taps
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_sums_of_bfloat16_matmuls(kind: str) -> None:
+    """On a CPU they are float32 ones, by name; the result and its gradient are bfloat16 all the same."""
+    x, weight = normal(3, 5, 64).astype(jnp.bfloat16), (normal(64, 32) / 8).astype(jnp.bfloat16)
+    with compiling_for(kind):
+        text = jax.jit(lambda *given: matmul(*given)).lower(x, weight).as_text()
+        got, pull = jax.vjp(matmul, x, weight)
+    assert ("-> tensor<3x5x32xf32>" in text) == (kind == "cpu")
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), x.astype(jnp.float32) @ weight.astype(jnp.float32), rtol=2**-7)
+    assert [slope.dtype for slope in pull(got)] == [jnp.bfloat16] * 2
+
+
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "size"),
     [
@@ -189,7 +272,9 @@ def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, outputs: int, m
     [
         ("TPU v2", 2, False),
         ("TPU v4", 2, True),
+        ("TPU v4", 4, True),
         ("TPU v4", 16, False),
+        ("TPU v5", 4, False),
         ("TPU v5 lite", 16, True),
         ("TPU v9", 2, True),
         ("TPU v9", 16, False),
@@ -237,3 +322,17 @@ def test_group_norm_of_16_bits(dtype: jnp.dtype) -> None:
     exact = (exact - exact.mean((1, 3), keepdims=True)) / np.sqrt(exact.var((1, 3), keepdims=True) + 1e-5)
     rounding = mean * float(jnp.finfo(dtype).eps) / 2  # of x, whose standard deviation is one
     np.testing.assert_allclose(got, exact.reshape(x.shape), rtol=float(jnp.finfo(dtype).eps), atol=rounding / 2)
+
+
+def test_a_trace_is_for_its_target_alone() -> None:
+    """JAX keeps traces by function; one that was made for another target must not come back."""
+    seen = []
+
+    def function(x: jax.Array) -> jax.Array:
+        seen.append(target_platform())
+        return x + 1
+
+    for platform in ("none", "tpu", "none"):
+        with compiling_for(platform):
+            traced(function, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert seen == ["none", "tpu", "none"]

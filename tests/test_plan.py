@@ -16,11 +16,12 @@ from tiny_preset import TINY
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
-from canvax.cli.plan import lines, parse_mesh, parse_size
+from canvax.cli.plan import lines, parse_size
 from canvax.compile.inspect import collectives
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.models.presets import PRESETS, Preset
 from canvax.models.text import TextEncoders
+from canvax.parallel.mesh import parse_mesh
 from canvax.params import count
 from canvax.planning import compiling
 from canvax.planning import plan as planning
@@ -322,7 +323,7 @@ def test_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise planning.PackageNotFoundError(name)
 
     monkeypatch.setattr(planning, "version", lambda name: missing(name) if "libtpu" in name else "1")
-    with pytest.raises(CanvaxError, match=r"pip install 'canvax\[tpu\]'"):
+    with pytest.raises(CanvaxError, match="pip install libtpu"):
         canvax.plan("tiny", "v5e:2x2")
 
 
@@ -356,7 +357,7 @@ def test_sizes_and_axes_as_typed() -> None:
     assert parse_size("1024X768") == (1024, 768)
     assert parse_mesh("data=2, model=2") == {"data": 2, "model": 2}
     for text in ("data", "data=2,data=2", "data=x", ""):
-        with pytest.raises(InputError, match="--mesh"):
+        with pytest.raises(InputError, match="mesh"):
             parse_mesh(text)
 
 

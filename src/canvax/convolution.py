@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from canvax.matmul import matmul
 from canvax.target import on_each_device, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
@@ -24,9 +25,17 @@ SUMS = 48 * 2**20
 """Bytes of float32 sums that :func:`_by_taps` keeps at a time. They are read and written nine times, which is free as
 long as they stay in a TPU's vector memory."""
 
+SUMS_ON_CPU, WIDE_ON_CPU = 2 * 2**20, 256
+"""Likewise on a CPU, for bfloat16: sums that stay in its caches; and the channels from which they are faster than XLA's
+convolution, which is one of float32 there."""
+
 IN_PARTS, NOT_AT_ALL = ("TPU v5 lite", "TPU v6 lite"), ("TPU v2", "TPU v3")
 """Where sums of :data:`SUMS` and the image they are of stay on the chip for certain (128 MiB of vector memory), so that
 it pays to go through larger ones part by part; and where there is so little of it that XLA's convolution is faster."""
+
+FEW_IMAGES = 4
+"""Images of a batch up to which XLA cuts each into strips for the TPU, and parts pay elsewhere too: on v4, of at least
+256 channels, 0.7 to 1.0 of the time; for doubled images on v4 and v5p 0.5 to 0.8."""
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -39,8 +48,10 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
     if weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and weight_shards() == 1:
         if _tpu() and min(inputs, outputs) >= WIDE:
             return _by_taps(weight, x)
-        if target_platform() == "cpu" and inputs >= WIDE and math.prod(x.shape[:3]) <= FEW_PIXELS * outputs:
+        if _cpu() and inputs >= WIDE and math.prod(x.shape[:3]) <= FEW_PIXELS * outputs:
             return _as_matmul(weight, x)
+        if _sums_on_cpu(weight, x):
+            return _by_taps(weight, x)
     return _xla(weight, x, stride, (padding, padding))
 
 
@@ -52,13 +63,21 @@ def convolve_doubled(weight: Array, x: Array) -> Array:
     """
     wide = weight.astype(jnp.float32)
     kernels = [[_pair(_pair(wide, i, axis=0), j, axis=1).astype(x.dtype) for j in (0, 1)] for i in (0, 1)]
-    if _tpu() and weight_shards() == 1:
+    if weight_shards() == 1 and (_tpu() or _sums_on_cpu(weight, x)):
         return _doubled_by_taps(jnp.array(kernels), x)
     return _doubled(kernels, x)
 
 
 def _tpu() -> bool:
     return target_platform() == "tpu" and target_kind() not in NOT_AT_ALL
+
+
+def _cpu() -> bool:
+    return target_platform() == "cpu"
+
+
+def _sums_on_cpu(weight: Array, x: Array) -> bool:
+    return _cpu() and x.dtype == jnp.bfloat16 and min(weight.shape[2:]) >= WIDE_ON_CPU
 
 
 def _doubled(kernels: Array | Sequence[Sequence[Array]], x: Array) -> Array:
@@ -77,7 +96,7 @@ def _pair(weight: Array, place: int, axis: int) -> Array:
 
 def _xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     """XLA's convolution; on the CPU always in float32, since in 16 bits it takes up to four times as long there."""
-    if target_platform() != "cpu":
+    if not _cpu():
         return _direct(weight, x, stride, padding)
     return _on_cpu(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
 
@@ -119,16 +138,22 @@ def _as_matmul(weight: Array, x: Array) -> Array:
     b, h, w, c = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     columns = jnp.concatenate([padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)], axis=-1)
-    return (columns.reshape(b * h * w, 9 * c) @ weight.reshape(9 * c, -1)).reshape(b, h, w, -1)
+    return matmul(columns.reshape(b * h * w, 9 * c), weight.reshape(9 * c, -1)).reshape(b, h, w, -1)
 
 
-def _with_gradient_of(plain: Callable[[Array, Array], Array]) -> Callable[..., Callable[[Array, Array], Array]]:
-    """A decorator: on each device its own images, and the gradient that of ``plain``, which is the same function."""
+def _with_gradient_of(
+    plain: Callable[[Array, Array], Array], pays: Callable[[Array], bool]
+) -> Callable[..., Callable[[Array, Array], Array]]:
+    """A decorator: on each device its own images, and the gradient that of ``plain``, which is the same function.
+
+    ``pays`` says of weights whether parts of few images are faster than ``plain``.
+    """
 
     def decorate(by_taps: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
         def on_one(weight: Array, x: Array) -> Array:
             whole = 4 * math.prod(x.shape[:3]) * weight.shape[-1] <= SUMS
-            return (by_taps if whole or target_kind() in IN_PARTS else plain)(weight, x)
+            parts = _cpu() or target_kind() in IN_PARTS or (x.shape[0] <= FEW_IMAGES and pays(weight))
+            return (by_taps if whole or parts else plain)(weight, x)
 
         @jax.custom_vjp
         def on_devices(weight: Array, x: Array) -> Array:
@@ -144,7 +169,10 @@ def _with_gradient_of(plain: Callable[[Array, Array], Array]) -> Callable[..., C
     return decorate
 
 
-@_with_gradient_of(lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))))
+@_with_gradient_of(
+    lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))),
+    pays=lambda weight: target_kind() == "TPU v4" and weight.shape[-1] >= 256,
+)
 def _by_taps(weight: Array, x: Array) -> Array:
     """3x3 convolution with padding 1 as a sum of nine matmuls, one for each tap, of the image moved by it.
 
@@ -155,16 +183,17 @@ def _by_taps(weight: Array, x: Array) -> Array:
     return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows))
 
 
-@_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
+@_with_gradient_of(lambda kernels, x: _doubled(kernels, x), pays=lambda _: True)
 def _doubled_by_taps(kernels: Array, x: Array) -> Array:
     """:func:`convolve_doubled` likewise, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
 
     def part(x: Array, first: Array | int, rows: int) -> Array:
-        def place(number: Array) -> Array:
+        def place(number: Array | int) -> Array:
             i, j = number // 2, number % 2
             return _taps(kernels[i, j], x, (first + i, j), rows)
 
-        y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
+        places = jnp.stack([place(n) for n in range(4)]) if _cpu() else jax.lax.map(place, jnp.arange(4))
+        y = places.reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
         return y.transpose(2, 3, 0, 4, 1, 5).reshape(x.shape[0], 2 * rows, 2 * x.shape[2], -1)
 
     return _in_parts(x, kernels.shape[-1], part)
@@ -179,18 +208,20 @@ def _in_parts(x: Array, outputs: int, convolve: Callable[[Array, Array | int, in
         convolve: given images [B', H', W, Cin], a row and how many: what comes of these rows [B', n * rows, ...].
     """
     b, h, w, c = x.shape
-    row = 4 * w * outputs
-    if h * row <= SUMS:
-        images = max(n for n in range(1, b + 1) if b % n == 0 and n * h * row <= SUMS)
+    row, sums = 4 * w * outputs, SUMS_ON_CPU if _cpu() else SUMS
+    if h * row <= sums:
+        images = max(n for n in range(1, b + 1) if b % n == 0 and n * h * row <= sums)
         if images == b:
             return convolve(x, 0, h)
         y = jax.lax.map(lambda part: convolve(part, 0, h), x.reshape(b // images, images, h, w, c))
         return y.reshape(b, *y.shape[2:])
-    most = max(1, SUMS // row)
+    most = max(1, sums // row)
     rows = max(n for n in range(1, most + 1) if h % n == 0)
     if 2 * rows <= most:  # a height without good divisors
         rows = max(1, most // 8 * 8)
     strips = math.ceil(h / rows)
+    if strips * rows < rows + 2:
+        strips += 1
     x = jnp.pad(x, ((0, 0), (0, strips * rows - h), (0, 0), (0, 0)))
 
     def strip(number: Array) -> Array:
@@ -220,6 +251,8 @@ def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows
         moved = jax.lax.dynamic_slice(rimmed, (0, corner[0] + i, corner[1] + j, 0), (b, rows, w, c))
         return jnp.matmul(moved, kernel[i, j], preferred_element_type=jnp.float32)
 
+    if _cpu():  # loops are what costs there
+        return sum((tap(number) for number in range(1, taps)), tap(0)).astype(x.dtype)
     # The last tap is outside of the loop, where what comes after the convolution becomes part of writing the result.
     sums = jnp.zeros((b, rows, w, kernel.shape[-1]), jnp.float32)
     sums = jax.lax.fori_loop(0, taps - 1, lambda number, sums: sums + tap(number), sums)

@@ -17,6 +17,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 from canvax.convolution import convolve, convolve_doubled
+from canvax.matmul import matmul
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import SCALE
 from canvax.target import on_each_device, target_mesh, target_platform, weight_shards
@@ -52,7 +53,7 @@ def weight_of(p: Params, dtype: DType) -> Array:
 
 def linear(p: Params, x: Array) -> Array:
     """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
-    return _biased(p, x @ weight_of(p, x.dtype))
+    return _biased(p, matmul(x, weight_of(p, x.dtype)))
 
 
 def _biased(p: Params, y: Array) -> Array:

@@ -84,6 +84,6 @@ def quantize(weight: HostArray, dtype: Any) -> tuple[HostArray, HostArray]:
     most = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
     weight = np.asarray(weight, np.float32)
     scale = np.abs(weight).max(tuple(range(weight.ndim - 1))) / np.float32(most)
-    scale[scale == 0] = 1.0
+    scale[scale < np.finfo(np.float32).tiny] = 1.0  # channels that are dead become 0, where their ratios would overflow
     divided = weight / scale
     return (np.rint(divided, out=divided) if whole else divided).astype(dtype), scale

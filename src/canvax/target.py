@@ -32,6 +32,14 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "") -> It
         _kind.reset(tokens[2])
 
 
+def traced(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The jaxpr of ``function`` for the current target.
+
+    Of a function, not of a new one that calls it, JAX would give the trace that it has, for whichever target that was.
+    """
+    return jax.make_jaxpr(lambda *arguments: function(*arguments))(*arguments).jaxpr
+
+
 def compiling_on(mesh: Mesh, *, split: bool = True) -> AbstractContextManager[None]:
     """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part."""
     device = mesh.devices.flat[0]

@@ -79,7 +79,7 @@ def _turns(
     with ExitStack() as stack:
         running, told = [], {}
         for contender in contenders:  # one by one: they would disturb each other's compile times
-            tell(f"{contender.name}: loading and compiling")
+            tell(f"loading and compiling: {contender.name}")
             process = stack.enter_context(Process(contender, job, scratch, inputs=inputs))
             told[contender.name] = process.answer()
             running.append(process)

@@ -148,7 +148,7 @@ def probe(device: str) -> tuple[str, str]:
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [""])[-1]
-        cure = "; pip install 'canvax[cuda]'" if device == "gpu" else ""
+        cure = "; pip install '.[cuda]'" if device == "gpu" else ""
         raise InputError(f"--device {device}: JAX has no such device ({said[:200]}){cure}")
     platform, kind = json.loads(done.stdout.splitlines()[-1])
     return platform, kind

@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     platform, kind = probe(arguments.device)
     if platform == "tpu" and peers:
         raise InputError("--against: peers run on CPU and GPU, and canvax would run on a TPU; add --device cpu")
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if load > BUSY:
-        complain(f"other programs use this machine (load average {os.getloadavg()[0]:.1f}); trust ratios alone",
+    load = _load()[0]
+    if load / (os.cpu_count() or 1) > BUSY:
+        complain(f"other programs use this machine (load average {load:.1f}); trust ratios alone",
                  label="warning: ")  # fmt: skip
     tell = (lambda text: None) if arguments.quiet else complain
     with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
@@ -139,8 +139,13 @@ def _about(arguments: argparse.Namespace, job: Job, platform: str, kind: str) ->
         "height": job.height, "batch": job.batch, "steps": job.steps, "dtype": job.dtype, "rounds": arguments.rounds,
         "cold": arguments.cold, "device": {"platform": platform, "kind": kind, "processors": os.cpu_count(),
         "processor": _processor()}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load_average": list(os.getloadavg()), "versions": versions(),
+        "load_average": _load(), "versions": versions(),
     }  # fmt: skip
+
+
+def _load() -> list[float]:
+    """The load average of 1, 5 and 15 minutes; zeros where the system has none."""
+    return list(os.getloadavg()) if hasattr(os, "getloadavg") else [0.0] * 3
 
 
 def _processor() -> str | None:
@@ -175,8 +180,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     for name, one in found.items():
         if "versions" in one:
             told.append(f"{name}: {', '.join(f'{what} {number}' for what, number in one['versions'].items())}")
-    told.append(f"python {report['versions']['python']}; {report['rounds']} rounds, contenders taking turns; "
-                f"load average {report['load_average'][0]:.1f}")  # fmt: skip
+    rounds = f"{report['rounds']} round{'s' * (report['rounds'] != 1)}, contenders taking turns"
+    told.append(f"python {report['versions']['python']}; {rounds}; load average {report['load_average'][0]:.1f}")
     return told
 
 

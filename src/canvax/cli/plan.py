@@ -21,9 +21,10 @@ _NAMES = {"encode": "encode text", "denoise": "denoise, a step", "decode": "deco
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Plan and print a table."""
     width, height = parse_size(arguments.size)
-    mesh = parse_mesh(arguments.mesh)
-    from canvax.planning.plan import plan  # late: a wrong flag is told before JAX is loaded
+    from canvax.parallel.mesh import parse_mesh  # late: a wrong size is told before JAX is loaded
+    from canvax.planning.plan import plan
 
+    mesh = parse_mesh(arguments.mesh) if arguments.mesh is not None else None
     result = plan(
         arguments.model,
         arguments.target,
@@ -56,19 +57,6 @@ def parse_size(text: str | None) -> tuple[int | None, int | None]:
     if match is None:
         raise InputError(f"--size {text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
     return int(match[1]), int(match[2])
-
-
-def parse_mesh(text: str | None) -> dict[str, int] | None:
-    """Devices along each axis of "data=4" or "data=2,model=2"."""
-    if text is None:
-        return None
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"(\w+)=(\d+)", part.strip(), re.ASCII)
-        if match is None or match[1] in axes:
-            raise InputError(f"--mesh {text!r} is not a list of axes and devices, such as data=4 or data=2,model=2")
-        axes[match[1]] = int(match[2])
-    return axes
 
 
 def lines(plan: Plan) -> list[str]:

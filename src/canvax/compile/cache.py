@@ -19,14 +19,13 @@ import stat
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import InputError
+from canvax.errors import InputError, warn
 
 FOLDER, SIZE = "CANVAX_CACHE_DIR", "CANVAX_CACHE_SIZE"
 """Environment variables."""
@@ -236,9 +235,9 @@ def _why_not(status: os.stat_result, right_kind: Any) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """Files of the cache, their sizes and when they were last used."""
-    for part in ("programs", "xla"):
-        for path in (folder / part).rglob("*"):
+    """Files of the cache, their sizes and when they were last used; whatever else lies there is not touched."""
+    for pattern in ("programs/*.program", "programs/.*.part", f"xla/{'[0-9a-f]' * 16}/*"):
+        for path in folder.glob(pattern):
             with suppress(OSError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
@@ -270,4 +269,4 @@ def _evict(just_written: Path) -> None:
 def _without(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"compiled programs are not kept for the next time: {reason}", stacklevel=2)
+        warn(f"compiled programs are not kept for the next time: {reason}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Announce, Build, obtain, slot
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape
@@ -80,11 +80,13 @@ class Programs:
         guided: bool,
         clip: Clip | None = None,
         layers: int = 0,
+        merging: float = 0.0,
         announce: Announce | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C].
 
-        With ``layers`` it can reuse what lies deeper (:class:`canvax.denoise.Reuse`).
+        With ``layers`` it can reuse what lies deeper (:class:`canvax.denoise.Reuse`); ``merging`` is the part of the
+        tokens that it merges.
         """
         batch = latents[0]
         conditions = self._conditions(params, batch)
@@ -104,7 +106,7 @@ class Programs:
             self._shared((), jnp.int32),
             self._reuse(params, latents, guided, layers) if layers else None,
         )
-        more = {"layers": layers} if layers else {}
+        more = {name: value for name, value in (("layers", layers), ("merging", merging)) if value}
         return self._get("denoiser", partial(denoise, cfg=self.unet, clip=clip, **more), arguments, announce)
 
     def _reuse(self, params: Params, latents: tuple[int, int, int, int], guided: bool, layers: int) -> Reuse:
@@ -153,7 +155,8 @@ class Programs:
     ) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
-        key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature)
+        ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single picture
+        key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature, ambient)
         if key in self._compiled:
             return self._compiled[key]
         if _READY_ONLY.get():
@@ -173,10 +176,11 @@ class Programs:
         announce: Announce | None,
     ) -> Callable[..., Any]:
         more = {"precision": self.precision, "stacked": self.stacked}
-        kept = slot(function, arguments, self.mesh, self._about(name, arguments), **more)
+        about = self._about(name, arguments, function.keywords)
+        kept = slot(function, arguments, self.mesh, about, **more)
         return obtain(name, partial(self._compile, function, arguments), kept, announce or _silent)
 
-    def _about(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    def _about(self, name: str, arguments: tuple[Any, ...], static: Mapping[str, Any]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
         weights = jax.tree.leaves(arguments[0])
         data = jax.tree.leaves(arguments[1])[0]
@@ -191,6 +195,7 @@ class Programs:
             about |= {"height": height, "width": width}
         if name == "denoiser":
             about |= {"guided": arguments[3] is not None, "reuse": arguments[8] is not None}
+            about["merging"] = static.get("merging", 0.0)
         return about
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -212,7 +217,8 @@ class _NotReady(Exception):
 def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
     """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy.
 
-    Where all of it is there already, as for every picture but the first, no thread is started.
+    Where all of it is there already, as for every picture but the first, no thread is started. Ctrl-C does not wait
+    for the compiler, which cannot be stopped.
     """
     token = _READY_ONLY.set(True)
     try:
@@ -223,12 +229,28 @@ def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[An
         _READY_ONLY.reset(token)
     precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
 
-    def one(call: Callable[[], Any]) -> Any:
-        with jax.default_matmul_precision(precision):
-            return call()
+    made: list[Future[Any]] = [Future() for _ in calls]
 
-    with ThreadPoolExecutor(len(calls), "canvax-compile") as pool:
-        return list(pool.map(one, calls))
+    def one(call: Callable[[], Any], result: Future[Any]) -> None:
+        try:
+            with jax.default_matmul_precision(precision):
+                result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    for call, result in zip(calls, made, strict=True):
+        # Not a pool's: those are waited for when the process ends.
+        threading.Thread(target=one, args=(call, result), name=_COMPILING, daemon=True).start()
+    wait(made)
+    return [result.result() for result in made]
+
+
+def is_compiling() -> bool:
+    """Whether a thread of :func:`at_once` is at work, also after Ctrl-C."""
+    return any(thread.name == _COMPILING for thread in threading.enumerate())
+
+
+_COMPILING = "canvax-compile"
 
 
 def _silent(build: Build) -> None:
@@ -263,7 +285,13 @@ def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool
 
 def _abstract(params: Params) -> Any:
     def one(leaf: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):  # P("model", None) and P("model") are the same, and not equal
+            spec = list(sharding.spec)
+            while spec and spec[-1] is None:
+                spec.pop()
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(one, params)
 

@@ -36,12 +36,13 @@ class Config:
         for key, value in config.items():
             if isinstance(value, list):
                 value = tuple(value)
+            said = any(value) if isinstance(value, tuple) else value not in (None, False)
             if key in known:
                 values[key] = value
             elif key in cls.FIXED:
                 if value not in cls.FIXED[key]:
                     faults.append(f"{key} = {value!r} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
-            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and value not in (None, False):
+            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and said:
                 faults.append(f"{key} = {value!r} (unknown field)")
         if faults:
             raise CheckpointError(f"{cls.__name__}: config.json asks for what is not supported: " + "; ".join(faults))
@@ -104,7 +105,10 @@ class UNetConfig(Config):
         "resnet_time_scale_shift": ("default",),
         "time_embedding_type": ("positional",),
     }
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"dropout", "addition_embed_type_num_heads"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        # The last two are of the old Flax classes, and decide nothing here.
+        {"dropout", "addition_embed_type_num_heads", "split_head_dim", "use_memory_efficient_attention"}
+    )
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)

@@ -82,7 +82,7 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
 
     def add(picture: Array, corner: Array) -> tuple[Array, None]:
         part = jax.lax.dynamic_slice(h, (0, *corner, 0), (batch, tall, wide, h.shape[-1]))
-        drawn = _rise(p["decoder"], part, cfg).astype(jnp.float32) * (down[:, None] * across)[..., None]
+        drawn = _rise(p["decoder"], part, cfg).astype(jnp.float32) * down[:, None, None] * across[:, None]
         at = (0, corner[0] * factor, corner[1] * factor, 0)
         before = jax.lax.dynamic_slice(picture, at, drawn.shape)
         return jax.lax.dynamic_update_slice(picture, before + drawn, at), None
@@ -90,8 +90,10 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
     with jax.named_scope("tiles"):
         blank = jnp.zeros((batch, height * factor, width * factor, cfg.out_channels), jnp.float32)
         picture, _ = jax.lax.scan(add, blank, corners)
-        total = _covered(height * factor, factor, tops, down)[:, None] * _covered(width * factor, factor, lefts, across)
-        return (picture / total[..., None]).astype(latents.dtype)
+        # Axis by axis: their product would be a constant of the picture's size inside the program.
+        picture /= _covered(height * factor, factor, tops, down)[:, None, None]
+        picture /= _covered(width * factor, factor, lefts, across)[:, None]
+        return picture.astype(latents.dtype)
 
 
 def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import Literal
+
+from canvax.target import traced
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint"}
 _STORED = {"conv_general_dilated", "dot_general", "while", "scan", "cond", "gather", "scatter", "scatter-add", "sort"}
@@ -33,7 +34,7 @@ def peak_bytes(function: Callable[..., Any], *arguments: Any) -> int:
         function: traceable by JAX; it is traced, not run.
         arguments: nests of anything with a shape and a dtype.
     """
-    return _peak(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return _peak(traced(function, *arguments))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ from jax.sharding import Mesh
 from canvax.errors import OutOfMemoryError
 
 _MEMINFO = Path("/proc/meminfo")
+_CONTROL = Path("/sys/fs/cgroup")
+_CONTAINERS = (
+    ("memory.max", "memory.current", "memory.stat"),  # control groups, version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),  # version 1
+)
+"""Where Linux says what a container may use, what it does, and what for."""
 
 _ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 """What programs take. Asking the compiler costs tens of milliseconds, and every picture wants to know of three."""
@@ -164,9 +170,24 @@ def gigabytes(size: int) -> str:
 
 
 def available_bytes() -> int | None:
-    """Memory of the host that programs can have without swapping; None where the system does not tell."""
+    """Memory that programs can have without swapping, of the host or of the container that this process is in.
+
+    None where the system does not tell.
+    """
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    host = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return min((one for one in (host, *map(_left_in, _CONTAINERS)) if one is not None), default=None)
+
+
+def _left_in(files: tuple[str, str, str]) -> int | None:
+    """What a container's limit leaves, pages of files that can be dropped included; None without a limit."""
+    try:
+        limit, used, stat = ((_CONTROL / name).read_text(encoding="ascii").strip() for name in files)
+        pages = dict(line.split() for line in stat.splitlines())
+        cached = sum(int(pages.get(name, 0)) for name in ("active_file", "inactive_file"))
+        return max(0, int(limit) - int(used) + cached)
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return None

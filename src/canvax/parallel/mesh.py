@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from canvax.errors import InputError, check_count
 
@@ -68,7 +68,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         InputError: it is not one.
     """
-    if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text):
+    text = text.replace(" ", "")
+    if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text, re.ASCII):
         raise InputError(f"mesh {text!r} is not understood; write data=4,model=2, or one of the two")
     pairs = [part.split("=") for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs}
@@ -92,11 +93,13 @@ def mesh_of(text: str | None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """The mesh itself, if its axes are those canvax knows.
+    """The mesh, if its axes are those canvax knows; with both of them, and sharding left to the compiler.
 
     Raises:
         InputError: no ``data`` axis, an axis other than ``data`` and ``model``, or some processes left out.
     """
+    if not isinstance(mesh, Mesh):
+        raise InputError(f"mesh={mesh!r} is not a mesh; make one with canvax.make_mesh(data=4, model=2)")
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
         raise InputError(f"mesh has axes {mesh.axis_names}; name them 'data' and, if wanted, 'model'")
     owners = processes(mesh)
@@ -105,7 +108,9 @@ def check_mesh(mesh: Mesh) -> Mesh:
             f"mesh has devices of the processes {owners} of {jax.process_count()}; give it devices of all of them, or "
             "of this one alone, as in make_mesh(jax.local_devices())"
         )
-    return mesh
+    if mesh.axis_names == AXES and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(np.moveaxis(mesh.devices, mesh.axis_names.index("data"), 0).reshape(mesh.shape["data"], -1), AXES)
 
 
 def processes(mesh: Mesh) -> list[int]:

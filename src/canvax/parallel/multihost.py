@@ -7,7 +7,8 @@ all, and a check that every process was given the same arguments, without which 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -80,7 +81,18 @@ def agree(seeds: Sequence[int], *said: Any) -> list[int]:
     return [int(seed) for seed in np.ascontiguousarray(agreed, np.uint32).view(np.uint64)]
 
 
-def wait_for_all(name: str) -> None:
-    """Return when every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+@contextmanager
+def together(name: str) -> Iterator[None]:
+    """Leave when every process is done inside; where one failed there, all of them fail.
+
+    Raises:
+        CanvaxError: another process failed.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        failures = np.asarray(multihost_utils.process_allgather(np.asarray(failed)))
+    if failures.any():
+        raise CanvaxError(f"{name} failed in process {int(failures.argmax())}, whose own error says why")

@@ -109,6 +109,19 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
     Raises:
         InputError: some are missing, unknown or of another shape; naming them, below ``name``.
     """
+    check_params(spec, params, name)
+    given = dict(flatten(params))
+    return unflatten({key: place(param, given[key], mesh) for key, param in flatten(spec)})
+
+
+def check_params(spec: Spec, params: Any, name: str) -> None:
+    """Refuse parameters that are not those of a spec.
+
+    Raises:
+        InputError: some are missing, unknown or of another shape; naming them, below ``name``.
+    """
+    if not isinstance(params, Mapping):
+        raise InputError(f"params[{name!r}] is {type(params).__name__}, not a dict of arrays")
     wanted, given = dict(flatten(spec)), dict(flatten(params))
     faults = [f"{key} is missing" for key in wanted if key not in given]
     faults += [f"{key} is not a parameter" for key in given if key not in wanted]
@@ -120,7 +133,6 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{more}")
-    return unflatten({key: place(param, given[key], mesh) for key, param in wanted.items()})
 
 
 def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.extend.core import jaxprs_in_params
+
+from canvax.target import traced
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -16,7 +17,7 @@ def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
     Loops of known length count for each turn, others once. This is how papers count a network; the compiler's own
     figure has element-wise work too, and counts the body of any loop once.
     """
-    return _count(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return _count(traced(function, *arguments))
 
 
 def _count(jaxpr: Any) -> float:

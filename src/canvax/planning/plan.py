@@ -207,7 +207,7 @@ def plan(
 ) -> Plan:
     """Compile a model for TPUs that are not there, and say whether it fits and how long the compiler thinks it takes.
 
-    Needs libtpu (``pip install 'canvax[tpu]'``), no TPU and no weights. A full SDXL takes some ten minutes the first
+    Needs libtpu (``pip install '.[tpu]'``), no TPU and no weights. A full SDXL takes some ten minutes the first
     time on two cores; the result is kept, and the same program is not compiled again.
 
     Args:
@@ -313,4 +313,4 @@ def libtpu_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise CanvaxError("planning needs the TPU's compiler, which is not installed: pip install 'canvax[tpu]'")
+    raise CanvaxError("planning needs the TPU's compiler, which is not installed: pip install libtpu")
