@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/images"), help="a folder (docs/images)")
     folder = parser.parse_args(arguments).output
+    folder.mkdir(parents=True, exist_ok=True)
     pipe = canvax.load("emoji")
     lines = convergence(pipe)
     chart = line_chart(

@@ -17,7 +17,8 @@ from canvax.samplers.table import NOISE
 def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) -> None:
     """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well."""
     counts, drawn = [], []
-    picture = np.random.default_rng(0).standard_normal((1, 10, 10, 4)).astype(np.float32)
+    side = 40 // emoji.programs.vae.factor
+    picture = np.random.default_rng(0).standard_normal((1, side, side, LATENTS[-1])).astype(np.float32)
     for spec in SAMPLERS:
         latents = picture if spec.name == "ddim_inverse" else None
         options = canvax.Options(progress=False, guidance_interval=(0.0, 0.8), guidance_rescale=0.3)

@@ -79,6 +79,41 @@ def test_eta_one_is_as_random_as_ddpm_and_zero_is_not() -> None:
     )
 
 
+SDE = {**SD15, "_class_name": "DPMSolverMultistepScheduler", "final_sigmas_type": "sigma_min"}
+
+
+@pytest.mark.parametrize("solver_type", ["midpoint", "heun"])
+def test_eta_of_the_sde_in_eps(solver_type: str) -> None:
+    """From the ODE at 0 to the whole noise at 1, and with the right spread of Gaussian data between."""
+    model, ode = (
+        from_scheduler_config({**SDE, "algorithm_type": algorithm, "solver_type": solver_type})
+        for algorithm in ("sde-dpmsolver", "dpmsolver")
+    )
+    np.testing.assert_array_equal(build_table(model, 10, eta=0.0).M, build_table(ode, 10).M)
+    np.testing.assert_array_equal(build_table(model, 10, eta=1.0).M, build_table(model, 10).M)
+    assert not build_table(model, 10, eta=0.0).stochastic
+    for eta in (0.0, 0.5, 1.0):
+        table = build_table(model, 200, eta=eta, sigmas="karras")
+        # The best denoiser of data of deviation 2, linear: unit vectors show what each noise becomes.
+        picture = 4 / (4 + table.sigma**2) * np.hypot(1, table.sigma)
+        units = np.eye(201)[:, None]
+        gains = run(table, lambda seen, t, r: (picture[r] - table.p[r]) / table.q[r] * seen, units[0], units[1:])[-1]  # noqa: B023
+        assert np.linalg.norm(gains) == pytest.approx(2.0, rel=0.02), eta
+
+
+def test_eta_of_a_class_whose_config_asks_for_an_sde() -> None:
+    config = {**SDE, "algorithm_type": "sde-dpmsolver++", "solver_order": 3}
+    model = from_scheduler_config(config)
+    own = build_table(model, 10, eta=0.5)
+    np.testing.assert_array_equal(build_table(model, 10, sampler=config["_class_name"], eta=0.5).M, own.M)
+    for name in ("DPMSolverSinglestepScheduler", "EDMDPMSolverMultistepScheduler"):
+        model = from_scheduler_config({"_class_name": name, "algorithm_type": "sde-dpmsolver++"})
+        assert model.spec.eta
+        assert model.spec.stochastic
+        assert build_table(model, 10, settings={"s_noise": 0.9}).stochastic
+        assert not build_table(model, 10, sampler=name, eta=0.0).stochastic
+
+
 # ---- the table itself
 
 
@@ -296,6 +331,7 @@ def test_a_relative_of_the_supported_classes_needs_a_named_sampler() -> None:
             ["use_flow_sigmas", "flow_prediction"],
         ),
         ({"predict_epsilon": False, "new_thing": "x"}, ["new_thing='x'"]),
+        ({"_class_name": "DDIMScheduler", "clip_sample_range": -1.0}, ["clip_sample_range=-1.0", "above 0"]),
     ],
 )
 def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]) -> None:
@@ -333,11 +369,51 @@ def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]
         ({"steps": 20, "rescale": 2.0}, "rescale=2.0"),
         ({"steps": 1000, "sampler": "ddim", "spacing": "leading"}, "fewer steps"),
         ({"steps": 1000, "sampler": "dpmpp_2m"}, "fewer steps"),
+        ({"steps": 1000, "sampler": "deis", "spacing": "linspace"}, "fewer"),
+        ({"steps": None, "settings": {"timesteps": 999}}, "list of numbers"),
+        ({"steps": None, "settings": {"timesteps": "abc"}}, "list of numbers"),
+        ({"steps": None, "settings": {"timesteps": [5000, 500]}}, "not in 0..999"),
+        ({"steps": 20, "sampler": "euler", "sigmas": "karras", "settings": {"rho": 0}}, "rho=0 is not in"),
+        ({"steps": 3, "sampler": "euler", "settings": {"steps_offset": -5}}, "steps_offset=-5 is too low"),
+        *[
+            ({"steps": 3, "sampler": name, "spacing": "leading", "settings": {"steps_offset": 400}}, "steps_offset=400")
+            for name in ("euler", "heun", "ddim")
+        ],
+        ({"steps": 4, "sampler": "dpmpp_2m", "spacing": "leading", "settings": {"steps_offset": 400}}, "timestep 1200"),
+        ({"steps": 1000, "sampler": "euler", "spacing": "leading"}, "timestep 1000, outside 0..999; use fewer steps"),
+        ({"steps": 1000, "sampler": "heun", "spacing": "leading"}, "timestep 1000, outside 0..999; use fewer steps"),
+        ({"steps": 999, "sampler": "dpmpp_2m", "spacing": "leading"}, "timestep 1000"),
+        ({"steps": 4, "sampler": "lcm", "settings": {"original_inference_steps": 0}}, "original_inference_steps=0"),
+        ({"steps": 4, "sampler": "ddim", "settings": {"clip_sample_range": -1}}, "clip_sample_range=-1 is not above 0"),
+        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": 3}}, "variance_type=3 is not a name"),
+        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "fixed_lage"}}, "'fixed_large'"),
+        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "learned"}}, "also predicts its variance"),
+        ({"steps": 4, "sampler": "dpm_single_2", "settings": {"euler_at_final": True}}, "is not a setting"),
+        ({"steps": None, "sigmas": [3.0, 1.0], "settings": {"timesteps": [900, 500]}}, "leave one out"),
+        ({"steps": None, "sigmas": "karras", "settings": {"timesteps": [900, 500]}}, "sigmas='karras': both"),
+        ({"steps": None, "sampler": "Euler Karras", "settings": {"timesteps": [900, 500]}}, "'Euler Karras': both"),
+        ({"steps": 4, "sampler": "euler", "settings": {"s_noise": float("inf")}}, "s_noise=inf is not finite"),
+        (
+            {"steps": 4, "sampler": "Euler Karras", "settings": {"sigma_max": float("inf")}},
+            "sigma_max=inf is not finite",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         build_table(scheduler(), **arguments)
+
+
+def test_settings_that_are_right() -> None:
+    large = from_scheduler_config({**SD15, "_class_name": "DDPMScheduler", "variance_type": "fixed_large"})
+    named = build_table(scheduler(), 10, sampler="ddpm", settings={"variance_type": "fixed_large"})
+    np.testing.assert_array_equal(named.M, build_table(large, 10).M)
+    assert len(build_table(scheduler(), 4, sampler="lcm", settings={"timestep_scaling": float("inf")})) == 4
+    assert len(build_table(scheduler(), None, sigmas="automatic", settings={"timesteps": [900, 500]})) == 3
+    # A curve uses no whole timesteps, and so cannot pass the last of them.
+    assert build_table(scheduler(), 1000, sampler="Euler Karras", spacing="leading").timestep.max() == 999
+    clipped = scheduler(_class_name="DPMSolverMultistepScheduler", lambda_min_clipped=-2.0, timestep_spacing="trailing")
+    assert build_table(clipped, 65).timestep.min() >= 0
 
 
 def test_solvers_refuse_what_has_no_answer() -> None:
@@ -351,6 +427,15 @@ def test_solvers_refuse_what_has_no_answer() -> None:
     for name in ("ddim", "ddpm", "pndm"):
         with pytest.raises(InputError, match="zero-terminal-SNR"):
             build_table(scheduler(**terminal), 10, sampler=name, spacing="trailing")
+    for name in ("DDIM Karras", "DDPM Simple", "PLMS Karras", "LCM Karras", "TCD SGM Uniform"):
+        with pytest.raises(InputError, match="zero-terminal-SNR"):
+            build_table(scheduler(**terminal), 10, sampler=name)
+        assert build_table(scheduler(**terminal, prediction_type="v_prediction"), 10, sampler=name).finite
+    pictures = scheduler(**terminal, prediction_type="sample")
+    for name in ("PLMS", "PNDM PRK", "PLMS Karras"):
+        with pytest.raises(InputError, match="turned into eps by PNDM"):
+            build_table(pictures, 10, sampler=name, spacing="trailing")
+    assert build_table(pictures, 10, sampler="PLMS", spacing="leading").finite
     solver = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver"}
     for fields, said in (
         ({}, "sigma_min"),

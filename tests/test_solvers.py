@@ -306,6 +306,39 @@ def test_a_run_in_two_parts(name: str, middle: float) -> None:
     np.testing.assert_allclose(run(second, knows(second), between, noises)[-1], x0, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["euler", "heun", "dpm2"])
+def test_churn_goes_on_in_the_second_part(name: str) -> None:
+    """As much as in the whole run, though fewer steps are left."""
+    whole, second = (
+        build_table(scheduler(), 20, sampler=name, settings={"s_churn": 5.0}, **part) for part in ({}, {"start": 0.5})
+    )
+    np.testing.assert_allclose(second.sigma, whole.sigma[-len(second) :])
+
+
+def test_corrector_switched_off_in_the_second_part() -> None:
+    for off in (2, 12):
+        whole, plain = (
+            build_table(scheduler(), 20, sampler="unipc", settings={"disable_corrector": listed})
+            for listed in ([off], [])
+        )
+        part, plain_part = (
+            build_table(scheduler(), 20, sampler="unipc", start=0.5, settings={"disable_corrector": listed})
+            for listed in ([off], [])
+        )
+        changed = set(whole.step[(whole.M != plain.M).any((1, 2))])
+        assert set(part.step[(part.M != plain_part.M).any((1, 2))]) == {step for step in changed if step > part.step[0]}
+
+
+def test_guidance_interval_of_an_inversion() -> None:
+    """It is of the noise levels, whichever way they are gone through."""
+    there, back = (
+        build_table(scheduler(), 10, sampler=name, guidance=7.5, guidance_interval=(0.0, 0.3))
+        for name in ("ddim", "ddim_inverse")
+    )
+    assert there.timestep[there.guidance > 1].min() > 600
+    assert back.timestep[back.guidance > 1].min() > 600
+
+
 def test_levels_and_timesteps_of_ones_own() -> None:
     levels = [10.0, 4.0, 1.0, 0.2]
     for own in (levels, [*levels, 0.0]):

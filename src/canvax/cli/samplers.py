@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.cli.terminal import say, table
+from canvax.cli.terminal import columns, say, table
 from canvax.errors import InputError, nearest
 from canvax.samplers import (
     CURVES,
@@ -21,6 +21,7 @@ from canvax.samplers import (
     find,
     from_scheduler_config,
 )
+from canvax.samplers.options import SPACINGS
 
 WORDS = ("list", "curves", "plot")
 STABLE_DIFFUSION = {
@@ -30,7 +31,6 @@ STABLE_DIFFUSION = {
     "beta_schedule": "scaled_linear",
 }
 """The noise schedule of Stable Diffusion 1.x, 2.x and XL."""
-SPACINGS = ("leading", "trailing", "linspace")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -68,17 +68,16 @@ def _list_samplers(arguments: argparse.Namespace, report: dict[str, Any]) -> Non
     ]
     if arguments.json:
         return
-    rows = [("name", "label", "order", "evaluations", "random", "when", "source")]
+    rows = [("name", "label", "order", "evaluations", "random", "when")]
     for spec in SAMPLERS:
-        source = spec.source.split("arXiv:")[-1].split(",")[0].split(";")[0] if "arXiv" in spec.source else spec.source
         random = "yes" if spec.stochastic else ""
-        rows.append((spec.name, spec.label, spec.order, spec.evaluations, random, spec.when, source))
-    for line in table(rows):
+        rows.append((spec.name, spec.label, spec.order, spec.evaluations, random, spec.when))
+    for line in table(rows, fold=columns()):
         say(line)
     say(
         "\nEvaluations of the network for n steps. Any spelling works; put a curve behind: --sampler 'DPM++ 2M Karras'."
     )
-    say("canvax samplers curves lists the curves, canvax samplers plot draws them.")
+    say("canvax samplers curves lists the curves, canvax samplers plot draws them; --json also tells the papers.")
 
 
 def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -88,9 +87,9 @@ def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     ]
     if arguments.json:
         return
-    rows = [("name", "also", "what", "source")]
-    rows += [(curve.name, ", ".join(curve.also), curve.when, curve.source) for curve in CURVES]
-    for line in table(rows):
+    rows = [("name", "also", "what")]
+    rows += [(curve.name, ", ".join(curve.also), curve.when) for curve in CURVES]
+    for line in table(rows, fold=columns()):
         say(line)
 
 

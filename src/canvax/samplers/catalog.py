@@ -61,7 +61,8 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
         return spec, {**spec.implied, "sigmas": curve}
     if key in IMPOSSIBLE:
         raise InputError(f"sampler={name!r}: {IMPOSSIBLE[key]}")
-    choices = [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
+    choices = [spec.label for spec in SAMPLERS]
+    choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
     raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices)}")
 
@@ -104,9 +105,7 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
-    if options.algorithm_type.startswith("sde") and spec.name == "dpmpp_2m":
-        spec, _ = find("dpmpp_2m_sde")
-    return Scheduler(schedule_of(config, stem), spec, options, dict(config))
+    return Scheduler(schedule_of(config, stem), _as_configured(spec, options), options, dict(config))
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
@@ -118,6 +117,15 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
             + "; ".join(faults)
         )
     return replace(options_of(config, spec.diffusers_class), **implied)
+
+
+def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
+    """The sampler that a class becomes whose config asks for an SDE: one with fresh noise, and an eta to set."""
+    if spec.eta or not options.algorithm_type.startswith("sde"):
+        return spec
+    if spec.name == "dpmpp_2m":
+        return find("dpmpp_2m_sde")[0]
+    return replace(spec, stochastic=True, eta=True, settings=("s_noise", *spec.settings))
 
 
 def stable_diffusion_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,11 +164,18 @@ def build_table(
     starts late begins from x as the part before it left it, and remembers nothing else.
     """
     train = scheduler.schedule.num_train_timesteps
-    spec, options = scheduler.spec, scheduler.options
+    spec, options, implied = scheduler.spec, scheduler.options, {}
     if sampler is not None:
         spec, implied = find(sampler)
         options = _read(scheduler.config, spec, implied)
+        spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings or {}))
+    curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
+    if options.timesteps is not None and curve != "automatic":
+        said = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
+        raise InputError(f"timesteps={list(options.timesteps)} with {said}: both place the steps; leave one out")
+    if options.timesteps is not None and options.timesteps[0] >= train:
+        raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{train - 1}")
     steps = _steps(steps, options, train)
     each = np.atleast_1d(np.asarray(guidance, np.float64))
     if not np.isfinite(each).all() or not math.isfinite(rescale) or not 0 <= rescale <= 1:
@@ -173,7 +188,10 @@ def build_table(
     if not spec.curves and (start or end < 1):
         raise InputError(f"start={start} and end={end}: sampler={spec.name!r} is run whole; leave them out")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
-        table = spec.solver(scheduler.schedule, steps, options)
+        try:
+            table = spec.solver(scheduler.schedule, steps, options)
+        except np.linalg.LinAlgError:
+            raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
         table = _guided(table, each if np.ndim(guidance) else each[0], rescale, guidance_interval, scheduler.schedule)
         lo = _steps_before(table, scheduler.schedule, start) if start else 0
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
@@ -210,13 +228,18 @@ def _restarted(
 
 
 def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
-    """Steps that belong to the part before `fraction` of the way: those whose timestep is at the limit or above."""
+    """How many steps belong to the part before `fraction` of the way."""
+    return int(np.sum(_before(table, schedule, fraction)))
+
+
+def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np.ndarray:
+    """Whether each step belongs to the part before `fraction` of the way: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
     if schedule.told == "index":
-        return int(np.sum(begins >= round(train - fraction * train)))
+        return begins >= round(train - fraction * train)
     index = np.interp(begins, schedule.timestep_of(schedule.sigmas), np.arange(train))
-    return int(np.sum(index >= round(train - fraction * train)))
+    return index >= round(train - fraction * train)
 
 
 def _guided(
@@ -235,9 +258,9 @@ def _guided(
     table = table.with_guidance(guidance, rescale)
     if (low, high) == (0.0, 1.0):
         return table
-    lo = _steps_before(table, schedule, low) if low else 0
-    hi = _steps_before(table, schedule, high) if high < 1 else len(table)
-    inside = (table.step >= lo) & (table.step < hi)
+    inside = ~_before(table, schedule, low)[table.step] if low else np.ones(len(table), bool)
+    if high < 1:
+        inside &= _before(table, schedule, high)[table.step]
     return replace(table, guidance=np.where(inside, table.guidance, 1.0))
 
 
@@ -288,7 +311,10 @@ def _changes(
 
 
 def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    numbers = np.asarray(values, np.float64)
+    try:
+        numbers = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all() or numbers.min() < 0:
         raise InputError(f"{name}={values!r} is not a list of numbers of at least 0")
     if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
@@ -298,17 +324,35 @@ def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 def _setting(name: str, value: Any) -> Any:
     """A value of the kind that the field has."""
-    default = next(one.default for one in dataclasses.fields(SamplerOptions) if one.name == name)
-    if isinstance(default, bool | str):
-        good = isinstance(value, type(default))
-    elif isinstance(default, tuple):
-        good = isinstance(value, Sequence) and all(isinstance(one, Integral) for one in value)
-        value = tuple(value) if good else value
-    elif isinstance(default, int):
-        good = isinstance(value, Integral) and not isinstance(value, bool)
-    else:
-        good = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    kind = _KINDS[name]
+    match kind:
+        case "bool" | "str":
+            good = isinstance(value, bool if kind == "bool" else str)
+        case "tuple[int, ...]":
+            good = isinstance(value, Sequence) and all(isinstance(one, Integral) for one in value)
+            value = tuple(value) if good else value
+        case "int":
+            good = isinstance(value, Integral) and not isinstance(value, bool)
+        case _:
+            good = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
     if not good:
-        kind = {bool: "True or False", str: "a name", int: "a whole number", tuple: "a list of whole numbers"}
-        raise InputError(f"{name}={value!r} is not {kind.get(type(default), 'a number')}")
+        raise InputError(f"{name}={value!r} is not {_SAID.get(kind, 'a number')}")
+    if kind == "float" and math.isinf(value) and name not in _MAY_BE_INFINITE:
+        raise InputError(f"{name}={value!r} is not finite; give an ordinary number")
+    if name in _LOWEST and value < _LOWEST[name]:
+        raise InputError(f"{name}={value!r} is too low; give at least {_LOWEST[name]}")
+    if name == "clip_sample_range" and value <= 0:
+        raise InputError(f"{name}={value!r} is not above 0; 1 is usual")
     return value
+
+
+# By what the field is declared as, since a default of None does not tell. Annotations are strings in that module.
+_KINDS = {one.name: str(one.type).removesuffix(" | None") for one in dataclasses.fields(SamplerOptions)}
+_SAID = {
+    "bool": "True or False",
+    "str": "a name",
+    "int": "a whole number",
+    "tuple[int, ...]": "a list of whole numbers",
+}
+_MAY_BE_INFINITE = ("s_tmax", "lambda_min_clipped", "timestep_scaling")
+_LOWEST = {"steps_offset": 0, "original_inference_steps": 1}

@@ -247,6 +247,8 @@ def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[s
         return [] if good else [f"{said} (a whole number of at least {lowest})"]
     if default is None and value is None:
         return []
+    if key == "clip_sample_range":
+        return [] if _numbers([value]) and value > 0 else [f"{said} (a number above 0; 1 is usual)"]
     return [] if _numbers([value]) else [f"{said} (a number)"]
 
 

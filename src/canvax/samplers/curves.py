@@ -76,6 +76,8 @@ def curve_levels(
         smallest = smallest if options.sigma_min is None else options.sigma_min
         if not 0 < smallest <= largest:
             raise InputError(f"sigma_min={smallest} and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max")
+        if options.rho is not None and not 0.1 <= options.rho <= 1000:
+            raise InputError(f"rho={options.rho} is not in 0.1..1000; Karras et al. use 7")
         return _BETWEEN[name](largest, smallest, steps, options.rho)
     if name in _WHOLE:
         return _WHOLE[name](schedule, steps)

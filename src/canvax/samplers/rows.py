@@ -95,12 +95,24 @@ def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip
     return Clip(options.clip_sample_range) if options.clip_sample and not thresholding_only else None
 
 
-def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str) -> None:
-    """Refuse to read a picture from an eps that is all there is."""
-    if schedule.prediction_type == "epsilon" and np.any(alpha == 0):
+def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
+    """Refuse to read a picture from an eps that is all there is: at alpha 0, or at what stands for it along a curve.
+
+    combines_eps: the sampler reads pictures from eps even where the network predicts them.
+    """
+    nothing = SMALLEST_ALPHA_CUMPROD * (1 + 1e-9) if schedule.alphas_cumprod[-1] == 0 else 0.0
+    if not np.any(alpha**2 <= nothing):
+        return
+    where = f"the last timestep of a zero-terminal-SNR schedule, which sampler={name!r} visits here"
+    lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # those always begin there
+    if schedule.prediction_type == "epsilon":
         raise InputError(
-            f"prediction_type='epsilon' says nothing about the picture at the last timestep of a zero-terminal-SNR "
-            f"schedule, which sampler={name!r} visits here; use spacing='leading', or sampler='euler'"
+            f"prediction_type='epsilon' says nothing about the picture at {where}; use {lower}sampler='euler'"
+        )
+    if schedule.prediction_type == "sample" and combines_eps:
+        raise InputError(
+            f"prediction_type='sample' is turned into eps by PNDM, which says nothing about the picture at "
+            f"{where}; use {lower}sampler='ddim'"
         )
 
 

@@ -68,7 +68,9 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
     else:
         timesteps, sigmas = base(schedule, steps, options)
         even = options.sigmas == "automatic"
-        if not even:
+        if even:
+            _demand_trained(schedule, timesteps, steps, options)
+        else:
             full = (schedule.sigmas[-1], schedule.sigmas[0])
             ends = (sigmas[0], sigmas[-1]) if family == "euler" else full
             sigmas = curve_levels(schedule, steps, options, float(ends[0]), float(ends[1]))
@@ -98,8 +100,9 @@ def _told(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, 
 def trailing(train: int, steps: int, start: int | None = None) -> np.ndarray:
     """From the last training timestep down in equal strides of train / steps (Lin et al. 2024, table 2)."""
     stride = train / steps
-    # arange's rounding may yield one value too many, at -1 (61 steps of 1,000): cut it off.
-    return np.arange(train if start is None else start, 0, -stride).round()[:steps] - 1.0
+    chosen = np.arange(train if start is None else start, 0, -stride).round() - 1.0
+    # Rounding may yield one value too many, at -1 (61 steps of 1,000, or with a lower start): cut it off.
+    return chosen[chosen >= 0]
 
 
 def leading(train: int, steps: int, offset: int) -> np.ndarray:
@@ -118,11 +121,6 @@ def _training_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
             chosen = np.linspace(0, train - 1, steps).round()[::-1]
         case _:
             raise _unknown_spacing(options)
-    if chosen[0] >= train or chosen[-1] < 0:
-        raise InputError(
-            f"steps={steps} with steps_offset={options.steps_offset} reaches timestep {int(chosen.max())}, outside "
-            f"0..{train - 1}; use fewer steps or spacing='trailing'"
-        )
     return chosen, _level_at(schedule, chosen, exact=True)
 
 
@@ -243,6 +241,17 @@ def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = F
     with np.errstate(divide="ignore"):
         remaining = np.interp(timesteps, train, schedule.alphas_cumprod)
         return np.sqrt((1 - remaining) / remaining)
+
+
+def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, options: SamplerOptions) -> None:
+    """Refuse timesteps that the network was never trained on."""
+    last = schedule.num_train_timesteps - 1
+    beyond = timesteps[(timesteps < 0) | (timesteps > last)]
+    if beyond.size:
+        raise InputError(
+            f"steps={steps} with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside "
+            f"0..{last}; use fewer steps, a smaller steps_offset or spacing='trailing'"
+        )
 
 
 def _continuous(schedule: NoiseSchedule, options: SamplerOptions) -> bool:

@@ -14,7 +14,8 @@ from canvax.samplers.table import SamplerTable
 Solver = Callable[[NoiseSchedule, int, SamplerOptions], SamplerTable]
 
 CHURN = ("s_churn", "s_tmin", "s_tmax", "s_noise")
-DPM = ("solver_order", "solver_type", "lower_order_final", "euler_at_final", "final_sigmas_type", "lambda_min_clipped")
+SINGLESTEP = ("solver_order", "solver_type", "lower_order_final", "final_sigmas_type", "lambda_min_clipped")
+DPM = (*SINGLESTEP, "euler_at_final")
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ SAMPLERS = (
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2, "lower_order_final": True},
         also=("DPM++ 2S", "dpmpp_2s", "dpm_solver_singlestep", "dpm_singlestep"),
-        settings=DPM,
+        settings=SINGLESTEP,
     ),
     SamplerSpec(
         *("dpm_single_3", "DPM-Solver++ singlestep 3", "DPMSolverSinglestepScheduler", None, None),
@@ -270,7 +271,7 @@ SAMPLERS = (
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3, "solver_type": "heun", "lower_order_final": True},
         also=("DPM++ 3S", "dpmpp_3s"),
-        settings=DPM,
+        settings=SINGLESTEP,
     ),
     SamplerSpec(
         *("unipc", "UniPC", "UniPCMultistepScheduler", None, "uni_pc", solvers.unipc),

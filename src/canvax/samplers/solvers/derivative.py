@@ -198,7 +198,7 @@ class _Churned(_Walk):
             self.left, self.up = self.after, np.zeros_like(self.after)
             return
         stirred = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
-        self.level = self.level * (1 + np.where(stirred, min(options.s_churn / len(path), np.sqrt(2) - 1), 0.0))
+        self.level = self.level * (1 + np.where(stirred, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
         self.told = self.frame.timestep(self.level)
         self.left = np.append(self.level[1:], self.after[-1])
         self.up = options.s_noise * np.sqrt(np.maximum(self.left**2 - self.after**2, 0.0))

@@ -153,8 +153,9 @@ def _coefficients(
     else:
         on_x, k, sign, g = a_to / a, -s_to, 1.0, h
         if algorithm == "sde-dpmsolver":
-            k = 2 * k
-            up = s_to * np.sqrt(np.expm1(2 * h))
+            # As in the data form: the score counts 1 + eta times, and the noise has eta times the variance.
+            k = (1 + eta) * k
+            up = s_to * np.sqrt(eta * np.expm1(2 * h))
     c0 = k * sign * np.expm1(sign * g)
     heun = k * (np.expm1(sign * g) / g - sign)
     second = heun if options.solver_type == "heun" else c0 / 2

@@ -53,7 +53,7 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     )
     remaining = _remaining(path, told, options)
     a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
-    demand_signal(schedule, a, "pndm")
+    demand_signal(schedule, a, "pndm", combines_eps=True)
     # The output again from what a row knows: on_x * x + on_d * D.
     velocity = schedule.prediction_type == "v_prediction"
     output = (col(a) * X - D) / col(s) if velocity else (X - col(a) * D) / col(s)

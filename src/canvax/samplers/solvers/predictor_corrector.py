@@ -39,7 +39,7 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
             now, *old = _uni_weights(path, orders[:-1], hh[:-1], k[:-1], options, corrects=True)
             made = col(on_x[:-1]) * S1 + col(now) * value[1:]
             made = made + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
-            off = np.isin(np.arange(count - 1), options.disable_corrector)
+            off = np.isin(options.restart + np.arange(count - 1), options.disable_corrector)
             corrected[1:] = np.where(col(off), X, made)
         first, *old = _uni_weights(path, orders, hh, k, options, corrects=False)
         moved = col(on_x) * corrected + col(first) * value

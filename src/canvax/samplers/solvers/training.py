@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame
 from canvax.samplers.rows import NOISE, D, X, clip_of, col, demand_numbered, demand_signal, rows, table_of
@@ -109,11 +109,13 @@ def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
             std = small
         case "fixed_large" | "fixed_large_log":
             std = np.sqrt(np.maximum(s**2 - (kept * s_to) ** 2, 0.0))
-        case other:
+        case "learned" | "learned_range":
             raise InputError(
-                f"variance_type={other!r} cannot be honoured: it needs a network that also predicts its "
-                f"variance; use one of {', '.join(VARIANCE_TYPES)}, or another sampler such as 'ddim'"
+                f"variance_type={options.variance_type!r} cannot be honoured: it needs a network that also predicts "
+                f"its variance; use one of {', '.join(VARIANCE_TYPES)}, or another sampler such as 'ddim'"
             )
+        case other:
+            raise InputError(f"variance_type={other!r} is not known; {nearest(str(other), VARIANCE_TYPES)}")
     std = np.where(path.timesteps > 0, std, 0.0)
     M = rows(len(path), {0: col(on_x) * X + col(a_to - on_x * a) * D + col(std) * NOISE})
     return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
