@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bundled import TEXT_WIDTH
 from checkpoints import INDEX, toy_params, write_checkpoint, write_frame, write_json
 from hub_imitation import HubImitation, Repository, folder_files
 
@@ -25,10 +27,15 @@ from canvax.errors import CanvaxError
 from canvax.weights.hub import resolve, resolve_component, resolve_configs
 def refuse(index):
     raise CanvaxError("not wanted: " + index["_class_name"])
+def look(checkout):
+    raise CanvaxError("looked: " + checkout.config("unet")["_class_name"])
 answers = []
 for call in json.load(sys.stdin):
     if call.pop("refuse", False):
         call["accept"] = refuse
+    if call.pop("look", False):
+        call["look"] = look
+    without = call.pop("without", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -41,7 +48,10 @@ for call in json.load(sys.stdin):
                 files = sorted(path.name for path in found.folder.iterdir())
                 answers.append({"sha": found.revision, "files": files})
                 continue
-            found = resolve(**call)
+            found = resolve(**call, weights=not without)
+            if without:
+                answers.append({"sha": found.revision})
+                continue
             answer = {"folder": str(found.folder), "sha": found.revision, "name": str(found),
                       "unread": found.unread, "weights": {n: [p.name for p in found.weights(n)]
                       for n in ("unet", "vae", "text_encoder")}}
@@ -283,6 +293,17 @@ def test_hub_out_of_reach(hub: HubImitation, client: Client, toy: dict[str, byte
     assert "cannot be reached" in missing["text"]
 
 
+def test_a_hub_that_accepts_and_never_answers(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit("main", toy)
+    client({"model": "someone/toy"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (cached,) = client({"model": "someone/toy"}, HF_ENDPOINT=endpoint, HF_HUB_ETAG_TIMEOUT="1")
+    assert cached["sha"] == sha
+    assert "cannot be reached" in cached["warnings"][0]
+
+
 def test_unwanted_models_are_not_fetched(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
     hub.repositories["someone/toy"] = Repository()
     hub.repositories["someone/toy"].commit("main", toy)
@@ -295,11 +316,30 @@ def test_unwanted_models_are_not_fetched(hub: HubImitation, client: Client, toy:
     assert hub.fetched() == ["model_index.json"] * 2
 
 
+def test_what_is_wrong_is_seen_before_weights_are_fetched(
+    hub: HubImitation, client: Client, toy: dict[str, bytes]
+) -> None:
+    """And weights that nobody wants are not fetched at all."""
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit("main", toy)
+    looked, without = client({"model": "someone/toy", "look": True}, {"model": "someone/toy", "without": True})
+    assert looked["text"] == "looked: UNet2DConditionModel"
+    assert without["sha"] == sha
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    again, whole, offline = client(
+        {"model": "someone/toy", "local_files_only": True},
+        {"model": "someone/toy"},
+        {"model": "someone/toy", "local_files_only": True},
+    )
+    assert "is not in the cache" in again["text"]  # what is not whole is not remembered
+    assert whole["weights"] == offline["weights"] != {}
+
+
 def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundled = resolve("emoji")
     assert bundled.folder == BUNDLED["emoji"]
     assert bundled.components["scheduler"] == "DDIMScheduler"
-    assert bundled.config("unet")["cross_attention_dim"] == 128
+    assert bundled.config("unet")["cross_attention_dim"] == TEXT_WIDTH
     write_checkpoint(tmp_path / "emoji", toy_params())
     monkeypatch.chdir(tmp_path)
     assert resolve("emoji").folder == BUNDLED["emoji"]
@@ -380,9 +420,10 @@ def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, toy_params())
     (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     index = tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.json"
-    write_json(index, {"weight_map": {"a": "../../etc/secret.safetensors"}})
-    with pytest.raises(CheckpointError, match="not a safetensors file name"):
-        resolve(tmp_path)
+    for name in ("../../etc/secret.safetensors", "..\\..\\secret.safetensors", "C:secret.safetensors"):
+        write_json(index, {"weight_map": {"a": name}})
+        with pytest.raises(CheckpointError, match="not a safetensors file name"):
+            resolve(tmp_path)
     write_json(index, {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}})
     with pytest.raises(CheckpointError, match="1 of 1 shards are missing"):
         resolve(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundled import VOCABULARY
 
 from canvax.errors import CheckpointError, InputError
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
@@ -142,7 +143,7 @@ def token(content: str, **flags: bool) -> dict[str, object]:
 TYPED = {"__type": "AddedToken"}
 SPECIAL_2022 = {"bos_token": token(BOS), "eos_token": token(EOS), "unk_token": token(EOS)}
 CONFIG_2022 = {name: value | TYPED for name, value in SPECIAL_2022.items()} | {"pad_token": EOS, "model_max_length": 77}
-LAST = 2228  # id of EOS in the emoji vocabulary
+LAST = VOCABULARY - 1  # id of EOS in the emoji vocabulary
 DECODER = {"0": token("!", normalized=False, special=True), str(LAST - 1): token(BOS, special=True)}
 FOLDERS: dict[str, tuple[str, dict[str, object]]] = {
     "emoji": ("old new", {"tokenizer_config.json": {"pad_token": EOS}}),
@@ -225,8 +226,9 @@ def test_shape_and_padding(tmp_path: Path) -> None:
 def test_truncation_names_what_was_cut() -> None:
     tokenizer = ClipTokenizer.from_folder(EMOJI)
     prompt = "apple " * 75 + "Banana and cherry"
-    with pytest.warns(TruncationWarning, match="Banana and cherry"):
+    with pytest.warns(TruncationWarning, match="Banana and cherry") as told:
         ids = tokenizer([prompt])
+    assert told[0].filename == __file__
     assert ids[0, -1] == tokenizer.eos
     assert tokenizer.overflow(prompt) == "Banana and cherry"
     assert tokenizer.overflow("apple") == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -293,9 +294,13 @@ def test_file_cut_short_while_loading(tmp_path: Path) -> None:
     save_file({"a": np.zeros((100, 100), np.float32)}, tmp_path / "a.safetensors")
     (entry,) = open_safetensors(tmp_path / "a.safetensors")
     os.truncate(tmp_path / "a.safetensors", 10_000)
+    unstamped = dataclasses.replace(entry, stamp=())  # as if it had been cut after it was opened for reading
     for layout in ("linear", "plain"):
+        param = Param((100, 100), (None, None), layout=layout)
+        with pytest.raises(CheckpointError, match="was replaced while it was being loaded"):
+            materialise(param, entry, np.float32)
         with pytest.raises(CheckpointError, match="ended while 'a' was being read"):
-            materialise(Param((100, 100), (None, None), layout=layout), entry, np.float32)
+            materialise(param, unstamped, np.float32)
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         entry.read()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from canvax.params import Param, flatten
 from canvax.types import Array, HostArray
 from canvax.weights.hub import resolve
 from canvax.weights.load import Component, load_components
-from canvax.weights.safetensors import read_metadata
+from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
 
 UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
@@ -69,6 +70,19 @@ def test_casting(tmp_path: Path, form: str, stored: Any, wanted: Any) -> None:
     loaded = load(write_checkpoint(tmp_path, params, form=form), wanted)
     assert_same(loaded, jax.tree.map(lambda leaf: leaf.astype(wanted), params))
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(wanted)}
+
+
+@pytest.mark.parametrize("stored", [np.float32, BFLOAT16])
+def test_what_does_not_fit_is_an_error(tmp_path: Path, stored: Any) -> None:
+    """Never an infinity, neither when loading nor when saving."""
+    params = jax.tree.map(lambda leaf: leaf.astype(stored), toy_params())
+    params["unet"]["conv_in"]["weight"][0, 0, 0, 0] = 1e30
+    source = write_checkpoint(tmp_path / "source", params)
+    with pytest.raises(CheckpointError, match="float16"):
+        load(source, np.float16)
+    with pytest.raises(InputError, match="dtype=float16: a parameter has a number that does not fit"):
+        save(tmp_path / "saved", params, source, dtype=np.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_loaded_arrays_outlive_the_file(tmp_path: Path) -> None:
@@ -282,9 +296,50 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
         save(tmp_path / "file", other, source)
     assert (source / UNET).read_bytes() == before
     (source / "notes.txt").write_text("mine")
-    save(source, other, source, overwrite=True)
+    (source / "tokenizer").mkdir(exist_ok=True)
+    stale = [source / "canvax.json", source / "tokenizer" / "tokenizer.json"]
+    plain = write_checkpoint(tmp_path / "plain", params)
+    (plain / "tokenizer").mkdir(exist_ok=True)
+    (plain / "tokenizer" / "vocab.json").write_text("{}")
+    for path in stale:
+        path.write_text("{}")
+        (plain / path.relative_to(source)).unlink(missing_ok=True)
+    save(source, other, plain, overwrite=True)
+    assert not any(path.exists() for path in stale)
+    assert (source / "tokenizer" / "vocab.json").is_file()
     assert_same(load(source), other)
     assert (source / "notes.txt").read_text() == "mine"
+
+
+def test_the_other_form_does_not_stay(tmp_path: Path) -> None:
+    """One file and shards of the same weights would both be there, and the older might be read."""
+    part, params = toy_components()[0], toy_params()["unet"]
+    folder = tmp_path / "unet"
+    for changed, limit in ((params, 10**9), (jax.tree.map(lambda leaf: leaf + 1, params), 1000), (params, 10**9)):
+        save_component(folder, part, changed, {}, max_shard_bytes=limit, overwrite=True)
+        index = list(folder.glob("*.index.json"))
+        files = {path.name for path in folder.glob("*.safetensors")}
+        if limit == 1000:
+            assert files == set(json.loads(index[0].read_text())["weight_map"].values())
+        else:
+            assert (files, index) == ({UNET.name}, [])
+
+
+def test_saving_into_a_link_to_another_disk(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", toy_params())
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        (tmp_path / "link").symlink_to(elsewhere)
+        assert_same(load(save(tmp_path / "link", toy_params(), source)), toy_params())
+        assert not [path for path in Path(elsewhere).iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_replaced_while_it_is_loaded(tmp_path: Path) -> None:
+    one, other = (write_checkpoint(tmp_path / name, toy_params()) / UNET for name in ("one", "other"))
+    entries = open_safetensors(one)
+    entries[0].read()
+    os.replace(other, one)
+    with pytest.raises(CheckpointError, match="was replaced while it was being loaded"):
+        entries[1].read()
 
 
 def test_failed_saving_leaves_nothing(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ Every message names the argument, the value it got and the cure, so that the com
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 
@@ -34,21 +37,36 @@ class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of canvax that led here, which is the one its author can change."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "canvax":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
 def check_count(name: str, value: Any) -> int:
-    """``value`` if it is a whole number of at least 1.
+    """``value`` as an int, if it is a whole number of at least 1.
 
     Raises:
         InputError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(f"{name}={value!r} is not a whole number of at least 1")
-    return value
+    return int(value)
+
+
+LISTED = 20
+"""Names that an error lists at most."""
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-    """A ``did you mean`` clause for an unknown ``name``, or the full list when nothing is near."""
+    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near."""
     lowered = {choice.lower(): choice for choice in choices}
     close = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
-    return "choose one of " + ", ".join(repr(choice) for choice in choices)
+    known = [repr(choice) for choice in dict.fromkeys(choices)]
+    if len(known) > LISTED:
+        return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more"
+    return "choose one of " + ", ".join(known)

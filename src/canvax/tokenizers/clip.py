@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, warn
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -95,11 +94,7 @@ class ClipTokenizer:
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
             if cut:
-                warnings.warn(
-                    f"the text encoder reads {length - 2} tokens of a prompt; cut off: {cut!r}",
-                    TruncationWarning,
-                    stacklevel=2,
-                )
+                warn(f"the text encoder reads {length - 2} tokens of a prompt; cut off: {cut!r}", TruncationWarning)
             row[: len(ids) + 2] = [self.bos, *ids, self.eos]
         return out
 

@@ -11,6 +11,7 @@ import numpy as np
 from canvax.types import HostArray
 
 _HALF, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+_SINGLE = np.dtype(np.float32)
 
 
 def cast_into(out: HostArray, block: HostArray) -> None:
@@ -21,6 +22,8 @@ def cast_into(out: HostArray, block: HostArray) -> None:
     """
     if block.dtype == _HALF and out.dtype == _BFLOAT16:
         _half_to_bfloat16(out.view(np.int16), block.view(np.int16))
+    elif block.dtype == _BFLOAT16 and out.dtype == _HALF:
+        out[...] = block.astype(_SINGLE)  # numpy says nothing of what does not fit when it casts from bfloat16 itself
     else:
         out[...] = block
 

@@ -8,6 +8,7 @@ replaced while it is being loaded gives an error message, where a mapping would 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Entry:
         path: the file.
         segments: (offset, length) in bytes of the pieces that make up the array, in order.
         order: ``torch`` stores (out, in, ...), ``flax`` stores arrays as they are in memory.
+        stamp: :func:`file_stamp` of the file whose header was read.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Entry:
     path: Path
     segments: tuple[tuple[int, int], ...]
     order: Literal["torch", "flax"]
+    stamp: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +93,13 @@ class Entry:
 
     def _open(self) -> BinaryIO:
         try:
-            return self.path.open("rb", buffering=0)  # type: ignore[return-value]
+            file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from None
+        if self.stamp and stamp_of(os.fstat(file.fileno())) != self.stamp:
+            file.close()
+            raise CheckpointError(f"{self.path}: was replaced while it was being loaded. Load it again.")
+        return file  # type: ignore[return-value]
 
     def _fill(self, file: BinaryIO, out: HostArray, start: int) -> None:
         """Read ``out.nbytes`` bytes of the array from byte ``start`` on, across segments."""
@@ -139,10 +146,23 @@ def check_size(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, n
 
 def file_size(path: Path) -> int:
     """Size of a weight file in bytes."""
+    return _stat(path).st_size
+
+
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """What tells a file from another one that takes its name, or from itself after a change."""
+    return stamp_of(_stat(path))
+
+
+def _stat(path: Path) -> os.stat_result:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def foreign_content(head: bytes) -> str | None:

@@ -10,6 +10,7 @@ Only the few bytes around each array are decoded, from small windows of the file
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from canvax.weights.entries import (
     check_size,
     file_size,
     foreign_content,
+    stamp_of,
 )
 
 MAX_DEPTH = 32
@@ -90,6 +92,7 @@ class _Walker:
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.file, self.size = path, file, size
+        self.stamp = stamp_of(os.fstat(file.fileno()))
         self.position = 0
         self.entries: list[Entry] = []
         self._items = 0
@@ -141,7 +144,7 @@ class _Walker:
     def _add(self, name: str, shape: tuple[int, ...], pieces: list[_Piece]) -> None:
         check_size(self.path, name, shape, pieces[0].dtype, sum(piece.nbytes for piece in pieces))
         segments = tuple((piece.offset, piece.nbytes) for piece in pieces)
-        self.entries.append(Entry(name, shape, pieces[0].dtype, self.path, segments, "flax"))
+        self.entries.append(Entry(name, shape, pieces[0].dtype, self.path, segments, "flax", self.stamp))
 
     def _piece(self, name: str) -> _Piece:
         """The array object that starts here; moves past it."""

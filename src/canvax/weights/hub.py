@@ -7,14 +7,14 @@ Only files that will be read are fetched; none of them is code.
 
 from __future__ import annotations
 
+import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError, InputError, nearest
+from canvax.errors import CheckpointError, InputError, nearest, warn
 from canvax.weights.layout import (
     DEFAULTS,
     INDEX,
@@ -98,6 +98,8 @@ def resolve(
     local_files_only: bool = False,
     progress: bool = True,
     accept: Accept | None = None,
+    look: Callable[[Checkout], Any] | None = None,
+    weights: bool = True,
 ) -> Checkout:
     """Find a model, fetching what is not on disk yet.
 
@@ -111,6 +113,8 @@ def resolve(
         local_files_only: use the cache alone, as with HF_HUB_OFFLINE=1.
         progress: show download bars on stderr.
         accept: called with the parsed ``model_index.json`` before anything else is fetched.
+        look: called with the checkout before weights are fetched, when all else is there.
+        weights: without, they are neither fetched nor looked for.
 
     Raises:
         InputError: the arguments cannot mean anything.
@@ -123,20 +127,25 @@ def resolve(
     folder = _local_folder(model)
     if folder is not None:
         if revision is not None:
-            warnings.warn(f"revision = {revision!r} is ignored: {str(model)!r} is a folder, not a Hub id", stacklevel=2)
-        return _open_folder(str(model), folder, None, variant, accept)
+            warn(f"revision = {revision!r} is ignored: {str(model)!r} is a folder, not a Hub id")
+        return _open_folder(str(model), folder, None, variant, accept, weights)
     repo = Repo(str(model), revision or "main", token, cache_dir, progress)
     sha, names = repo.current(local_files_only)
     if names is None:
         try:
-            return _open_folder(str(model), repo.snapshot(sha), sha, variant, accept)
+            return _open_folder(str(model), repo.snapshot(sha), sha, variant, accept, weights)
         except CheckpointError as error:
             raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
     index = read_json(repo.fetch(INDEX, sha, names))
     components = _accepted(str(model), index, accept)
-    _fetch_components(repo, sha, names, components, variant)
-    checkout = _open_folder(str(model), repo.snapshot(sha), sha, variant, None)
-    repo.remember(sha)
+    plans = _fetch_all_but_weights(repo, sha, names, components, variant)
+    if look is not None:
+        look(Checkout(str(model), repo.snapshot(sha), sha, variant, index, components, _unread(index)))
+    for component, plan in plans.items() if weights else ():
+        _fetch_weights(repo, sha, names, plan, f"{component}/")
+    checkout = _open_folder(str(model), repo.snapshot(sha), sha, variant, None, weights)
+    if weights:  # offline, what is remembered must be whole
+        repo.remember(sha)
     return checkout
 
 
@@ -144,6 +153,8 @@ def _local_folder(model: str | Path) -> Path | None:
     """The folder that ``model`` names, or None if it is a Hub id."""
     if isinstance(model, str) and model in BUNDLED:
         return BUNDLED[model]
+    if not isinstance(model, str | os.PathLike):
+        raise InputError(f"model = {model!r} is no name; pass a folder, a Hub id 'owner/name', or 'emoji'.")
     text = str(model)
     if not text:
         raise InputError("model = '' names nothing; pass a folder, a Hub id 'owner/name', or 'emoji'.")
@@ -197,7 +208,9 @@ def _unread(index: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _open_folder(source: str, folder: Path, sha: str | None, variant: str | None, accept: Accept | None) -> Checkout:
+def _open_folder(
+    source: str, folder: Path, sha: str | None, variant: str | None, accept: Accept | None, weights: bool
+) -> Checkout:
     """A checkout of what is on disk; reports all missing parts together."""
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{source}: {why_no_index([path.name for path in folder.iterdir()])}")
@@ -207,7 +220,7 @@ def _open_folder(source: str, folder: Path, sha: str | None, variant: str | None
     faults = []
     for name in components:
         try:
-            if name in KINDS:
+            if name in KINDS and weights:
                 checkout.weights(name)
             if name in KINDS or name == "scheduler":
                 checkout.config(name)
@@ -217,8 +230,9 @@ def _open_folder(source: str, folder: Path, sha: str | None, variant: str | None
             faults.append(str(error))
     if faults:
         raise CheckpointError(f"{source}: the checkpoint is incomplete:\n  " + "\n  ".join(faults))
-    held = {name: [path.name for path in (folder / name).iterdir()] for name in components if name in KINDS}
-    _check_variant_exists(source, variant, held)
+    if weights:
+        held = {name: [path.name for path in (folder / name).iterdir()] for name in components if name in KINDS}
+        _check_variant_exists(source, variant, held)
     return checkout
 
 
@@ -230,10 +244,14 @@ def _check_variant_exists(source: str, variant: str | None, held: Mapping[str, C
         raise CheckpointError(f"{source}: has no weights of variant = {variant!r}; {cure}.")
 
 
-def _fetch_components(
+def _fetch_all_but_weights(
     repo: Repo, sha: str, names: Collection[str], components: Mapping[str, str], variant: str | None
-) -> None:
-    """Fetch the files of all components, after all of them have been found in the list of ``names``."""
+) -> dict[str, WeightPlan]:
+    """Fetch the small files of all components, after everything has been found in the list of ``names``.
+
+    Returns:
+        Which weights each component is to have.
+    """
     held = {
         component: [name.removeprefix(f"{component}/") for name in names if name.startswith(f"{component}/")]
         for component in components
@@ -254,8 +272,7 @@ def _fetch_components(
         for name in PLAIN_FILES.get(component, ("config.json",)):
             if name in inside:
                 repo.fetch(f"{component}/{name}", sha, names)
-    for component, plan in plans.items():
-        _fetch_weights(repo, sha, names, plan, f"{component}/")
+    return plans
 
 
 def _fetch_weights(repo: Repo, sha: str, names: Collection[str], plan: WeightPlan, folder: str = "") -> None:
@@ -274,8 +291,11 @@ def resolve_component(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
     progress: bool = True,
+    accept: Accept | None = None,
 ) -> Checkout:
     """Find a network that is a repository or folder of its own: ``config.json`` and weights of diffusers at the top.
+
+    ``accept`` looks at ``config.json`` before weights are fetched.
 
     Raises:
         InputError, CheckpointError, HubError: as :func:`resolve`.
@@ -287,10 +307,14 @@ def resolve_component(
         sha, names = repo.current(local_files_only)
         if names is not None:
             plan = plan_weights([name for name in names if "/" not in name], "diffusers", variant, repo.id)
-            repo.fetch(_CONFIG, sha, names)
+            config = repo.fetch(_CONFIG, sha, names)
+            if accept is not None:
+                accept(read_json(config))
             _fetch_weights(repo, sha, names, plan)
             repo.remember(sha)
         folder = repo.snapshot(sha)
+    if accept is not None:
+        accept(read_json(folder / _CONFIG))
     return Checkout(str(model), folder, sha, variant, {}, {}, ())
 
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from canvax.errors import CheckpointError, InputError
@@ -129,7 +129,8 @@ def shard_names(index: Path) -> list[str]:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index}: has no weight_map. {DAMAGED}")
     for name in table.values():
-        if not isinstance(name, str) or PurePosixPath(name).name != name or not name.endswith(".safetensors"):
+        plain = isinstance(name, str) and PurePosixPath(name).name == PureWindowsPath(name).name == name
+        if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names the shard {str(name)[:80]!r}, which is not a safetensors file name.")
     return sorted(set(table.values()))
 

@@ -7,13 +7,12 @@ HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DISABLE_PROGRESS_BARS.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from canvax.errors import CheckpointError, HubError
+from canvax.errors import CheckpointError, HubError, warn
 from canvax.weights.layout import INDEX, why_no_index
 
 
@@ -36,9 +35,11 @@ class Repo:
     def commit(self) -> tuple[str, Collection[str] | None]:
         """The commit sha of the revision, and the names of its files (None: unreachable, but cached)."""
         from huggingface_hub import HfApi
+        from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
         try:
-            info = HfApi(token=self.token).model_info(self.id, revision=self.revision)
+            hub = HfApi(token=self.token)
+            info = hub.model_info(self.id, revision=self.revision, timeout=HF_HUB_ETAG_TIMEOUT)
         except Exception as error:
             explained = explain(error, self)
             if not isinstance(explained, Unreachable):
@@ -47,7 +48,7 @@ class Repo:
                 sha, _ = self.cached_commit()
             except HubError:
                 raise HubError(str(explained)) from error
-            warnings.warn(f"{explained} Going on with the commit in the cache, {sha}.", stacklevel=3)
+            warn(f"{explained} Going on with the commit in the cache, {sha}.")
             return sha, None
         if not info.sha:
             raise HubError(f"{self.id}: the Hub named no commit for revision {self.revision!r}.")

@@ -8,9 +8,7 @@ the file exactly, and names must look like names. (Format: the safetensors docum
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,18 @@ import ml_dtypes
 import numpy as np
 
 from canvax.errors import CheckpointError
+from canvax.files import written
 from canvax.types import HostArray
-from canvax.weights.entries import DAMAGED, Entry, check_name, check_shape, check_size, file_size, foreign_content
+from canvax.weights.entries import (
+    DAMAGED,
+    Entry,
+    check_name,
+    check_shape,
+    check_size,
+    file_size,
+    file_stamp,
+    foreign_content,
+)
 
 MAX_HEADER = 100_000_000
 """The longest JSON header that is read, in bytes."""
@@ -55,6 +63,7 @@ def open_safetensors(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: the file is truncated, is something else, or lies about itself.
     """
+    stamp = file_stamp(path)
     header, data_start = _read_header(path)
     data_size = file_size(path) - data_start
     entries = []
@@ -64,7 +73,7 @@ def open_safetensors(path: Path) -> list[Entry]:
             continue
         dtype, shape, begin, end = _check_claim(path, check_name(path, name), claim)
         ranges.append((begin, end, name))
-        entries.append(Entry(name, shape, dtype, path, ((data_start + begin, end - begin),), "torch"))
+        entries.append(Entry(name, shape, dtype, path, ((data_start + begin, end - begin),), "torch", stamp))
     _check_ranges(path, sorted(ranges), data_size)
     return entries
 
@@ -106,19 +115,13 @@ def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[
         position = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays start at a multiple of 8
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for array in ordered:
-                data = np.ascontiguousarray(array.get(), array.dtype)
-                if data.shape != array.shape:
-                    raise ValueError(f"write_safetensors: {array.name!r} is {data.shape}, announced as {array.shape}")
-                file.write(data.reshape(-1).view(np.uint8).data)
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with written(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in ordered:
+            data = np.ascontiguousarray(array.get(), array.dtype)
+            if data.shape != array.shape:
+                raise ValueError(f"write_safetensors: {array.name!r} is {data.shape}, announced as {array.shape}")
+            file.write(data.reshape(-1).view(np.uint8).data)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ import jax
 import numpy as np
 
 from canvax.errors import InputError
+from canvax.files import partial_name, written
 from canvax.params import Param, flatten
 from canvax.types import DType, HostArray, Params
+from canvax.weights.cast import cast_into
 from canvax.weights.layout import DEFAULTS, INDEX, PLAIN_FILES, STEMS, check_variant, config_file
 from canvax.weights.load import Component
 from canvax.weights.safetensors import Outgoing, write_safetensors
@@ -81,6 +84,8 @@ def save_component(
         total = sum(array.nbytes for array in outgoing)
         write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     write_json(folder / "config.json", config)
+    if overwrite:
+        _drop_other_forms(folder, {target.name for target in targets})
     return targets
 
 
@@ -98,7 +103,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a whole checkpoint: weights, configs, tokenizers and ``model_index.json``.
 
-    The checkpoint is put together in a temporary folder beside ``folder`` and moved into place when complete.
+    The checkpoint is put together in a temporary folder beside ``folder``, or inside it if it is there already, and
+    moved into place when complete.
 
     Args:
         folder: where to write.
@@ -118,14 +124,15 @@ def save_checkpoint(
     Raises:
         InputError: the folder is not empty, or params do not fit the specs.
     """
-    folder = Path(folder)
+    folder = Path(os.path.abspath(folder))  # "." has no name to put another one beside
     if folder.exists() and not folder.is_dir():
         raise InputError(f"folder = {str(folder)!r} is a file; choose another name.")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"folder = {str(folder)!r} is not empty; choose another one, or pass overwrite=True.")
     _check_parts([part.name for part in components], params, configs)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    build = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    # Beside a folder that is there may be another disk: it is a mount point, or a link.
+    build = partial_name(folder / folder.name if folder.exists() else folder)
     try:
         written = [part.name for part in components]
         for part in components:
@@ -147,13 +154,8 @@ def save_checkpoint(
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object under a temporary name, then rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with written(path) as temporary:
         temporary.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
 
 
 def _outgoing(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
@@ -188,7 +190,16 @@ def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
         with suppress(RuntimeError):
             leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
     array = _whole(leaf).reshape(param.shape)
-    return param.to_checkpoint(array if dtype is None else array.astype(dtype, copy=False))
+    if dtype is not None and array.dtype != dtype:
+        narrowed = np.empty(array.shape, dtype)
+        try:
+            with np.errstate(over="raise"):
+                cast_into(narrowed, np.ascontiguousarray(array))
+        except FloatingPointError:
+            what = np.dtype(dtype).name
+            raise InputError(f"dtype={what}: a parameter has a number that does not fit; save bfloat16") from None
+        array = narrowed
+    return param.to_checkpoint(array)
 
 
 def _whole(leaf: Any) -> HostArray:
@@ -287,3 +298,29 @@ def _move_into_place(build: Path, folder: Path) -> None:
         target = folder / file.relative_to(build)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
+    names: dict[Path, set[str]] = {}
+    for file in files:
+        names.setdefault(file.parent.relative_to(build), set()).add(file.name)
+    for part, new in names.items():
+        _drop_other_forms(folder / part, new)
+        for name in {*PLAIN_FILES.get(part.name, ()), *([DEFAULTS] if part == Path() else [])} - new:
+            (folder / part / name).unlink(missing_ok=True)  # a tokenizer's or defaults that would be read with these
+
+
+def _drop_other_forms(folder: Path, written: Collection[str]) -> None:
+    """Remove weights of an older save that would be read in place of those just written.
+
+    One file, or shards with an index, of the same name and variant.
+    """
+    for stem in STEMS.values():
+        for name in written:
+            found = re.fullmatch(rf"{stem}(\.[^.]+)?(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
+            if found is None:
+                continue
+            infix = found[1] or ""
+            shard = re.compile(rf"{stem}{re.escape(infix)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+            for old in list(folder.iterdir()):
+                if old.name not in written and (
+                    shard.fullmatch(old.name) or old.name == f"{stem}.safetensors.index{infix}.json"
+                ):
+                    old.unlink()
