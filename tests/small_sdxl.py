@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from bundled import VOCABULARY
 from checkpoints import flax_bytes, flax_tree, write_json
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
@@ -20,9 +21,11 @@ from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
 TEXT = TextEncoders(
-    ClipTextConfig(vocab_size=2229, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
     ClipTextConfig(
-        vocab_size=2229, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ),
+    ClipTextConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         hidden_act="gelu", projection_dim=8, eos_token_id=2,
     ),
 )  # fmt: skip

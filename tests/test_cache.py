@@ -391,6 +391,25 @@ def test_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.Monkey
         cache.open_cache()
 
 
+def test_what_is_not_the_caches_own_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that others use too, and that happens to hold a programs or an xla."""
+    strangers = [
+        folder / "programs" / "project" / "thesis.tex", folder / "programs" / "notes.txt", folder / "xla" / "BUILD",
+        folder / "xla" / "service" / "compiler.cc",
+    ]  # fmt: skip
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(5000))
+        os.utime(path, (1, 1))
+    (folder / "xla" / ("0" * 16)).mkdir()
+    (folder / "xla" / ("0" * 16) / "jit_f-cache").write_bytes(bytes(10))
+    monkeypatch.setenv("CANVAX_CACHE_SIZE", "2kB")
+    cache.write(folder / "programs" / "a.program", {"key": "a"}, bytes(1000))
+    assert cache.shared_bytes() == 10
+    assert cache.clear()[0] == 2
+    assert all(path.exists() for path in strangers)
+
+
 @pytest.mark.parametrize(("text", "size"), [("500MB", 500_000_000), ("2 GB", 2 * 10**9), ("1.5k", 1500), ("7", 7)])
 def test_sizes(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANVAX_CACHE_SIZE", text)
@@ -461,8 +480,8 @@ def test_cache_command(folder: Path, weights: Any, capsys: pytest.CaptureFixture
     encode(weights, jax.devices())
     newer, older = cache.programs()
     (folder / "programs" / "junk.program").write_bytes(b"junk")
-    (folder / "xla" / "machine").mkdir()
-    (folder / "xla" / "machine" / "jit_f-cache").write_bytes(bytes(10))
+    (folder / "xla" / ("0" * 16)).mkdir()
+    (folder / "xla" / ("0" * 16) / "jit_f-cache").write_bytes(bytes(10))
     os.utime(older.path, (time.time() - 3 * 86400,) * 2)
     capsys.readouterr()
     assert main(["cache"]) == 0
@@ -491,7 +510,10 @@ def test_cache_command_when_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert "off" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--size", "512"], ["--batch", "0"], ["--size", "63x64"], ["--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--size", "512"], ["--batch", "0"], ["--size", "63x64"], ["--dtype", "int8"], ["--token-merging", "0.9"]],
+)
 def test_compile_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "emoji", *arguments]) == BAD_INPUT
     assert arguments[1].split("x")[0] in capsys.readouterr().err

@@ -17,6 +17,7 @@ import canvax
 from canvax import flax_api
 from canvax.compile.monitor import compilations
 from canvax.flax_api import FlaxStableDiffusionPipeline, replicate, shard, unreplicate
+from canvax.flax_api.keys import host_draw
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
 
@@ -119,6 +120,16 @@ def test_old_keys_give_old_latents(old: Old, copies: Params) -> None:
     np.testing.assert_array_equal(pipeline(ids(pipeline), copies, typed, STEPS, jit=True).images, want)
     other = pipeline(ids(pipeline), copies, keys(6), STEPS, jit=True).images
     assert np.abs(other - want).max() > 0.01
+
+
+def test_every_device_heeds_its_key(old: Old) -> None:
+    """Also with the generator that is usual on TPUs, which vmap gives the first key alone."""
+    shape = (2, 4, 8, 8)
+    keys_of = [jax.random.key(i, impl="rbg") for i in range(3)]
+    latents, _ = host_draw(jnp.stack(keys_of), shape)
+    for i, key in enumerate(keys_of):
+        want = jnp.moveaxis(jax.random.normal(key, shape), 1, -1)
+        np.testing.assert_array_equal(latents[2 * i : 2 * i + 2], want)
 
 
 def test_negative_prompts(old: Old, copies: Params) -> None:
@@ -340,7 +351,10 @@ def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Pat
     """Files from before diffusers 0.9 state a sample size that is not the model's."""
     model = write_small_checkpoint(tmp_path / "model", "flax")
     config = json.loads((model / "unet" / "config.json").read_text())
-    (model / "unet" / "config.json").write_text(json.dumps(config | {"_diffusers_version": version}))
+    # Options of the old classes, which they wrote into the file and which decide nothing.
+    also = {"_diffusers_version": version, "split_head_dim": True, "use_memory_efficient_attention": True}
+    (model / "unet" / "config.json").write_text(json.dumps(config | also))
+    assert canvax.load(model, progress=False).checkpoint.native_size == (side, side)
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model)
     some = pipeline.prepare_inputs("a fox")
     shape = jax.eval_shape(lambda key: pipeline._generate(some, params, key, STEPS), jax.random.key(0)).shape

@@ -13,7 +13,7 @@ from small_sdxl import build, build_refiner
 
 import canvax
 from canvax.compile.monitor import compilations
-from canvax.flax_api import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline, replicate
+from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline, replicate
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
 
@@ -104,6 +104,13 @@ def test_zeros_are_what_the_checkpoint_says(tmp_path: Path) -> None:
     plain = pipeline(some, params, key, STEPS).images
     empty = pipeline(some, params, key, STEPS, neg_prompt_ids=pipeline.prepare_inputs("")).images
     np.testing.assert_array_equal(plain, empty)
+
+
+def test_scheduler_configs_mean_what_they_say(old: Old) -> None:
+    """Only those of Stable Diffusion 1.x and 2.x are put right."""
+    pipeline, _ = old
+    scheduler = FlaxDDIMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=0)
+    assert list(pipeline._table({"scheduler": scheduler.create_state()}, 4).timestep) == [750, 500, 250, 0]
 
 
 def test_latents_can_be_returned(old: Old, copies: Params) -> None:

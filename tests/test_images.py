@@ -96,6 +96,11 @@ def test_transparent_becomes_white() -> None:
     assert (from_pil(Image.new("RGBA", (4, 4), (0, 0, 0, 0))) == 1).all()
 
 
+def test_grey_of_16_bits() -> None:
+    grey = Image.fromarray(np.array([[0, 16384, 32768, 65535]], np.uint16))
+    np.testing.assert_allclose(from_pil(grey)[0, 0, :, 0], [0, 0.25, 0.5, 1], atol=0.003)
+
+
 @pytest.mark.parametrize("images", [np.zeros((8, 8)), np.zeros((1, 8, 8, 4))])
 def test_wrong_shapes_are_refused(images: np.ndarray) -> None:
     with pytest.raises(InputError, match=r"\[B, H, W, 3\]"):
@@ -208,6 +213,8 @@ def test_free_names(tmp_path: Path) -> None:
     assert unique_path(tmp_path, 7).name == "00005-7.png"
     assert unique_path(tmp_path, 7, 12).name == "00012-7.png"
     assert unique_path(tmp_path, 7, prefix="grid-").name == "grid-00010-7.png"
+    (tmp_path / "999999999-x.png").touch()
+    assert unique_path(tmp_path, 7).name == "00005-7.png"
 
 
 def test_many_writers_share_a_folder(tmp_path: Path) -> None:
@@ -263,8 +270,18 @@ def test_options_overrule_the_name() -> None:
     assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"] == {"sigmas": "sgm_uniform"}
 
 
-def test_local_folders_are_not_told() -> None:
+def test_local_folders_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Model: mine" in to_infotext({"model": "/home/alice/models/mine/"})
+    (tmp_path / "clients" / "secret").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert "Model: secret" in to_infotext({"model": "clients/secret"})
+    assert "Model: someone/model" in to_infotext({"model": "someone/model"})
+
+
+def test_other_networks_are_named_and_left_out() -> None:
+    told = from_infotext("a cat <lora:fur:0.8> on a mat\nNegative prompt: <lyco:x>\nSteps: 3, Sampler: Euler, Seed: 1")
+    assert (told["prompt"], told["negative_prompt"]) == ("a cat on a mat", "")
+    assert told["other"] == {"<lora:fur:0.8>": "", "<lyco:x>": ""}
 
 
 def test_a1111(tmp_path: Path) -> None:
@@ -275,7 +292,7 @@ def test_a1111(tmp_path: Path) -> None:
     )
     got = read_metadata(with_text(tmp_path / "a.png", parameters=text))
     assert got == {
-        "prompt": "a photo of (a cat:1.2), <lora:x:0.5>\nin a hat",
+        "prompt": "a photo of (a cat:1.2),\nin a hat",
         "negative_prompt": "blurry, bad",
         "num_inference_steps": 28,
         "sampler": "Euler a",
@@ -290,6 +307,7 @@ def test_a1111(tmp_path: Path) -> None:
             "Hires upscaler": "Latent",
             "Lora hashes": "x: 1, y: 2",
             "Version": "v1.10.1",
+            "<lora:x:0.5>": "",
         },
     }
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from bundled import LATENTS
+from jax.sharding import Mesh
 
 import canvax
 from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.weights.hub import BUNDLED
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4
@@ -112,7 +117,8 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
 def test_any_size(emoji: canvax.StableDiffusion) -> None:
     result = draw(emoji, "a cat", height=72, width=40, seed=1)
     assert result.images[0].size == (40, 72)
-    assert result.latents.shape == (1, 18, 10, 4)
+    factor = emoji.programs.vae.factor
+    assert result.latents.shape == (1, 72 // factor, 40 // factor, LATENTS[-1])
 
 
 def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
@@ -152,7 +158,27 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.Cancelled, match="step 3 of 4"):
         draw(emoji, ["a cat", "a dog"], options=options)
     assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
+    with pytest.raises(canvax.Cancelled, match="step 1 of 4"):
+        draw(emoji, "a cat", options=dataclasses.replace(QUIET, callback=lambda step: step.denoised.max() > 1e9))
     assert steps[0].latents.shape == steps[0].denoised.shape == (2, *LATENTS)
+
+
+def test_options_of_numpy_are_plain(emoji: canvax.StableDiffusion) -> None:
+    options = canvax.Options(
+        progress=False,
+        clip_skip=np.int64(1),
+        guidance_rescale=np.float32(0.5),
+        sampler_settings={"timesteps": np.linspace(900, 100, 4)},
+    )
+    told = draw(emoji, "a cat", num_inference_steps=None, options=options).metadata[0]
+    assert json.loads(json.dumps(told))["options"]["clip_skip"] == 1
+    for wrong in ({"reuse_layers": [1]}, {"spacing": ["leading"]}):
+        with pytest.raises(canvax.InputError, match=next(iter(wrong))):
+            canvax.Options(**wrong)
+
+
+def test_a_pipeline_is_a_line(emoji: canvax.StableDiffusion) -> None:
+    assert repr(emoji) == "StableDiffusion('emoji', 64x64, DDIM, 11.7M parameters, float32)"
 
 
 def test_functional_style() -> None:
@@ -176,9 +202,9 @@ def test_progress_names_compiling(emoji: canvax.StableDiffusion, capsys: pytest.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "height": ({"height": 100}, "height=100 is not divisible by 8; use 96 or 104"),
     "width": ({"width": -8}, "width=-8"),
-    "no steps": ({"num_inference_steps": 0}, "steps=0"),
-    "too many steps": ({"num_inference_steps": 5000}, "steps=5000"),
-    "half a step": ({"num_inference_steps": 2.5}, "steps=2.5"),
+    "no steps": ({"num_inference_steps": 0}, "num_inference_steps=0"),
+    "too many steps": ({"num_inference_steps": 5000}, "num_inference_steps=5000"),
+    "half a step": ({"num_inference_steps": 2.5}, "num_inference_steps=2.5"),
     "sampler": ({"sampler": "DPM++ 2Mm"}, "DPM\\+\\+ 2M"),
     "NaN guidance": ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
     "images": ({"num_images_per_prompt": 0}, "num_images_per_prompt=0"),
@@ -208,6 +234,13 @@ def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
         ({"eta": 2.0}, "eta=2.0"),
         ({"guidance_rescale": -1.0}, "guidance_rescale"),
         ({"noise": "numpy"}, "noise='numpy'"),
+        ({"eta": "0.5"}, "eta='0.5'"),
+        ({"guidance_rescale": None}, "guidance_rescale=None"),
+        ({"clip_skip": 1.5}, "clip_skip=1.5"),
+        ({"clip_skip": [1]}, r"clip_skip=\[1\]"),
+        ({"callback": 5}, "callback=5 is not a function"),
+        ({"reuse_order": 1.0}, "reuse_order=1.0"),
+        ({"guidance_interval": 0.5}, "two fractions of the run"),
     ],
 )
 def test_bad_options(changes: dict[str, Any], message: str) -> None:
@@ -223,9 +256,101 @@ def test_bad_options_in_use(emoji: canvax.StableDiffusion) -> None:
     ):
         with pytest.raises(canvax.InputError, match=message):
             emoji("a cat", options=options)
+    for given in ({"clip_skip": 1}, 5):
+        with pytest.raises(canvax.InputError, match=r"is not a canvax\.Options; write options=canvax\.Options\("):
+            emoji("a cat", options=given)  # pyright: ignore[reportArgumentType]
+    own = canvax.Options(sampler_settings={"timesteps": [999, 500, 250]}, progress=False)
+    with pytest.raises(canvax.InputError, match=r"num_inference_steps=7 with 3 levels, .* leave it out"):
+        emoji("a cat", num_inference_steps=7, options=own)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "hihgest"}, "precision='hihgest'"),
+        ({"mesh": Mesh(np.array(jax.devices()[:1]), ("x",))}, "mesh"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"quantize": "int4"}, "quantize='int4'"),
+    ],
+)
+def test_bad_arguments_come_before_the_model(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        canvax.load("./there-is-no-such-folder", **arguments)
+
+
+def test_a_bad_size_of_the_cache_comes_before_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANVAX_CACHE_SIZE", "plenty")
+    with pytest.raises(canvax.InputError, match="CANVAX_CACHE_SIZE='plenty'"):
+        canvax.load("./there-is-no-such-folder")
+
+
+@pytest.mark.parametrize("said", ['{"guidance_scale": "7"}', '{"num_inference_steps": 0}', '{"steps": 3}', "[]"])
+def test_bad_defaults_of_a_model(said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED["emoji"], folder)
+    (folder / "canvax.json").write_text(said)
+    with pytest.raises(canvax.CheckpointError, match=r"canvax\.json: not a list of defaults"):
+        canvax.load(folder)
+
+
+def test_nothing_to_save(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+    result = draw(emoji, "a cat", options=canvax.Options(progress=False, denoising_end=0.5))
+    with pytest.raises(canvax.InputError, match="go on from latents"):
+        result.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_saving_over_a_folder(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert emoji.save(".") == Path(".")
+    with pytest.raises(canvax.InputError, match="overwrite=True"):
+        emoji.save(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    emoji.save(tmp_path, overwrite=True)
+    assert "UNet2DConditionModel" in (tmp_path / "model_index.json").read_text()
+    for leaf in ("unet", "vae"):
+        assert list((tmp_path / leaf).glob("*.safetensors"))
+
+
+def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
+    """Another precision is another program, also in a pipeline that has one already."""
+    draw(emoji, "a cat")
+    with jax.default_matmul_precision("highest"):
+        assert draw(emoji, "a cat").compilations > 0
+        assert draw(emoji, "a cat").compilations == 0
+    assert draw(emoji, "a cat").compilations == 0
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "flaot32", 3])
 def test_bad_dtype(dtype: Any) -> None:
     with pytest.raises(canvax.InputError, match="dtype"):
         canvax.load("emoji", dtype=dtype)
+
+
+def test_parameters_that_do_not_fit(emoji: canvax.StableDiffusion) -> None:
+    """Found before anything is compiled, also where they lie on the devices already."""
+    params = emoji.params
+    assert params is not None
+    unet = dict(params["unet"])
+    for given, message in (
+        ({}, r"params\['text_encoder'\] does not fit the model: .* is missing"),
+        ({"unet": unet}, r"params\['text_encoder'\]"),
+        ({**params, "unet": {**unet, "conv_in": {"weight": unet["conv_in"]["weight"][..., :2], "bias": 1}}}, "conv_in"),
+        ({**params, "unet": 5}, r"params\['unet'\] is int"),
+        (5, "params=5 is not a dict"),
+    ):
+        with pytest.raises(canvax.InputError, match=message):
+            draw(emoji, "a cat", params=given)
+
+
+def test_numbers_of_numpy(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+    result = draw(emoji, "a cat", num_images_per_prompt=np.int64(2), seed=np.array([3, 9]), height=np.int32(64))
+    assert [meta["seed"] for meta in result.metadata] == [3, 9]
+    assert draw(emoji, "a cat", seed=np.int64(3)).metadata[0]["seed"] == 3
+    with pytest.raises(canvax.InputError, match="latents='x' is not an array"):
+        draw(emoji, "a cat", latents="x")
+    with pytest.raises(canvax.InputError, match="model = None is no name"):
+        canvax.load(None)  # pyright: ignore[reportArgumentType]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(canvax.InputError, match="is a file"):
+        result.save(tmp_path / "file")

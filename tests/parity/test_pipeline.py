@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-from bundled import LATENTS  # noqa: E402
+from bundled import LATENTS, VOCABULARY  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
@@ -51,8 +51,8 @@ def build(folder: Path, prediction: str) -> Path:
     )  # fmt: skip
     text = transformers.CLIPTextModel(
         transformers.CLIPTextConfig(
-            vocab_size=2229, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            bos_token_id=2227, eos_token_id=2228, pad_token_id=2228,
+            vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            bos_token_id=VOCABULARY - 2, eos_token_id=VOCABULARY - 1, pad_token_id=VOCABULARY - 1,
         )
     )  # fmt: skip
     scheduler = diffusers.DDIMScheduler(

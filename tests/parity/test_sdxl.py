@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
+from bundled import VOCABULARY  # noqa: E402
+
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
 from canvax.models.configs import (  # noqa: E402
@@ -95,17 +97,19 @@ def test_full_size_parameters(name: str) -> None:
 
 def clip_config(act: str, eos: int, layers: int = 3) -> ClipTextConfig:
     return ClipTextConfig(
-        vocab_size=2229, hidden_size=40 if act == "gelu" else 32, intermediate_size=64, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=40 if act == "gelu" else 32, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=4, hidden_act=act, projection_dim=24 if act == "gelu" else 32, eos_token_id=eos,
     )  # fmt: skip
 
 
 def clip(cfg: ClipTextConfig, cls: str, seed: int) -> Any:
-    return randomise(getattr(transformers, cls)(transformers.CLIPTextConfig(**given(cfg), bos_token_id=2227)), seed)
+    return randomise(
+        getattr(transformers, cls)(transformers.CLIPTextConfig(**given(cfg), bos_token_id=VOCABULARY - 2)), seed
+    )
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-@pytest.mark.parametrize("eos", [2, 2228], ids=["legacy", "named"])
+@pytest.mark.parametrize("eos", [2, VOCABULARY - 1], ids=["legacy", "named"])
 def test_text_encoders(skip: int, eos: int) -> None:
     cfg = TextEncoders(clip_config("quick_gelu", 2), clip_config("gelu", eos))
     assert cfg.second is not None
@@ -117,9 +121,9 @@ def test_text_encoders(skip: int, eos: int) -> None:
         "text_encoder": params_of(first, cfg.specs["text_encoder"], prefix="text_model."),
         "text_encoder_2": params_of(second, cfg.specs["text_encoder_2"]),
     }
-    ids = {name: rng.integers(3, 2228, (3, 77)) for name in params}
+    ids = {name: rng.integers(3, VOCABULARY - 1, (3, 77)) for name in params}
     for i, end in enumerate((5, 40, 76)):
-        ids["text_encoder_2"][i, end:] = 2228
+        ids["text_encoder_2"][i, end:] = VOCABULARY - 1
     with torch.no_grad():
         one = first(torch.from_numpy(ids["text_encoder"]), output_hidden_states=True)
         two = second(torch.from_numpy(ids["text_encoder_2"]), output_hidden_states=True)

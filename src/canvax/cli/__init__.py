@@ -41,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             complain(error["message"], label="" if code == INTERRUPTED else "error: ")
         if as_json:
             emit_json({"error": error, **report} if error else report)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell: >&-
+            sys.stdout.flush()
     except BrokenPipeError:
         hush_stdout()
         return code or FAILED
+    programs = sys.modules.get("canvax.compile.programs")  # what does not compile has not imported it
+    if code == INTERRUPTED and argv is None and programs and programs.is_compiling():
+        sys.stderr.flush()
+        os._exit(code)  # the compiler would go on for minutes, and the end of the process would break off its work
     return code
 
 

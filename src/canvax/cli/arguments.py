@@ -157,7 +157,7 @@ def build_parser() -> Parser:
         "plan",
         help="will a model fit on a TPU, and how long would it take? No TPU needed",
         description="Compile a model for TPUs that are not there: memory, FLOPs, collectives and the compiler's own "
-        "estimate of the time. Needs pip install 'canvax[tpu]'; no weights are read.",
+        "estimate of the time. Needs pip install '.[tpu]'; no weights are read.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
@@ -185,6 +185,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
     parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
+    parser.add_argument("--token-merging", type=float, default=0.0, metavar="X", help="for generate --token-merging")
     _dtype(parser)
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -269,6 +270,9 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
         "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
     )
     group.add_argument("--reuse-order", type=int, metavar="0|1", help="of --reuse: take the last, or extrapolate (1)")
+    group.add_argument(
+        "--token-merging", type=float, metavar="X", help="0..0.75, tokens merged for self-attention (0); compiles once"
+    )
     group.add_argument(
         "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
         help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",

@@ -8,6 +8,7 @@ from typing import Any
 
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import InputError
+from canvax.pipelines.options import check_merging
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -16,6 +17,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for batch in arguments.batch:
         if batch < 1:
             raise InputError(f"--batch {batch} is not a whole number of at least 1")
+    check_merging(arguments.token_merging)
     from canvax.pipelines.checkpoint import open_checkpoint
     from canvax.pipelines.request import check_size
     from canvax.pipelines.text_to_image import StableDiffusion
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 batch,
                 guidance=not arguments.no_guidance,
                 reuse_layers=arguments.reuse_layers,
+                token_merging=arguments.token_merging,
                 progress=not arguments.quiet,
             )
             for build in builds:

@@ -141,7 +141,7 @@ def _check_batch_size(size: int | None) -> None:
 def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
     """What depends on the model, if its files are on disk: no weights are read."""
     from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
-    from canvax.pipelines.conditions import check_for_model
+    from canvax.pipelines.conditions import check_for_model, check_start
     from canvax.quantize import check_kind
     from canvax.weights.hub import resolve
 
@@ -152,7 +152,7 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         checkout = resolve(
             source.model,
             revision=source.revision,
-            variant=arguments.variant,
+            variant=source.variant,
             cache_dir=arguments.cache_dir,
             local_files_only=True,
             progress=False,
@@ -166,6 +166,7 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         steps = usual if picture.steps is None else picture.steps
         check_table(dataclasses.replace(picture, steps=steps), checkpoint.scheduler)
         check_for_model(picture.options, checkpoint)
+        check_start(picture.options, picture.sampler, None, checkpoint)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
@@ -183,7 +184,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
         dtype=source.dtype,
         quantize=source.quantize,
         revision=source.revision,
-        variant=arguments.variant,
+        variant=source.variant,
         token=arguments.token,
         cache_dir=arguments.cache_dir,
         local_files_only=arguments.local_files_only,
@@ -280,7 +281,7 @@ def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: 
     first = full[0]
     return pipe(
         [one.prompt for one in full],
-        [one.negative for one in full] if first.negative else None,
+        None if first.negative is None else [one.negative or "" for one in full],
         height=first.height,
         width=first.width,
         num_inference_steps=first.steps,

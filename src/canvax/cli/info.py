@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.pictures import OPTIONS
+from canvax.cli.pictures import OF_MODEL, OPTIONS
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
@@ -73,21 +73,23 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     """A ``canvax generate`` command line that draws a picture with this metadata again."""
     said: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
     if "canvax" in metadata:  # elsewhere a model is the name of a file, which means nothing here
-        said |= {f"--{name}": metadata.get(name) or None for name in ("model", "revision", "dtype", "quantize")}
+        said |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
     said |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
-    said["--negative-prompt"] = said["--negative-prompt"] or None
+    if "canvax" not in metadata:  # others do not tell an empty negative prompt from none
+        said["--negative-prompt"] = said["--negative-prompt"] or None
     options = metadata.get("options")
     if isinstance(options, dict):
         said |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
     words = ["canvax", "generate"]
     for flag, value in said.items():
-        if value is not None:
+        if value is not None and value != []:
             several = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
             if flag == "--sampler-settings":
                 words += [f"--set={one}" for one in several]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
-                several = [",".join(several)]
+                one_of_a_list = len(several) == 1 and isinstance(value, list | tuple)  # "2" alone is every second
+                several = [",".join(several) + "," * (flag == "--reuse" and one_of_a_list)]
             words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
     return command_line(words)
 
@@ -97,13 +99,16 @@ def _picture_lines(report: Mapping[str, Any]) -> list[str]:
     if "grid" in metadata:
         lines = [f"a grid of {len(report['commands'])} pictures"]
     else:
-        plain = {**metadata, **(metadata.get("options") or {}), **(metadata.get("other") or {})}
+        nested = [inner for name in ("options", "other") if isinstance(inner := metadata.get(name), dict)]
+        plain = {name: value for part in (metadata, *nested) for name, value in part.items()}
         hidden = ("options", "other", "sampler_label")
         shown = [(key, str(value)) for key, value in plain.items() if value not in (None, "", {}) and key not in hidden]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if metadata.get("noise") == "given":
         lines.append("\nIts initial noise was given by a program and is not in the file; the command cannot repeat it.")
+    if metadata.get("model") and "canvax" not in metadata:
+        lines.append(f"\nIt was drawn with {metadata['model']!r}; name your copy of it with --model.")
     return [*lines, "\nTo draw it again:", *report["commands"]]
 
 

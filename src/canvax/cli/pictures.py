@@ -43,13 +43,16 @@ _ALIASES: dict[str, str] = {
 }
 _MAX_PROMPT_FILE = 64 << 20
 
+OF_MODEL = ("revision", "variant", "dtype", "quantize")
+"""What a picture keeps of its model beside the name: the fields of :class:`Source`."""
+
 
 @dataclass(frozen=True)
 class Picture:
     """One picture to draw; None stands for the model's own choice."""
 
     prompt: str
-    negative: str
+    negative: str | None
     seed: int
     height: int | None
     width: int | None
@@ -61,7 +64,7 @@ class Picture:
     @property
     def shared(self) -> tuple[Any, ...]:
         """What pictures drawn by one call have in common; to SDXL, no negative prompt is not an empty one."""
-        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, bool(self.negative)
+        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, self.negative is None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Source:
 
     model: str
     revision: str | None
+    variant: str | None
     dtype: str | None
     quantize: str | None
 
@@ -84,7 +88,7 @@ def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
         InputError: something asked for cannot be.
     """
     base: dict[str, Any] = {}
-    source = Source(arguments.model or "emoji", arguments.revision, arguments.dtype, arguments.quantize)
+    source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
     entries: list[tuple[str, dict[str, Any]]] = [
         ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
     ]
@@ -119,7 +123,7 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
                              for name in ("height", "width"))  # fmt: skip
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
-            sampler = settings.get("sampler")
+            sampler = _text(settings, "sampler")
             if sampler is not None and find(sampler)[0].name == "ddim_inverse":
                 raise InputError(
                     f"sampler={sampler!r} goes from a picture to its noise, which no file holds; in Python, pass "
@@ -129,8 +133,9 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             raise InputError(f"{where}{error}") from None
         except TypeError as error:  # a JSON field of another type than a flag could have
             raise InputError(f"{where}a setting has the wrong type: {error}") from None
+        none = settings.get("negative_prompt") is None
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
-            yield Picture(prompt, negative, seed, height, width, steps, guidance, sampler, options)
+            yield Picture(prompt, None if none else negative, seed, height, width, steps, guidance, sampler, options)
         index += count
 
 
@@ -191,6 +196,8 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
         InputError: the file cannot be read, or a line cannot be understood.
     """
     try:
+        if name == "-" and sys.stdin is None:
+            raise InputError("--prompt-file -: there is no standard input; name a file")
         if name == "-":
             data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1)
         else:
@@ -244,16 +251,17 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     elif "noise" in metadata:
         settings["noise"] = metadata["noise"]
     own = "canvax" in metadata
-    told = {name: metadata.get(name) if own else None for name in ("model", "revision", "dtype", "quantize")}
+    told = {name: metadata.get(name) if own else None for name in ("model", *OF_MODEL)}
     if not own:
         _say_what_is_lost(path, metadata, arguments)
+        settings["negative_prompt"] = settings.get("negative_prompt") or None  # others do not tell "" from none
     for name, value in told.items():
         if value is not None and not isinstance(value, str):
             raise InputError(f"{path}: its {name} {value!r} is not text; name it with a flag")
     if arguments.model and arguments.model != told["model"]:
-        told["revision"] = None
+        told["revision"] = told["variant"] = None
     model = arguments.model or told["model"] or "emoji"
-    rest = (getattr(arguments, name) or told[name] for name in ("revision", "dtype", "quantize"))
+    rest = (getattr(arguments, name) or told[name] for name in OF_MODEL)
     return settings, Source(model, *rest)
 
 

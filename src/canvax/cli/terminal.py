@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -42,10 +44,26 @@ def emit_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str), flush=True)
 
 
-def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
-    """Lines of aligned columns, the first row being the heading; columns in ``right`` are flush right."""
+def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), fold: int | None = None) -> list[str]:
+    """Lines of aligned columns, the first row being the heading.
+
+    Args:
+        rows: cells.
+        right: columns that are flush right.
+        fold: columns of the terminal; the last cell of a row is folded into what is left of them or, where that is
+            little, stands below the others.
+    """
     right = set(right)
     widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if fold is not None and sum(widths) + 2 * len(widths) - 2 > fold:
+        before = sum(width + 2 for width in widths[:-1])
+        if fold - before < 30:
+            return [
+                line
+                for head, row in zip(table([row[:-1] for row in rows], right=right), rows, strict=True)
+                for line in (head, *textwrap.wrap(row[-1], fold, initial_indent="    ", subsequent_indent="    "))
+            ]
+        rows = [line for row in rows for line in _folded(row, fold - before)]
     lines = []
     for row in rows:
         cells = []
@@ -54,6 +72,16 @@ def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[s
             cells.append(space + cell if i in right else cell + space)
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _folded(row: Sequence[str], room: int) -> list[Sequence[str]]:
+    first, *more = textwrap.wrap(row[-1], room) or [""]
+    return [[*row[:-1], first], *([""] * (len(row) - 1) + [line] for line in more)]
+
+
+def columns() -> int | None:
+    """Columns of the terminal that stdout is, or None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _width(text: str) -> int:

@@ -8,8 +8,9 @@ function, for ``jax.pmap``, ``jax.jit`` and ahead-of-time compiling by the calle
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,14 +29,15 @@ from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
 from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
-from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
+from canvax.pipelines.checkpoint import XL_PIPELINES, Checkpoint, open_checkpoint
 from canvax.pipelines.conditions import time_ids, zeros_like
+from canvax.pipelines.display import summary
 from canvax.pipelines.options import Options
 from canvax.samplers import SLOTS, SamplerTable
 from canvax.types import Array, DType
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FlaxPipeline:
     """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
 
@@ -49,6 +51,9 @@ class FlaxPipeline:
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
     XL: ClassVar[bool]
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     numpy_to_pil = staticmethod(numpy_to_pil)
 
@@ -95,9 +100,9 @@ class FlaxPipeline:
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
             mesh=make_mesh([host_device()]),
+            accept=partial(_check_kind, str(pretrained_model_name_or_path), cls.XL),
             **download,
         )
-        _check_kind(checkpoint, cls.XL)
         if scheduler is None:
             state = SchedulerState.of(checkpoint.checkout.config("scheduler"))
         else:
@@ -250,11 +255,11 @@ class FlaxPipeline:
         return decode_images(params["vae"], state[:, 0], cfg=self.checkpoint.vae)
 
     def _table(self, params: Params, steps: int) -> SamplerTable:
-        return table_of(params.get("scheduler", self.scheduler), steps)
+        return table_of(params.get("scheduler", self.scheduler), steps, xl=self.XL)
 
     def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
         unet, factor = self.checkpoint.unet, self.vae_scale_factor
-        return latents_shape(batch, height, width, _native_side(self.checkpoint), factor, unet.in_channels)
+        return latents_shape(batch, height, width, self.checkpoint.native_size[0], factor, unet.in_channels)
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
         key = (stacked, *(device.id for device in devices))
@@ -267,13 +272,15 @@ class FlaxPipeline:
 _DOWNLOAD = {"revision", "variant", "token", "cache_dir", "local_files_only", "progress"}
 
 
-def _check_kind(checkpoint: Checkpoint, xl: bool) -> None:
-    if checkpoint.is_refiner:
-        raise CheckpointError(f"{checkpoint.name} is SDXL's refiner, which no old class drew; use canvax.load")
-    if checkpoint.is_xl != xl:
-        kind, right = ("an SDXL", "XL") if checkpoint.is_xl else ("no SDXL", "")
+def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
+    """Refuse a ``model_index.json`` of what the class does not draw."""
+    is_xl = index.get("_class_name") in XL_PIPELINES
+    if is_xl and index.get("requires_aesthetics_score"):
+        raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
+    if is_xl != xl:
+        kind, right = ("an SDXL", "XL") if is_xl else ("no SDXL", "")
         raise CheckpointError(
-            f"{checkpoint.name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
+            f"{name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
         )
 
 
@@ -284,15 +291,3 @@ def _about_the_picture(checkpoint: Checkpoint, shape: LatentsShape) -> dict[str,
     height, width = (side * checkpoint.vae.factor for side in shape[2:])
     numbers, _ = time_ids(Options(), height, width, refiner=False)
     return {"time_ids": np.tile(numbers, (shape[0], 1))}
-
-
-def _native_side(checkpoint: Checkpoint) -> int:
-    """Height and width the model was trained for.
-
-    Files from before diffusers 0.9 could say 32, the class's default then, where 64 was meant.
-    """
-    config = checkpoint.checkout.config("unet")
-    version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
-    if version and int(version[1]) < 9 and (config.get("sample_size") or 64) < 64:
-        return 64 * checkpoint.vae.factor
-    return checkpoint.native_size[0]

@@ -56,4 +56,5 @@ def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]
 
 @partial(jax.jit, static_argnums=1)
 def _draw_all(keys: Array, shape: LatentsShape) -> tuple[Array, Array]:
-    return jax.vmap(partial(draw, shape=shape))(keys)
+    # No vmap: under it the generator "rbg" heeds the first key alone.
+    return jax.lax.map(partial(draw, shape=shape), keys)

@@ -126,8 +126,10 @@ class FlaxEulerDiscreteScheduler(FlaxScheduler):
     CLASS = "EulerDiscreteScheduler"
 
 
-def table_of(state: Any, steps: int) -> SamplerTable:
+def table_of(state: Any, steps: int, *, xl: bool) -> SamplerTable:
     """The table of ``params["scheduler"]`` for a number of steps; guidance is the caller's to set.
+
+    ``xl``: the config means what it says, also where those of Stable Diffusion 1.x and 2.x are known to be wrong.
 
     Raises:
         InputError: not a :class:`SchedulerState`, or its config or the steps cannot be used.
@@ -137,12 +139,13 @@ def table_of(state: Any, steps: int) -> SamplerTable:
             f"params['scheduler'] is a {type(state).__name__}; put back what from_pretrained returned there, or the "
             "state of a scheduler class of canvax.flax_api"
         )
-    return build_table(_read(state), steps)
+    return build_table(_read(state, xl), steps)
 
 
 @lru_cache(maxsize=16)
-def _read(state: SchedulerState) -> Scheduler:
-    return from_scheduler_config(stable_diffusion_config(state.config))
+def _read(state: SchedulerState, xl: bool) -> Scheduler:
+    config = state.config
+    return from_scheduler_config({"clip_sample": False, **config} if xl else stable_diffusion_config(config))
 
 
 def _plain(value: Any) -> Any:

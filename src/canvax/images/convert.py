@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,11 +28,10 @@ def to_uint8(images: Any) -> np.ndarray:
         raise InputError(f"images must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32)
     if np.isnan(array).any():
-        warnings.warn(
+        warn(
             "an image has values that are not a number, painted black: the model overflowed its dtype; "
             "use bfloat16 or float32",
             RuntimeWarning,
-            stacklevel=2,
         )
         array = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0)
     return np.rint(np.clip(array, 0.0, 1.0) * np.float32(255)).astype(np.uint8)
@@ -72,7 +70,7 @@ def from_pil(images: Image | Sequence[Image]) -> np.ndarray:
     if wrong or not several:
         got = type(wrong[0]).__name__ if wrong else "none"
         raise InputError(f"images must be PIL images, got {got}; open a file with PIL.Image.open")
-    several = [_upright_rgb(image) for image in several]
+    several = [upright_rgb(image) for image in several]
     check_equal_sizes(several)
     return np.stack([np.asarray(image, np.float32) / np.float32(255) for image in several])
 
@@ -92,10 +90,14 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
             )
 
 
-def _upright_rgb(image: Image) -> Image:
+def upright_rgb(image: Image) -> Image:
+    """Turned as its EXIF says, transparent parts on white, 8 bits for each of three colours."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+        grey = np.asarray(image, np.float32) / 257.0
+        image = Image.fromarray(np.clip(grey + 0.5, 0, 255).astype(np.uint8))
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")

@@ -32,6 +32,8 @@ _CURVES = {
 _SPELLINGS = {label.lower(): curve for label, curve in _CURVES.items()} | {"uniform": "normal"}
 _PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
+_NETWORK = re.compile(r" *(<(?:lora|lyco|hypernet):[^<>]*>) *")
+"""What names another network in a prompt, and is no words for the text encoder."""
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
 
@@ -63,7 +65,8 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
     model = str(metadata.get("model") or "")
     # The folders above a local model are nobody's business but the owner's.
-    yield "Model", os.path.basename(model.rstrip("/\\")) if os.path.isabs(model) else model
+    local = os.path.isabs(model) or os.path.isdir(model)
+    yield "Model", os.path.basename(os.path.normpath(model)) if local else model
     yield "Eta", options.get("eta")
     if options.get("clip_skip"):
         yield "Clip skip", options["clip_skip"] + 1  # there, 1 is the last layer
@@ -104,7 +107,12 @@ def from_infotext(text: str) -> dict[str, Any]:
         head, settings = [*head, last], {}
     at = next((i for i, line in enumerate(head) if line.startswith(_NEGATIVE)), len(head))
     negative = "\n".join(head[at:]).removeprefix(_NEGATIVE).strip()
-    return {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative, **_read_settings(settings)}
+    told = {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative}
+    read = _read_settings(settings)
+    for name, words in told.items():
+        read["other"] |= {tag[1]: "" for tag in _NETWORK.finditer(words)}
+        told[name] = re.sub(r" *\n", "\n", _NETWORK.sub(" ", words)).strip()
+    return {**told, **read}
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:

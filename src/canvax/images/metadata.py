@@ -96,6 +96,10 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
+MOST = 10**9 - 1
+"""Numbers of files are counted below it; a greater one is something else, such as a date."""
+
+
 def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = "") -> Path:
     """A free name ``00001-SEED.png`` in a folder: one above the highest number there, and at least ``index``.
 
@@ -104,7 +108,7 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
     folder = Path(folder)
     names = os.listdir(folder) if folder.is_dir() else []
     numbered = re.compile(re.escape(prefix) + r"(\d{5,9})-")
-    numbers = [int(match[1]) + 1 for match in map(numbered.match, names) if match]
+    numbers = [int(match[1]) + 1 for match in map(numbered.match, names) if match and int(match[1]) < MOST]
     return folder / f"{prefix}{max([index, *numbers]):05d}-{seed}.png"
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.compile.cache import size_limit
 from canvax.compile.programs import Programs
-from canvax.errors import CheckpointError, InputError, nearest
+from canvax.errors import CheckpointError, InputError, check_count, nearest
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
@@ -22,6 +25,7 @@ from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
+from canvax.pipelines.request import check_guidance
 from canvax.quantize import check_kind, quantized_specs
 from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
@@ -132,16 +136,17 @@ class Checkpoint:
         else:
             spec, implied = find(sampler)
             same = spec.implied.items() <= implied.items()
-        curve = implied.get("sigmas")
-        if curve:
+        if curve := implied.get("sigmas"):
             return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
-        return spec.name if same else spec.diffusers_class, spec.label
+        own = self.scheduler.options.sigmas if spec.curves else "automatic"
+        label = f"{spec.label} {curve_label(own)}" if isinstance(own, str) and own != "automatic" else spec.label
+        return spec.name if same else spec.diffusers_class, label
 
-    def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None) -> Path:
-        """Write the checkpoint in the diffusers layout into a folder that does not exist yet.
+    def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
+        """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say.
+            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
         """
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
@@ -153,6 +158,7 @@ class Checkpoint:
             configs={name: self.checkout.config(name) for name in (*self.text.parts, "unet", "vae", "scheduler")},
             copy_from=self.checkout.folder,
             dtype=None if dtype is None else parse_dtype(dtype),
+            overwrite=overwrite,
         )
 
 
@@ -170,14 +176,34 @@ def open_checkpoint(
     precision: str | None = None,
     progress: bool = True,
     weights: bool = True,
+    accept: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> tuple[Checkpoint, Programs, Params]:
     """Everything of a model; see :func:`canvax.load` for the arguments.
 
-    Without ``weights`` the parameters are shapes, dtypes and shardings, enough to compile for.
+    What cannot be used is found before weights are fetched. Without ``weights`` none are, and the parameters are
+    shapes, dtypes and shardings, enough to compile for. ``accept`` refuses kinds of models that the caller has no use
+    for, by their ``model_index.json``.
     """
     if dtype is not None:
         dtype = parse_dtype(dtype)
     check_kind(quantize)
+    _check_precision(precision)
+    size_limit()
+    mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    dtype = default_dtype(mesh) if dtype is None else dtype
+
+    def look(checkout: Checkout) -> Checkpoint:
+        checkpoint = read_checkpoint(checkout, dtype, quantize)
+        if weights:
+            needed = checkpoint.weight_bytes(dtype, mesh.shape)
+            check_weights(needed, mesh, checkpoint.name, checkpoint.dtype, quantized=quantize is not None)
+        return checkpoint
+
+    def accepted(index: Mapping[str, Any]) -> None:
+        check_index(index)
+        if accept is not None:
+            accept(index)
+
     checkout = resolve(
         model,
         revision=revision,
@@ -186,14 +212,12 @@ def open_checkpoint(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
         progress=progress,
-        accept=check_index,
+        accept=accepted,
+        look=look,
+        weights=weights,
     )
-    mesh = make_mesh() if mesh is None else check_mesh(mesh)
-    dtype = default_dtype(mesh) if dtype is None else dtype
-    checkpoint = read_checkpoint(checkout, dtype, quantize)
+    checkpoint = look(checkout)
     if weights:
-        needed = checkpoint.weight_bytes(dtype, mesh.shape)
-        check_weights(needed, mesh, checkpoint.name, checkpoint.dtype, quantized=quantize is not None)
         params = load_components(
             checkout,
             checkpoint.components,
@@ -214,8 +238,8 @@ def read_checkpoint(checkout: Checkout, dtype: DType, quantize: str | None = Non
     """
     unet, vae, text = read_networks(checkout)
     scheduler = checkout.config("scheduler")
-    if text.second is None:
-        scheduler = stable_diffusion_config(scheduler)
+    # Latents are never clipped to -1..1, whatever a scheduler's class does by default.
+    scheduler = {"clip_sample": False, **scheduler} if text.second is not None else stable_diffusion_config(scheduler)
     try:
         scheduler = from_scheduler_config(scheduler)
     except InputError as error:
@@ -241,13 +265,20 @@ def read_networks(checkout: Checkout) -> tuple[UNetConfig, VaeConfig, TextEncode
         CheckpointError: as :func:`read_checkpoint`.
     """
     encoders = _encoders(checkout)
-    unet = UNetConfig.from_dict(checkout.config("unet"))
+    unet = _sized(UNetConfig.from_dict(checkout.config("unet")), checkout)
     vae = VaeConfig.from_dict(checkout.config("vae"))
     configs = {name: ClipTextConfig.from_dict(checkout.config(name)) for name in encoders}
     text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
     if faults := _misfits(unet, vae, text, checkout):
         raise CheckpointError(f"{checkout}: its components do not fit together: " + "; ".join(faults))
     return unet, vae, text
+
+
+def _sized(unet: UNetConfig, checkout: Checkout) -> UNetConfig:
+    """Files from before diffusers 0.9 could say 32, the class's default then, where 64 was meant."""
+    version = re.match(r"0\.(\d+)", str(checkout.config("unet").get("_diffusers_version", "")))
+    old = version is not None and int(version[1]) < 9
+    return replace(unet, sample_size=64) if old and (unet.sample_size or 64) < 64 else unet
 
 
 def _encoders(checkout: Checkout) -> list[str]:
@@ -298,6 +329,15 @@ def check_index(index: Mapping[str, Any]) -> None:
         )
 
 
+def _check_precision(precision: str | None) -> None:
+    """Refuse a matmul precision that JAX has not."""
+    try:
+        with jax.default_matmul_precision(precision or "default"):
+            pass
+    except ValueError:
+        raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
+
+
 def parse_dtype(dtype: DType) -> DType:
     """A floating point dtype from itself or from any of its usual names.
 
@@ -324,6 +364,8 @@ def _read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
         return usual
     try:
-        return replace(usual, **json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        said = replace(usual, **json.loads(path.read_text(encoding="utf-8")))
+        check_count("num_inference_steps", said.num_inference_steps)
+        return replace(said, guidance_scale=check_guidance(said.guidance_scale, usual.guidance_scale))
+    except (ValueError, TypeError, InputError) as error:
         raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

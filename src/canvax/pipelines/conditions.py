@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from canvax.errors import InputError
 from canvax.models.text import Conditions
 from canvax.models.unet import skip_connections
 from canvax.parallel.place import put
-from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.options import AESTHETICS, XL_ONLY, Options
-from canvax.pipelines.request import Request
 from canvax.samplers import find
+from canvax.types import HostArray
+
+if TYPE_CHECKING:
+    from canvax.pipelines.checkpoint import Checkpoint
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
@@ -50,28 +54,28 @@ def check_layers(layers: int, checkpoint: Checkpoint) -> None:
         raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {checkpoint.name}")
 
 
-def check_start(request: Request, checkpoint: Checkpoint) -> None:
+def check_start(options: Options, sampler: str | None, latents: HostArray | None, checkpoint: Checkpoint) -> None:
     """Refuse a call that goes on from a picture but was given none.
 
     Raises:
         InputError: naming the option and what to pass.
     """
-    started = request.options.denoising_start > 0
-    if started and request.latents is None:
+    started = options.denoising_start > 0
+    if started and latents is None:
         raise InputError(
             "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
             "with options.denoising_end"
         )
-    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
-    if inverts and request.latents is None:
+    inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
+    if inverts and latents is None:
         raise InputError(
-            f"latents=None with sampler={request.sampler!r}, which goes from a picture to its noise: pass the "
+            f"latents=None with sampler={sampler!r}, which goes from a picture to its noise: pass the "
             "latents of the picture, such as result.latents"
         )
     if checkpoint.is_refiner and not started:
         raise InputError(
-            f"{checkpoint.name} is a refiner, which only finishes pictures; pass latents of a base model that "
-            "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+            f"{checkpoint.name} is a refiner, which only finishes pictures; in Python, pass latents of a base model "
+            "that stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
         )
 
 

@@ -8,7 +8,21 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+
 from canvax.compile.aot import Build
+
+_LINES = {"loading": "loading the programs:", "compiling": "compiling (once for each size and batch):"}
+
+
+def summary(pipe: Any) -> str:
+    """A pipeline in a line, for ``repr``: its weights and tables would fill pages."""
+    checkpoint = pipe.checkpoint
+    height, width = checkpoint.native_size
+    parts = [repr(str(checkpoint.checkout)), f"{width}x{height}", checkpoint.scheduler.spec.label]
+    if leaves := jax.tree.leaves(getattr(pipe, "params", None)):
+        parts += [f"{sum(leaf.size for leaf in leaves) / 1e6:.1f}M parameters", leaves[0].dtype.name]
+    return f"{type(pipe).__name__}({', '.join(parts)})"
 
 
 class Display:
@@ -28,21 +42,23 @@ class Display:
     def announce(self, build: Build) -> None:
         """Say what is being compiled or loaded; without this the first picture looks like a hang.
 
-        Programs come from several threads, each busy with one at a time. Those that are compiled share a line.
+        Programs come from several threads, each busy with one at a time, and share a line. It says that programs are
+        compiled as soon as one is; those of the other kind say so themselves.
         """
         with self._lock:
+            kind = "loading" if build.cached else "compiling"
             if build.seconds is None:
                 if not self._running:
                     self._since = time.perf_counter()
                 self._running.add(threading.get_ident())
-                line = "loading the programs:" if build.cached else "compiling (once for each size and batch):"
-                if line != self._line:
-                    self._write(f"\n{line}" if self._line else line)
-                    self._line = line
+                if not self._line or (self._line, kind) == ("loading", "compiling"):
+                    self._write(("\n" if self._line else "") + _LINES[kind])
+                    self._line = kind
                 return
             self.builds.append(build)
             self._running.discard(threading.get_ident())
-            self._write(f" {build.program} {build.seconds:.1f} s" + ("," if self._running else "\n"))
+            also = "" if kind == self._line else f" ({'loaded' if build.cached else 'compiled'})"
+            self._write(f" {build.program} {build.seconds:.1f} s{also}" + ("," if self._running else "\n"))
             if not self._running:
                 self.compile_seconds += time.perf_counter() - self._since
                 self._line = ""
@@ -64,8 +80,9 @@ class Display:
 class Bar:
     """Progress over the steps. Decides how many steps one call of the program may do unseen."""
 
-    INTERVAL = 0.2
-    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive."""
+    INTERVAL, UNSEEN = 0.2, 1.0
+    """Seconds between two updates: seldom enough to cost nothing, often enough to look alive. Where nothing is shown it
+    is only Ctrl-C that waits for the end of a call."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         from tqdm.auto import tqdm  # late: importing canvax stays quick
@@ -79,9 +96,8 @@ class Bar:
         """Steps to do before the next update."""
         if self._steps_per_second is None:
             return 1
-        if not self._shown:
-            return left
-        return max(1, min(left, int(self._steps_per_second * self.INTERVAL)))
+        interval = self.INTERVAL if self._shown else self.UNSEEN
+        return max(1, min(left, int(self._steps_per_second * interval)))
 
     def advance(self, steps: int) -> None:
         """``steps`` more are done."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,15 @@ def load_preview(
     Raises:
         InputError, CheckpointError, HubError: as :func:`canvax.load`.
     """
+
+    def accept(config: Mapping[str, Any]) -> None:
+        kind = config.get("_class_name")
+        if kind != "AutoencoderTiny":
+            raise CheckpointError(
+                f"{model}: is {kind!r}; a preview needs an 'AutoencoderTiny', such as madebyollin/taesd"
+            )
+        TinyConfig.from_dict(config)
+
     checkout = resolve_component(
         model,
         revision=revision,
@@ -84,12 +95,9 @@ def load_preview(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
         progress=progress,
+        accept=accept,
     )
-    config = read_json(checkout.folder / "config.json")
-    kind = config.get("_class_name")
-    if kind != "AutoencoderTiny":
-        raise CheckpointError(f"{model}: is {kind!r}; a preview needs an 'AutoencoderTiny', such as madebyollin/taesd")
-    cfg = TinyConfig.from_dict(config)
+    cfg = TinyConfig.from_dict(read_json(checkout.folder / "config.json"))
     device = jax.local_devices()[0]
     loaded = load_components(
         checkout,

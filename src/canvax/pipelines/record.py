@@ -25,10 +25,12 @@ def metadata(checkpoint: Checkpoint, request: Request) -> list[dict[str, Any]]:
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
-    if checkpoint.quantize is not None:
-        shared["quantize"] = checkpoint.quantize
-    # Where no negative prompt means zeros, None and "" are two pictures.
-    negatives = [None] * len(request.prompts) if request.zeros else request.negatives
+    told = {"variant": checkpoint.checkout.variant, "quantize": checkpoint.quantize}
+    shared |= {name: value for name, value in told.items() if value is not None}
+    # To SDXL None and "" are two pictures, and elsewhere one.
+    negatives = [
+        None if request.zeros else negative if checkpoint.is_xl else negative or None for negative in request.negatives
+    ]
     return [
         {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
         for prompt, negative, seed, options in zip(

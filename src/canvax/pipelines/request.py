@@ -6,13 +6,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from canvax.errors import InputError, check_count
 from canvax.noise import image_seeds
-from canvax.pipelines.options import Options, Tiling
+from canvax.pipelines.conditions import check_for_model, check_start
+from canvax.pipelines.options import Options, Tiling, check_options
+from canvax.samplers.schedule import NoiseSchedule
+
+if TYPE_CHECKING:
+    from canvax.pipelines.checkpoint import Checkpoint
 
 MAX_SIDE = 16384
 SIZE_STEP = 8
@@ -23,7 +28,7 @@ same picture on every machine."""
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call, checked: an entry for each image where lists stand.
+    """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
     """
@@ -37,6 +42,7 @@ class Request:
     guidance: float
     sampler: str | None
     latents: np.ndarray | None
+    shape: tuple[int, int, int, int]
     options: Options
     prompts_2: list[str]
     negatives_2: list[str]
@@ -57,6 +63,55 @@ class Request:
 def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
     """Whether a picture of that many pixels is decoded in tiles."""
     return height * width > LARGEST_WHOLE if tiling == "auto" else tiling == "on"
+
+
+def make_request(
+    checkpoint: Checkpoint,
+    prompt: Any,
+    negative: Any,
+    per_prompt: int,
+    *,
+    size: tuple[Any, Any],
+    steps: Any,
+    guidance: Any,
+    seed: Any,
+    sampler: str | None,
+    latents: Any,
+    options: Any,
+) -> Request:
+    """A checked call; what is None is the checkpoint's default.
+
+    Raises:
+        InputError: naming the argument, its value and the cure.
+    """
+    options = check_options(options)
+    check_for_model(options, checkpoint)
+    prompts, negatives = check_prompts(prompt, negative, per_prompt)
+    defaults = checkpoint.defaults
+    height, width = (
+        check_size(name, value, native)
+        for name, value, native in zip(("height", "width"), size, checkpoint.native_size, strict=True)
+    )
+    factor = checkpoint.vae.factor
+    shape = (len(prompts), height // factor, width // factor, checkpoint.unet.in_channels)
+    request = Request(
+        prompts=prompts,
+        negatives=negatives,
+        seeds=check_seeds(seed, len(prompts)),
+        height=height,
+        width=width,
+        steps=check_steps(steps, options.own_steps, defaults.num_inference_steps, checkpoint.scheduler.schedule),
+        guidance=check_guidance(guidance, defaults.guidance_scale),
+        sampler=sampler,
+        latents=check_latents(latents, shape),
+        shape=shape,
+        options=options,
+        prompts_2=check_second("prompt_2", options.prompt_2, prompts, per_prompt),
+        negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt),
+        zeros=(negative, options.negative_prompt_2) == (None, None) and checkpoint.zeros_for_no_negative,
+    )
+    check_start(options, sampler, request.latents, checkpoint)
+    return request
 
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
@@ -105,6 +160,20 @@ def check_size(name: str, value: Any, default: int) -> int:
     return value
 
 
+def check_steps(value: Any, own: int | None, default: int, schedule: NoiseSchedule) -> int:
+    """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the checkpoint's default."""
+    most = schedule.alphas_cumprod.size
+    if value is None:
+        return own or default
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
+        raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
+    if own not in (None, int(value)):
+        raise InputError(
+            f"num_inference_steps={value} with {own} levels, timesteps or scales of your own; leave it out"
+        )
+    return int(value)
+
+
 def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: any finite number."""
     if scale is None:
@@ -118,7 +187,10 @@ def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray 
     """Initial noise given by the caller, in the layout of ``Result.latents``."""
     if latents is None:
         return None
-    array = np.asarray(latents, np.float32)
+    try:
+        array = np.asarray(latents, np.float32)
+    except (TypeError, ValueError):
+        raise InputError(f"latents={latents!r} is not an array; this call needs [B, h, w, C] = {shape}") from None
     if array.shape != shape:
         raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape}")
     if not np.isfinite(array).all():
@@ -126,9 +198,11 @@ def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray 
     return array
 
 
-def check_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    """A seed for each image: ``seed + i``, or the list given."""
-    if isinstance(seed, Sequence):
+def check_seeds(seed: Any, count: int) -> list[int]:
+    """A seed for each image: ``seed + i``, or the list or array given."""
+    if isinstance(seed, np.ndarray):
+        return check_seeds(seed.tolist(), count)
+    if isinstance(seed, list | tuple | range):
         if len(seed) != count:
             raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
         return [image_seeds(one, 1)[0] for one in seed]

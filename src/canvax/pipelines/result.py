@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvax.errors import InputError
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_numbered
 
@@ -27,10 +28,11 @@ class Result:
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to draw it again.
-        timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``,
-            ``decode``, ``total``; ``first_step`` is from the call to the end of its first step.
-        compilations: programs compiled by this call; 0 after the first picture of a size and batch, and in a process
-            that finds them in the cache.
+        timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``
+            (one evaluation), ``decode``, and ``total``, the whole call; ``first_step`` is from the call to the end of
+            its first step, which the command counts from the start of its process.
+        compilations: programs that the process compiled during this call; 0 after the first picture of a size and
+            batch, and in a process that finds them in the cache.
         indices: which images of the call these are, counted from 0.
     """
 
@@ -48,7 +50,11 @@ class Result:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write each image as PNG with its metadata into ``folder`` under a free name; returns the paths."""
+        if not self.images and self.metadata:
+            raise InputError("there are no pictures to save: the run was stopped by denoising_end; go on from latents")
         folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"folder={str(folder)!r} is a file; give a folder, or use images[0].save(...)")
         folder.mkdir(parents=True, exist_ok=True)
         return [
             save_numbered(folder, image, meta, meta["seed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,24 +25,15 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_programs, cures, explained, free_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import map_parts, own_rows, put
-from canvax.parallel.rules import is_on, place_all
+from canvax.parallel.rules import check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import check_for_model, check_layers, check_start, time_ids, zeros_like
-from canvax.pipelines.display import Clock, Display
+from canvax.pipelines.conditions import check_layers, time_ids, zeros_like
+from canvax.pipelines.display import Clock, Display, summary
 from canvax.pipelines.estimate import estimate
-from canvax.pipelines.options import Options, Step, Tiling
+from canvax.pipelines.options import Options, Step, Tiling, check_merging
 from canvax.pipelines.record import metadata
-from canvax.pipelines.request import (
-    Request,
-    check_guidance,
-    check_latents,
-    check_prompts,
-    check_second,
-    check_seeds,
-    check_size,
-    is_tiled,
-)
+from canvax.pipelines.request import Request, check_size, is_tiled, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.work import Work
 from canvax.samplers import SamplerTable, build_table
@@ -51,7 +43,7 @@ Ids = dict[str, np.ndarray]
 """Token ids [B, T] for each text encoder."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StableDiffusion:
     """A text-to-image pipeline. Made by :meth:`from_pretrained` or :func:`canvax.load`.
 
@@ -65,6 +57,9 @@ class StableDiffusion:
     checkpoint: Checkpoint
     programs: Programs
     params: Params | None = None
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
@@ -117,58 +112,52 @@ class StableDiffusion:
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
         params = self._params(params)
-        options = options or Options()
-        check_for_model(options, self.checkpoint)
-        defaults, unet, vae = self.checkpoint.defaults, self.programs.unet, self.programs.vae
-        prompts, negatives = check_prompts(prompt, negative_prompt, num_images_per_prompt)
-        side = self.checkpoint.native_size
-        height, width = check_size("height", height, side[0]), check_size("width", width, side[1])
-        shape = (len(prompts), height // vae.factor, width // vae.factor, unet.in_channels)
-        request = Request(
-            prompts=prompts,
-            negatives=negatives,
-            seeds=check_seeds(seed, len(prompts)),
-            height=height,
-            width=width,
-            steps=options.own_steps or defaults.num_inference_steps
-            if num_inference_steps is None
-            else num_inference_steps,
-            guidance=check_guidance(guidance_scale, defaults.guidance_scale),
+        request = make_request(
+            self.checkpoint,
+            prompt,
+            negative_prompt,
+            num_images_per_prompt,
+            size=(height, width),
+            steps=num_inference_steps,
+            guidance=guidance_scale,
+            seed=seed,
             sampler=sampler,
-            latents=check_latents(latents, shape),
+            latents=latents,
             options=options,
-            prompts_2=check_second("prompt_2", options.prompt_2, prompts, num_images_per_prompt),
-            negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, num_images_per_prompt),
-            zeros=(negative_prompt, options.negative_prompt_2) == (None, None)
-            and self.checkpoint.zeros_for_no_negative,
         )
-        check_start(request, self.checkpoint)
         about = self.checkpoint
         cure = cures(
             self.programs.mesh,
             about.dtype,
             quantized=about.quantize is not None,
-            batch=shape[0],
-            height=height,
-            width=width,
+            batch=len(request.prompts),
+            height=request.height,
+            width=request.width,
         )
         if multihost.is_spread(self.programs.mesh):
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
         with explained(cure):
-            return self._draw(params, request, shape, cure)
+            return self._draw(params, request, cure)
 
-    def save(self, folder: str | Path, params: Params | None = None, *, dtype: Any = None) -> Path:
-        """Write the model in the diffusers layout, which PyTorch diffusers loads; never over an existing folder.
+    def save(
+        self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
+    ) -> Path:
+        """Write the model in the diffusers layout, which PyTorch diffusers loads.
 
         Where several processes run, the first one writes and all wait for it.
+
+        Args:
+            folder: where to write; one that is not empty only with ``overwrite``, which replaces files.
+            params: the parameters, if the pipeline does not hold them.
+            dtype: of the written arrays; their own by default.
+            overwrite: see ``folder``.
         """
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
             raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
-        if not spread or multihost.leads(self.programs.mesh):
-            self.checkpoint.save(folder, params, dtype=dtype)
-        if spread:
-            multihost.wait_for_all("canvax save")
+        with multihost.together("canvax save") if spread else nullcontext():
+            if not spread or multihost.leads(self.programs.mesh):
+                self.checkpoint.save(folder, params, dtype=dtype, overwrite=overwrite)
         return Path(folder)
 
     def place(self, params: Params) -> Params:
@@ -217,6 +206,7 @@ class StableDiffusion:
         *,
         guidance: bool = True,
         reuse_layers: int = 0,
+        token_merging: float = 0.0,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -230,6 +220,7 @@ class StableDiffusion:
             batch: number of images, rounded up to the number of devices.
             guidance: with it on; a guidance scale of 1 or less is another program.
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
+            token_merging: for ``options.token_merging``.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -249,7 +240,8 @@ class StableDiffusion:
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.checkpoint)
-        self._build(params, shape, {guidance}, table, display, layers=reuse_layers)
+        check_merging(token_merging)
+        self._build(params, shape, {guidance}, table, display, layers=reuse_layers, merging=token_merging)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _build(
@@ -261,15 +253,19 @@ class StableDiffusion:
         display: Display,
         *,
         layers: int = 0,
+        merging: float = 0.0,
         decoder: Tiling | None = "auto",
     ) -> tuple[Any, dict[bool, Any], Any]:
         """The programs for latents of ``shape``: a denoiser with guidance, one without, or both, by ``guided``.
 
-        With ``layers`` they reuse what lies deeper. ``decoder`` None: it is not wanted, and None in its place.
+        With ``layers`` they reuse what lies deeper, with ``merging`` they merge tokens. ``decoder`` None: it is not
+        wanted, and None in its place.
         """
         programs, tell = self.programs, display.announce
         height, width = (side * programs.vae.factor for side in shape[1:3])
-        denoise = partial(programs.denoise, params, shape, clip=table.clip, layers=layers, announce=tell)
+        denoise = partial(
+            programs.denoise, params, shape, clip=table.clip, layers=layers, merging=merging, announce=tell
+        )
         encode, decode, *denoisers = at_once(
             [
                 lambda: programs.encode_text(params, shape[0], tell),
@@ -281,9 +277,9 @@ class StableDiffusion:
         )
         return encode, dict(zip(guided, denoisers, strict=True)), decode
 
-    def _draw(self, params: Params, request: Request, shape: tuple[int, int, int, int], cure: str) -> Result:
+    def _draw(self, params: Params, request: Request, cure: str) -> Result:
         began, compiled_before = time.perf_counter(), compilations()
-        mesh = self.programs.mesh
+        mesh, shape = self.programs.mesh, request.shape
         display = Display(shown=request.options.progress and multihost.leads(mesh))
         clock = Clock()
         table = self._table(request)
@@ -294,10 +290,9 @@ class StableDiffusion:
         whole = request.options.denoising_end == 1
         work = Work.of(table, guided=request.guided, reuse=request.options.reuse, order=request.options.reuse_order)
         layers = request.options.reuse_layers if work.reuses else 0
+        static = {"layers": layers, "merging": request.options.token_merging}
         tiling = request.options.tiling if whole else None
-        encode, denoise, decode = self._build(
-            params, padded, work.programs, table, display, layers=layers, decoder=tiling
-        )
+        encode, denoise, decode = self._build(params, padded, work.programs, table, display, **static, decoder=tiling)
 
         for one in denoise.values():
             check_programs({"text encoder": encode, "denoiser": one, "decoder": decode}, mesh, cure)
@@ -365,7 +360,7 @@ class StableDiffusion:
                 if callback:
                     _, noisy_state = own_rows(state, batch)
                     step = Step(done - 1, total, noisy_state[:, 0], own_rows(denoised, batch)[1])
-                    if callback(step) is False:
+                    if isinstance(go_on := callback(step), bool | np.bool_) and not go_on:
                         raise Cancelled(f"cancelled by the callback after step {done} of {total}")
         return state
 
@@ -433,4 +428,10 @@ class StableDiffusion:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
+        if params is self.params:
+            return params
+        if not isinstance(params, Mapping):
+            raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
+        for part in self.checkpoint.components:
+            check_params(part.spec, params.get(part.name, {}), part.name)
         return params if is_on(params, self.programs.mesh) else self.place(params)
