@@ -13,7 +13,23 @@ os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no oth
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import canvax
+
+AS_FOR_USERS = {"test_cli", "test_kernels", "test_less_work", "test_pipeline"}
+"""Modules whose programs are compiled as users' are; so are those of the processes that tests start."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiling(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Elsewhere XLA leaves most optimisations out: the suite is compiling for the most part, and takes two thirds."""
+    import jax
+
+    flag = "jax_disable_most_optimizations"
+    jax.config.update(flag, request.module.__name__.rpartition(".")[2] not in AS_FOR_USERS)
+    yield
+    jax.config.update(flag, False)
 
 
 @pytest.fixture(scope="session")
