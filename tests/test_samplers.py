@@ -359,7 +359,7 @@ def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]
         ({"steps": 20, "guidance_interval": (0.5, 0.2)}, "in order"),
         ({"steps": 20, "settings": {"s_churn": 1.0}}, "is not a setting of sampler='pndm'; it has rho"),
         ({"steps": 20, "sampler": "euler", "settings": {"s_churn": "much"}}, "not a number"),
-        ({"steps": 20, "sampler": "euler", "settings": {"s_churn": -1.0}}, "negative"),
+        ({"steps": 20, "sampler": "euler", "settings": {"s_churn": -1.0}}, "s_churn=-1.0 is too low"),
         ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 4}}, "solver_order=4"),
         ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 2.5}}, "whole number"),
         ({"steps": 20, "eta": 0.5}, "leave it out or use"),
@@ -393,6 +393,7 @@ def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]
         ({"steps": None, "sigmas": "karras", "settings": {"timesteps": [900, 500]}}, "sigmas='karras': both"),
         ({"steps": None, "sampler": "Euler Karras", "settings": {"timesteps": [900, 500]}}, "'Euler Karras': both"),
         ({"steps": 4, "sampler": "euler", "settings": {"s_noise": float("inf")}}, "s_noise=inf is not finite"),
+        ({"steps": 4, "sampler": "dpmpp_2m_sde", "settings": {"s_noise": -1}}, "s_noise=-1 is too low"),
         (
             {"steps": 4, "sampler": "Euler Karras", "settings": {"sigma_max": float("inf")}},
             "sigma_max=inf is not finite",

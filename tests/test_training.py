@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -184,12 +185,15 @@ def test_what_else_a_run_was_begun_with(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    left, alive = (tmp_path / f".{STATE}.{number}.partial" for number in (process.pid, os.getppid()))
-    for path in (left, alive):
+    host = socket.gethostname()
+    names = (f"{host}.{process.pid}", f"{host}.{os.getppid()}", f"elsewhere.{process.pid}")
+    left, alive, another = (tmp_path / f".{STATE}.{name}.partial" for name in names)
+    for path in (left, alive, another):
         path.write_bytes(b"half")
     toy(tmp_path, deadline=time.monotonic())
     assert not left.exists()
     assert alive.exists()
+    assert another.exists()  # of a process of another host, which may be running
 
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:

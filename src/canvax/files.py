@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,13 +23,17 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def partial_name(path: Path) -> Path:
-    """A temporary name beside ``path`` for this process; what processes that were killed left under theirs goes."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        process = left.name.removesuffix(".partial").rpartition(".")[2]
+    """A temporary name beside ``path`` for this process; what processes that were killed left under theirs goes.
+
+    Of this host's processes alone: the folder may be one that several hosts write to.
+    """
+    stem = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{glob.escape(stem)}*.partial"):
+        process = left.name[len(stem) :].removesuffix(".partial")
         if process.isdecimal() and not _runs(int(process)):
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    return path.with_name(f"{stem}{os.getpid()}.partial")
 
 
 def _runs(process: int) -> bool:

@@ -355,4 +355,4 @@ _SAID = {
     "tuple[int, ...]": "a list of whole numbers",
 }
 _MAY_BE_INFINITE = ("s_tmax", "lambda_min_clipped", "timestep_scaling")
-_LOWEST = {"steps_offset": 0, "original_inference_steps": 1}
+_LOWEST = {"steps_offset": 0, "original_inference_steps": 1, "s_churn": 0, "s_tmin": 0, "s_tmax": 0, "s_noise": 0}

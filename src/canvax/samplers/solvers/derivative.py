@@ -191,9 +191,6 @@ class _Churned(_Walk):
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule), path.sigmas)
-        for name in ("s_churn", "s_tmin", "s_tmax", "s_noise"):
-            if not getattr(options, name) >= 0:
-                raise InputError(f"{name}={getattr(options, name)} is negative; s_churn=0 is deterministic")
         if not options.s_churn:
             self.left, self.up = self.after, np.zeros_like(self.after)
             return
