@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from canvax.cli import BAD_INPUT
@@ -29,10 +29,16 @@ def test_from_a_shell(tmp_path: Path) -> None:
     assert "1 picture; load" in done.stderr
 
 
+def processor_seconds() -> float:
+    """What the processes that have ended used; the clock would count the waiting for other tests as well."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_bad_input_is_found_at_once(tmp_path: Path) -> None:
-    began = time.perf_counter()
+    began = processor_seconds()
     done = start("generate", "x", "--sampler", "Eular", cwd=tmp_path)
-    assert time.perf_counter() - began < 2
+    assert processor_seconds() - began < 2
     assert (done.returncode, done.stdout) == (BAD_INPUT, "")
     assert os.listdir(tmp_path) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -336,3 +337,31 @@ def test_a_trace_is_for_its_target_alone() -> None:
         with compiling_for(platform):
             traced(function, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert seen == ["none", "tpu", "none"]
+
+
+def test_of_calls_only_a_block_is_kept() -> None:
+    """What JAX makes of loops while it lowers is calls as well; kept, they would be copies that nothing fuses with."""
+
+    @nn.kept_apart
+    def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        def one(rows: jax.Array) -> jax.Array:
+            return jax.lax.map(lambda row: jax.nn.silu(row @ p["weight"]), rows)
+
+        return jax.lax.map(one, x)
+
+    def two(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return block(p, block(p, x))
+
+    with compiling_for("cpu"):
+        lowered = jax.jit(two).lower({"weight": jnp.ones((8, 8))}, jnp.ones((4, 4, 16, 8)))
+    calls = [line for line in lowered.compile().as_text().splitlines() if 'inlineable="false"' in line]
+    assert len(calls) == 2
+    assert all(" call(" in line for line in calls)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gelu(dtype: jnp.dtype) -> None:
+    """As its definition x P(X <= x), in 16 bits but for the rounding of the result, in the far tail too."""
+    x = jnp.linspace(-6, 6, 2001, dtype=dtype)
+    want = [0.5 * v * math.erfc(-v * 0.5**0.5) for v in np.asarray(x, np.float64)]
+    np.testing.assert_allclose(np.asarray(nn.gelu(x), np.float64), want, atol=1e-6, rtol=float(jnp.finfo(dtype).eps))
