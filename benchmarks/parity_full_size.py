@@ -1,9 +1,9 @@
-"""Full-size Stable Diffusion 1.5, 2.1 and XL against PyTorch, random weights, float32: UNet, VAE, text encoders.
+"""Full-size Stable Diffusion 1.5, 2.1, XL and its refiner against PyTorch, float32: UNet, VAE, text encoders.
 
-    python benchmarks/parity_full_size.py [--families sd15 sd21 sdxl]
+    python benchmarks/parity_full_size.py [--families sd15 sd21 sdxl sdxl-refiner]
 
-Prints the largest difference over the largest value of the reference for each model. Minutes; about 12 GB of memory,
-and for XL 14 GB of memory and of disk. One model of one library is in memory at a time.
+Weights are random. Prints the largest difference over the largest value of the reference for each model. Minutes; about
+12 GB of memory, and for XL 14 GB of memory and of disk. One model of one library is in memory at a time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def denoiser(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]
     t = np.array([981, 21], np.float32)[:batch]
     told, added = {}, {}
     if xl:
-        told = {"pooled": normal(batch, 1280), "time_ids": np.array([[1024, 768, 0, 64, 512, 512]], np.float32)}
+        numbers = [1024, 768, 0, 64, 6] if checkpoint.is_refiner else [1024, 768, 0, 64, 512, 512]
+        told = {"pooled": normal(batch, 1280), "time_ids": np.array([numbers], np.float32)}
         added = {"text_embeds": torch.from_numpy(told["pooled"]), "time_ids": torch.from_numpy(told["time_ids"])}
     model = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()
     arguments = (nchw(x), torch.from_numpy(t), torch.from_numpy(features))
@@ -111,7 +112,7 @@ PARTS: list[Callable[[Checkpoint, Path], Iterator[tuple[str, float]]]] = [text, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ["sd15", "sd21", "sdxl"]
+    families = ["sd15", "sd21", "sdxl", "sdxl-refiner"]
     parser.add_argument("--families", nargs="+", choices=families, default=families)
     for family in parser.parse_args().families:
         with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():

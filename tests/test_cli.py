@@ -434,7 +434,9 @@ def test_settings_of_a_sampler_come_back_from_a_picture(draw: Run, run: Run) -> 
     more = ("--guidance-steps", "1,4,4", "--guidance-interval", "0,0.9")
     code, _, err = draw("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
     assert code == 0, err
-    command = run("info", "a.png")[1].splitlines()[-1]
+    said = run("info", "a.png")[1]
+    assert "1.0, 4.0, 4.0\n" in said
+    command = said.splitlines()[-1]
     assert "--sigmas 14.0,3.0,0.5,0.0 --set=s_churn=3 --set=s_noise=1.01 --guidance-steps 1.0,4.0,4.0" in command
     code, _, err = draw("--from-image", "a.png", "-q", "-o", "b.png")
     assert code == 0, err

@@ -102,7 +102,9 @@ def _picture_lines(report: Mapping[str, Any]) -> list[str]:
         nested = [inner for name in ("options", "other") if isinstance(inner := metadata.get(name), dict)]
         plain = {name: value for part in (metadata, *nested) for name, value in part.items()}
         hidden = ("options", "other", "sampler_label")
-        shown = [(key, str(value)) for key, value in plain.items() if value not in (None, "", {}) and key not in hidden]
+        shown = [
+            (key, _said(value)) for key, value in plain.items() if value not in (None, "", {}, []) and key not in hidden
+        ]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if metadata.get("noise") == "given":
@@ -110,6 +112,10 @@ def _picture_lines(report: Mapping[str, Any]) -> list[str]:
     if metadata.get("model") and "canvax" not in metadata:
         lines.append(f"\nIt was drawn with {metadata['model']!r}; name your copy of it with --model.")
     return [*lines, "\nTo draw it again:", *report["commands"]]
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _checkout(arguments: argparse.Namespace) -> Checkout:
