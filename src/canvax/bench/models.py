@@ -73,6 +73,8 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
         "_class_name": "StableDiffusionXLPipeline" if preset.text.second else "StableDiffusionPipeline",
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
+    if preset.text.first is None:
+        index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
     _write_json(folder / INDEX, index)
     return folder
 
