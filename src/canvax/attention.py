@@ -54,7 +54,7 @@ def _on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array) 
 
 
 def _attend(q: Array, k: Array, v: Array, *, causal: bool) -> Array:
-    scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = _scores(q, k)
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
         scores = jnp.where(future, jnp.finfo(jnp.float32).min, scores)
@@ -68,10 +68,15 @@ def _attend_summing(q: Array, k: Array, v: Array) -> Array:
     The matrix units have room for it, unless the heads fill them, and the scores, which are in memory, are read once
     less: by the compiler's estimate for v2, a step of Stable Diffusion 1.4 takes 124 ms in place of 160.
     """
-    scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = _scores(q, k)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))).astype(v.dtype)
     sums = jnp.einsum("bnqk,bknd->bqnd", weights, _with_ones(v), preferred_element_type=jnp.float32)
     return (sums[..., :-1] / sums[..., -1:]).astype(v.dtype)
+
+
+def _scores(q: Array, k: Array) -> Array:
+    """[B, Tq, N, Dh] and [B, Tk, N, Dh] -> [B, N, Tq, Tk] float32."""
+    return jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
 
 
 def _with_ones(v: Array) -> Array:

@@ -85,7 +85,8 @@ def kept_apart(function: Callable[..., Array]) -> Callable[..., Array]:
 
     def inside(mesh: Mesh | None, static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
         del mesh  # it decides the kernels, so that a trace for another one must not be used again
-        with set_xla_metadata(inlineable="true"):  # the call alone is kept, not those inside it
+        # The call alone is kept. Left unsaid, calls that JAX makes while it lowers get its "false".
+        with set_xla_metadata(inlineable="true"):
             return function(*arrays, **dict(static))
 
     call = jax.jit(inside, static_argnums=(0, 1))

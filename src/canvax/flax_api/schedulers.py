@@ -144,8 +144,7 @@ def table_of(state: Any, steps: int, *, xl: bool) -> SamplerTable:
 
 @lru_cache(maxsize=16)
 def _read(state: SchedulerState, xl: bool) -> Scheduler:
-    config = state.config
-    return from_scheduler_config({"clip_sample": False, **config} if xl else stable_diffusion_config(config))
+    return from_scheduler_config(stable_diffusion_config(state.config, xl=xl))
 
 
 def _plain(value: Any) -> Any:

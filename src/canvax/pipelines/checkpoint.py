@@ -237,9 +237,7 @@ def read_checkpoint(checkout: Checkout, dtype: DType, quantize: str | None = Non
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
     unet, vae, text = read_networks(checkout)
-    scheduler = checkout.config("scheduler")
-    # Latents are never clipped to -1..1, whatever a scheduler's class does by default.
-    scheduler = {"clip_sample": False, **scheduler} if text.second is not None else stable_diffusion_config(scheduler)
+    scheduler = stable_diffusion_config(checkout.config("scheduler"), xl=text.second is not None)
     try:
         scheduler = from_scheduler_config(scheduler)
     except InputError as error:

@@ -128,12 +128,13 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
     return replace(spec, stochastic=True, eta=True, settings=("s_noise", *spec.settings))
 
 
-def stable_diffusion_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as the pipelines of Stable Diffusion 1.x and 2.x read it: steps_offset 1 and no clip_sample, always.
+def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
+    """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
 
-    Early checkpoints left these out, and the reference pipelines have put them right ever since.
+    Those of 1.x and 2.x read steps_offset 1 and no clip_sample, always: early checkpoints left these out, and the
+    reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means.
     """
-    return {**config, "steps_offset": 1, "clip_sample": False}
+    return {"clip_sample": False, **config} if xl else {**config, "steps_offset": 1, "clip_sample": False}
 
 
 def build_table(

@@ -6,13 +6,13 @@ HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DISABLE_PROGRESS_BARS.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from canvax.errors import CheckpointError, HubError, warn
+from canvax.files import written
 from canvax.weights.layout import INDEX, why_no_index
 
 
@@ -82,9 +82,8 @@ class Repo:
             return
         with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            temporary = ref.with_name(f".{ref.name}.{os.getpid()}")
-            temporary.write_text(sha)
-            os.replace(temporary, ref)
+            with written(ref) as temporary:
+                temporary.write_text(sha)
 
     def fetch(self, name: str, sha: str, names: Collection[str]) -> Path:
         """One file of a commit, from the cache or the Hub."""
