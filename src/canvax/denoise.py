@@ -23,7 +23,7 @@ from canvax.guidance import guide
 from canvax.models.configs import UNetConfig
 from canvax.models.merging import Merging
 from canvax.models.text import Conditions
-from canvax.models.unet import Recall, deep_shape, unet, unet_reusing
+from canvax.models.unet import Recall, deep_shape, text_keys, unet, unet_reusing
 from canvax.params import Params
 from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip, SamplerTable
 from canvax.types import Array
@@ -89,7 +89,8 @@ def denoise(
     """
     dtype = params["conv_in"]["weight"].dtype
     told = conditions if negative is None else jax.tree.map(_side_by_side, negative, conditions)
-    told = {**told, "text": told["text"].astype(dtype)}
+    # In each step alike. Of the blocks, which are calls on the CPU, the compiler would not move it out of the loop.
+    told = {**told, "text": text_keys(params, told["text"].astype(dtype), cfg)}
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
         x, timestep = (_per_image(row["c_in"]) * x).astype(dtype), row["timestep"]

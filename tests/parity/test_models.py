@@ -154,7 +154,8 @@ def test_transformer(linear_projection: bool, upcast: bool) -> None:
     x, text = normal(2, 5, 6, 32), normal(2, 77, 24)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
-    got = blocks.transformer(params, jnp.asarray(x), jnp.asarray(text), heads=4, groups=8, upcast=upcast)
+    seen = blocks.attended_text(params, jnp.asarray(text), 4)
+    got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=upcast)
     assert relative_error(got, want) <= TOLERANCE
 
 

@@ -80,10 +80,20 @@ def transformer_spec(channels: int, context: int, depth: int, *, heads: int, lin
     }
 
 
+Attended = dict[str, tuple[Array, Array]]
+"""Keys and values [B, T, N, Dh] of the text, for each block of a transformer."""
+
+
+def attended_text(p: Params, text: Array, heads: int) -> Attended:
+    """What the blocks of a transformer attend to in the features of a text [B, T, D]; the image has no part in it."""
+    blocks: Params = p["transformer_blocks"]
+    return {i: keys_and_values(block["attn2"], text, heads) for i, block in blocks.items()}
+
+
 def transformer(
     p: Params,
     x: Array,
-    context: Array,
+    text: Attended,
     *,
     heads: int,
     groups: int,
@@ -96,7 +106,7 @@ def transformer(
     Args:
         p: parameters.
         x: [B, h, w, C].
-        context: text features [B, T, D].
+        text: of :func:`attended_text`.
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
@@ -110,9 +120,9 @@ def transformer(
         b, h, w, c = x.shape
         y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
         y = linear(p["proj_in"], y.reshape(b, h * w, c))
-        for i in range(len(p["transformer_blocks"])):
-            block = p["transformer_blocks"][str(i)]
-            y = _transformer_block(block, y, context, order, heads=heads, upcast=upcast, grid=(h, w), ratio=ratio)
+        for i in map(str, range(len(text))):
+            block = p["transformer_blocks"][i]
+            y = _transformer_block(block, y, *text[i], order, heads=heads, upcast=upcast, grid=(h, w), ratio=ratio)
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -137,7 +147,8 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
 def _transformer_block(
     p: Params,
     x: Array,
-    context: Array,
+    k: Array,
+    v: Array,
     order: Array | None,
     *,
     heads: int,
@@ -145,7 +156,7 @@ def _transformer_block(
     grid: tuple[int, int],
     ratio: float,
 ) -> Array:
-    """Self-attention, cross-attention and a gated feed-forward, each pre-norm and residual.
+    """Self-attention, attention to the keys and values of the text and a gated feed-forward, each pre-norm and residual.
 
     With ``order``, self-attention merges the part ``ratio`` of the tokens, which lie on a ``grid`` of height and width.
     """
@@ -162,7 +173,7 @@ def _transformer_block(
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
-    return by_rows(each_row, p, x, *keys_and_values(p["attn2"], context, heads))
+    return by_rows(each_row, p, x, k, v)
 
 
 def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from canvax.models.blocks import (
+    Attended,
+    attended_text,
     downsample,
     downsample_spec,
     resnet_block,
@@ -28,6 +30,9 @@ from canvax.types import Array
 
 Recall = Callable[[Callable[[], Array]], tuple[Array, Any]]
 """Given a function that computes the deep features: those to use, and what to remember; see :func:`unet_reusing`."""
+
+TextKeys = dict[str, dict[str, Any]]
+"""Keys and values of a text for every attention to it, as :func:`text_keys` makes them."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +139,28 @@ def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, f
     return jnp.pad(jnp.concatenate(waves, axis=-1), ((0, 0), (0, width % 2)))
 
 
+def text_keys(p: Params, text: Array, cfg: UNetConfig) -> TextKeys:
+    """What all attentions to a text see of its features [B, T, D]: the same in each step, so a loop makes it once."""
+
+    def of_block(block: Params, heads: int) -> dict[str, Attended]:
+        return {j: attended_text(attention, text, heads) for j, attention in block.get("attentions", {}).items()}
+
+    def of_levels(blocks: Params, levels: list[_Level]) -> dict[str, dict[str, Attended]]:
+        return {str(i): of_block(blocks[str(i)], level.heads) for i, level in enumerate(levels)}
+
+    with jax.named_scope("text_keys"):
+        return {
+            "down_blocks": of_levels(p["down_blocks"], _down_levels(cfg)),
+            "mid_block": of_block(p["mid_block"], cfg.heads[-1]),
+            "up_blocks": of_levels(p["up_blocks"], _up_levels(cfg)),
+        }
+
+
 def unet(
     p: Params,
     x: Array,
     timesteps: Array,
-    text: Array,
+    text: Array | TextKeys,
     cfg: UNetConfig,
     pooled: Array | None = None,
     time_ids: Array | None = None,
@@ -152,7 +174,7 @@ def unet(
         p: parameters as declared by :func:`unet_spec`.
         x: noisy latents [B, h, w, C], any h and w.
         timesteps: [B], may be fractional.
-        text: features of the text encoder [B, T, D].
+        text: features of the text encoder [B, T, D], or what :func:`text_keys` makes of them.
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the picture [B, n] float32, ``cfg.time_ids(P)`` of them.
@@ -170,7 +192,7 @@ def unet_reusing(
     p: Params,
     x: Array,
     timesteps: Array,
-    text: Array,
+    text: Array | TextKeys,
     cfg: UNetConfig,
     pooled: Array | None = None,
     time_ids: Array | None = None,
@@ -186,7 +208,7 @@ def unet_reusing(
         p: see :func:`unet`, likewise all up to ``time_ids``.
         x: [B, h, w, C].
         timesteps: [B].
-        text: [B, T, D].
+        text: [B, T, D], or keys and values.
         cfg: the config.
         pooled: [B, P] or None.
         time_ids: [B, n] or None.
@@ -202,37 +224,39 @@ def unet_reusing(
     """
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     time = _time_features(p, timesteps, x.dtype, cfg, pooled, time_ids)
+    keys = text if isinstance(text, dict) else text_keys(p, text, cfg)
 
-    def level_step(block: Params, level: _Level, j: int, h: Array) -> Array:
+    def level_step(block: Params, seen: dict[str, Attended], level: _Level, j: int, h: Array) -> Array:
         h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=eps)
         if level.attends:
-            h = attend_text(block["attentions"][str(j)], h, level.heads, merging if level.finest else None)
+            merge = merging if level.finest else None
+            h = attend_text(block["attentions"][str(j)], seen[str(j)], h, level.heads, merge)
         return h
 
-    def attend_text(block: Params, h: Array, heads: int, merging: Merging | None = None) -> Array:
+    def attend_text(block: Params, seen: Attended, h: Array, heads: int, merging: Merging | None = None) -> Array:
         merge = {"order": partition(merging.keys, *h.shape[1:3]), "ratio": merging.ratio} if merging else {}
-        return transformer(block, h, text, heads=heads, groups=groups, upcast=cfg.upcast_attention, **merge)
+        return transformer(block, h, seen, heads=heads, groups=groups, upcast=cfg.upcast_attention, **merge)
 
     if remat:
-        level_step = jax.checkpoint(level_step, static_argnums=(1, 2))
+        level_step = jax.checkpoint(level_step, static_argnums=(2, 3))
 
     def go_down(skips: list[Array], steps: list[tuple[int, _Level, int | None]]) -> None:
         for i, level, j in steps:
-            block, h = p["down_blocks"][str(i)], skips[-1]
+            block, seen, h = p["down_blocks"][str(i)], keys["down_blocks"][str(i)], skips[-1]
             with jax.named_scope(f"down_{i}"):
                 resizes = j is None
                 h = (
                     downsample(block["downsamplers"]["0"], h, padding=(1, 1))
                     if resizes
-                    else level_step(block, level, j, h)
+                    else level_step(block, seen, level, j, h)
                 )
             skips.append(h)
 
     def go_up(h: Array, skips: list[Array], steps: list[tuple[int, _Level, int]]) -> Array:
         for i, level, j in steps:
-            block = p["up_blocks"][str(i)]
+            block, seen = p["up_blocks"][str(i)], keys["up_blocks"][str(i)]
             with jax.named_scope(f"up_{i}"):
-                h = level_step(block, level, j, jnp.concatenate([h, skips.pop()], axis=-1))
+                h = level_step(block, seen, level, j, jnp.concatenate([h, skips.pop()], axis=-1))
                 if level.resizes and j == len(level.inputs) - 1:
                     # To the size of the skip it will meet, which is not the double where h or w was odd.
                     h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
@@ -248,7 +272,7 @@ def unet_reusing(
         with jax.named_scope("mid"):
             block = p["mid_block"]
             h = resnet_block(block["resnets"]["0"], skips[-1], time, groups=groups, eps=eps)
-            h = attend_text(block["attentions"]["0"], h, cfg.heads[-1])
+            h = attend_text(block["attentions"]["0"], keys["mid_block"]["0"], h, cfg.heads[-1])
             h = resnet_block(block["resnets"]["1"], h, time, groups=groups, eps=eps)
         return go_up(h, skips, up[:-layers])
 
