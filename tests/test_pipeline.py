@@ -321,6 +321,23 @@ def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, "a cat").compilations == 0
 
 
+def test_settings_for_finding_faults_are_for_the_code_of_the_user(emoji: canvax.StableDiffusion) -> None:
+    want = draw(emoji, "a red apple", seed=1).pixels
+    pipe = dataclasses.replace(emoji, programs=dataclasses.replace(emoji.programs, _compiled={}))
+    settings = {"jax_disable_jit": True, "jax_numpy_rank_promotion": "raise", "jax_transfer_guard": "disallow"}
+    before = {name: jax.config.values[name] for name in settings}
+    seen: list[canvax.Step] = []
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)  # for threads too, where a context would not be
+        got = draw(pipe, "a red apple", seed=1, options=dataclasses.replace(QUIET, callback=seen.append)).pixels
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert len(seen) == STEPS
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int8", "flaot32", 3])
 def test_bad_dtype(dtype: Any) -> None:
     with pytest.raises(canvax.InputError, match="dtype"):

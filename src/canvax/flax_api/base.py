@@ -191,8 +191,8 @@ class FlaxPipeline:
             left = np.int32(min(WINDOW, len(table) - done))
             rows = put(rows | {"guidance": guidance})
             state, *_ = denoise_rows(params["unet"], state, conditions, negative, rows, words, noisy, left, None)
-        latents = np.asarray(state)[:, 0]
-        return np.asarray(to_images(params["vae"], put(latents))) if to_images else latents
+        latents = jax.device_get(state)[:, 0]
+        return jax.device_get(to_images(params["vae"], put(latents))) if to_images else latents
 
     def _told(self, ids: Any) -> dict[str, Any]:
         """Ids of each text encoder [B, 77], from those of :meth:`prepare_inputs`."""

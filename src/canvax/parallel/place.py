@@ -40,13 +40,13 @@ def own_rows(array: Array, count: int | None = None) -> tuple[list[int], HostArr
         kept = range(start, min(stop, limit))
         indices += kept
         if kept:
-            rows.append(np.asarray(shard.data)[: len(kept)])
+            rows.append(jax.device_get(shard.data)[: len(kept)])
     return indices, np.concatenate(rows)
 
 
 def map_parts(function: Callable[[HostArray], HostArray], array: Array) -> Array:
     """``function`` of each device's part [b, ...] of a batch, computed on the host; the batch stays split as it is."""
-    parts = [(shard.device, function(np.asarray(shard.data))) for shard in array.addressable_shards]
+    parts = [(shard.device, function(jax.device_get(shard.data))) for shard in array.addressable_shards]
     shape = (array.shape[0], *parts[0][1].shape[1:])
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)

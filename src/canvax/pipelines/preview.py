@@ -47,7 +47,7 @@ class Preview:
         latents = np.asarray(latents, np.float32)
         if latents.ndim != 4 or latents.shape[-1] != self.cfg.latent_channels:
             raise InputError(f"latents are {latents.shape}; this decoder takes [B, h, w, {self.cfg.latent_channels}]")
-        return np.asarray(_pixels(self.params, latents, cfg=self.cfg))
+        return jax.device_get(_pixels(self.params, jax.device_put(latents), cfg=self.cfg))
 
     def images(self, latents: HostArray) -> list[Image.Image]:
         """The same as pictures of Pillow."""
