@@ -213,12 +213,66 @@ def test_bfloat16_convolution_by_taps_on_a_cpu(
 
 @pytest.mark.parametrize("channels", [128, 256])
 def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None:
-    """Where it is wide; in float32 XLA's is faster."""
-    for dtype, taps in ((jnp.bfloat16, channels >= 256), (jnp.float32, False)):
-        shapes = ((3, 3, channels, channels), (2, 64, 64, channels))
+    """Where it is wide and the image is small."""
+    given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, channels, channels), (2, 32, 32, channels)))
+    text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
+    assert "stablehlo.gather" not in text
+    assert ("stablehlo.convolution" not in text) == (channels >= 256)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_convolution_by_tiles_on_a_cpu(
+    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    tiles = {"all": 4 * 10, "an image": 10, "rows of an image": 4}.get(at_a_time, 2)
+    for name, value in {"TILES": tiles, "LEAST_TILES": 1, "WIDE_TILES": 32, "PIXELS_BY_TAPS": 1}.items():
+        monkeypatch.setattr(convolution, name, value)
+    height = 19 if at_a_time == "rows that do not come out even" else 18
+    mesh = make_mesh(jax.devices()[:devices])
+    weight = (normal(3, 3, 32, 24) / 17).astype(dtype)
+    x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
+    want, pull = jax.vjp(
+        lambda *given: xla_convolution(*given, 1, ((1, 1), (1, 1))), weight.astype(jnp.float32), x.astype(jnp.float32)
+    )
+    with compiling_for("cpu", mesh):
+        lowered = jax.jit(lambda *given: convolution.convolve(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolution.convolve(*given)).sum(), argnums=(0, 1)))(weight, x)
+    assert "stablehlo.convolution" not in lowered.as_text()
+    got = lowered.compile()(weight, x)
+    assert got.dtype == dtype
+    exact = dtype == jnp.float32
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0 if exact else 2**-8, atol=1e-5)
+    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
+        assert float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max()) < (
+            1e-5 if exact else 0.03
+        )
+
+
+@pytest.mark.parametrize(
+    ("pixels", "inputs", "outputs", "tiles", "of_bfloat16"),
+    [
+        (512, 128, 128, False, False),
+        (512, 256, 128, True, True),
+        (64, 320, 320, True, True),
+        (64, 320, 4, False, False),
+        (32, 640, 640, True, False),
+        (24, 640, 640, True, False),
+        (16, 640, 640, False, False),
+    ],
+)
+def test_where_a_convolution_on_a_cpu_is_by_tiles(
+    pixels: int, inputs: int, outputs: int, tiles: bool, of_bfloat16: bool
+) -> None:
+    for dtype, wanted in ((jnp.float32, tiles), (jnp.float16, tiles), (jnp.bfloat16, of_bfloat16)):
+        shapes = ((3, 3, inputs, outputs), (2, pixels, pixels, inputs))
         given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
-        assert ("stablehlo.convolution" not in text) == taps
+        assert ("stablehlo.gather" in text) == wanted
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
