@@ -199,8 +199,7 @@ def _by_taps(weight: Array, x: Array) -> Array:
     multiplies. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak where channels are multiples
     of 128, padding and moving included; and one matmul is compiled in place of a search for a good form of the whole.
     """
-    most = _sums() // (4 * x.shape[2] * weight.shape[-1])
-    return _in_parts(x, most, lambda part, first, rows: _taps(weight, part, (first, 0), rows))
+    return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows))
 
 
 @_with_gradient_of(lambda kernels, x: _doubled(kernels, x), pays=lambda _: True)
@@ -216,81 +215,26 @@ def _doubled_by_taps(kernels: Array, x: Array) -> Array:
         y = places.reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
         return y.transpose(2, 3, 0, 4, 1, 5).reshape(x.shape[0], 2 * rows, 2 * x.shape[2], -1)
 
-    return _in_parts(x, _sums() // (4 * x.shape[2] * kernels.shape[-1]), part)
+    return _in_parts(x, kernels.shape[-1], part)
 
 
-def _sums() -> int:
-    return SUMS_ON_CPU if _cpu() else SUMS
-
-
-def _winograd(*points: float) -> list[np.ndarray]:
-    """Matrices for tiles of 4 x 4 pixels by five points of an axis, and infinity (Lavin & Gray 2016, section 4.3).
-
-    Returns:
-        From the 9 taps of a kernel to its values at the 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to its
-        values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
-    """
-    p = np.array(points)
-    others = [np.delete(p, i) for i in range(len(p))]
-    scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
-    kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
-    tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
-    pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
-    return [np.kron(axis, axis).astype(np.float32) for axis in (kernel, tile, pixels)]
-
-
-KERNEL_TO_POINTS, TILE_TO_POINTS, POINTS_TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
-"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al. 2020,
-"Error analysis and improving the accuracy of Winograd convolution")."""
-
-
-@_with_gradient_of(lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))), pays=lambda _: True)
-def _by_tiles(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
-
-    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second: sums of
-    pixels times constants, as one would write them by hand, take XLA three to ten times as long.
-    """
-    inputs, outputs = weight.shape[2:]
-    kernel = (KERNEL_TO_POINTS @ weight.astype(jnp.float32).reshape(9, -1)).reshape(36, inputs, outputs)
-
-    def part(x: Array, first: Array | int, rows: int) -> Array:
-        b, _, w, c = x.shape
-        down, across = -(-rows // 4), -(-w // 4)
-        rim = ((1, 1 + 4 * down - rows), (1, 1 + 4 * across - w))
-        rimmed = jnp.pad(x.astype(jnp.float32), ((0, 0), *rim, (0, 0)))
-        pixels = _tile_pixels(rimmed.shape, down, across) + first * rimmed.shape[2]
-        tiles = rimmed.reshape(-1, c).at[pixels].get(mode="promise_in_bounds")
-        points = (TILE_TO_POINTS @ tiles.reshape(36, -1)).reshape(36, -1, c)
-        y = (POINTS_TO_PIXELS @ (points @ kernel).reshape(36, -1)).reshape(4, 4, b, down, across, outputs)
-        return y.transpose(2, 3, 0, 4, 1, 5).reshape(b, 4 * down, 4 * across, outputs)[:, :rows, :w].astype(x.dtype)
-
-    return _in_parts(x, max(1, TILES // -(-x.shape[2] // 4)) * 4, part)
-
-
-def _tile_pixels(shape: tuple[int, ...], down: int, across: int) -> np.ndarray:
-    """Which pixels of images [B, H, W, C] are in tiles of 6 x 6 that begin 4 apart: [36, B * down * across]."""
-    image, i, j, row, column = np.ix_(*map(np.arange, (shape[0], 6, 6, down, across)))
-    pixels = (image * shape[1] + 4 * row + i) * shape[2] + 4 * column + j
-    return pixels.transpose(1, 2, 0, 3, 4).reshape(36, -1)
-
-
-def _in_parts(x: Array, most: int, convolve: Callable[[Array, Array | int, int], Array]) -> Array:
-    """A convolution of ``most`` rows at a time, or a few more or less: of several images, or of a part of one.
+def _in_parts(x: Array, outputs: int, convolve: Callable[[Array, Array | int, int], Array]) -> Array:
+    """A convolution as many images at a time as keep their sums within ``SUMS``, or as many rows of one image.
 
     Args:
         x: [B, H, W, Cin].
-        most: rows.
+        outputs: channels that are summed up for each pixel of ``x`` at a time.
         convolve: given images [B', H', W, Cin], a row and how many: what comes of these rows [B', n * rows, ...].
     """
     b, h, w, c = x.shape
-    if h <= most:
-        images = max(n for n in range(1, b + 1) if b % n == 0 and n * h <= most)
+    row, sums = 4 * w * outputs, SUMS_ON_CPU if _cpu() else SUMS
+    if h * row <= sums:
+        images = max(n for n in range(1, b + 1) if b % n == 0 and n * h * row <= sums)
         if images == b:
             return convolve(x, 0, h)
         y = jax.lax.map(lambda part: convolve(part, 0, h), x.reshape(b // images, images, h, w, c))
         return y.reshape(b, *y.shape[2:])
-    most = max(1, most)
+    most = max(1, sums // row)
     rows = max(n for n in range(1, most + 1) if h % n == 0)
     if 2 * rows <= most:  # a height without good divisors
         rows = max(1, most // 8 * 8)
@@ -332,3 +276,56 @@ def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows
     sums = jnp.zeros((b, rows, w, kernel.shape[-1]), jnp.float32)
     sums = jax.lax.fori_loop(0, taps - 1, lambda number, sums: sums + tap(number), sums)
     return (sums + tap(taps - 1)).astype(x.dtype)
+
+
+def _winograd(*points: float) -> list[np.ndarray]:
+    """Matrices for tiles of 4 x 4 pixels by five points of an axis, and infinity (Lavin & Gray 2016, section 4.3).
+
+    Returns:
+        From the 9 taps of a kernel to its values at the 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to its
+        values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
+    """
+    p = np.array(points)
+    others = [np.delete(p, i) for i in range(len(p))]
+    scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
+    kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
+    tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
+    pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
+    return [np.kron(axis, axis).astype(np.float32) for axis in (kernel, tile, pixels)]
+
+
+KERNEL_TO_POINTS, TILE_TO_POINTS, POINTS_TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
+"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al. 2020,
+"Error analysis and improving the accuracy of Winograd convolution")."""
+
+
+@_with_gradient_of(lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))), pays=lambda _: True)
+def _by_tiles(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
+
+    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second: sums of
+    pixels times constants, as one would write them by hand, take XLA three to ten times as long.
+    """
+    outputs = weight.shape[-1]
+    kernel = (KERNEL_TO_POINTS @ weight.astype(jnp.float32).reshape(9, -1)).reshape(36, -1, outputs)
+    b, h, w, c = x.shape
+    down, across = -(-h // 4), -(-w // 4)
+    rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
+    height, width = rimmed.shape[1:3]
+    i, j, column = np.ix_(range(6), range(6), range(across))
+    inside = (width * i + 4 * column + j)[:, :, None]
+
+    def rows_of_tiles(first: Array | np.ndarray) -> Array:
+        """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
+        pixels = (first[:, None] + inside).reshape(36, -1)
+        tiles = rimmed.reshape(-1, c).at[pixels].get(mode="promise_in_bounds").astype(jnp.float32)
+        points = (TILE_TO_POINTS @ tiles.reshape(36, -1)).reshape(36, -1, c)
+        y = (POINTS_TO_PIXELS @ (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)
+        return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
+
+    first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
+    parts = -(-len(first) * across // TILES)
+    each = -(-len(first) // parts)
+    filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
+    y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
+    return y.reshape(-1, 4 * across, outputs)[: 4 * len(first)].reshape(b, 4 * down, -1, outputs)[:, :h, :w]
