@@ -208,8 +208,10 @@ class Programs:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """JAX's settings for finding faults in one's own code, out of the way of programs that break their rules on purpose:
-    they are compiled ahead, take small arrays of the host, and add a bias to a batch."""
+    """JAX's settings for finding faults in one's own code are not for programs that break their rules on purpose.
+
+    These are compiled ahead, take small arrays of the host, and add a bias to a batch.
+    """
     with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
         yield
 

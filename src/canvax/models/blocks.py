@@ -156,7 +156,7 @@ def _transformer_block(
     grid: tuple[int, int],
     ratio: float,
 ) -> Array:
-    """Self-attention, attention to the keys and values of the text and a gated feed-forward, each pre-norm and residual.
+    """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual.
 
     With ``order``, self-attention merges the part ``ratio`` of the tokens, which lie on a ``grid`` of height and width.
     """
