@@ -262,7 +262,7 @@ def test_convolution_by_tiles_on_a_cpu(
         (512, 128, 128, False, False),
         (512, 256, 128, True, True),
         (128, 512, 512, True, True),
-        (64, 320, 320, True, False),
+        (64, 320, 320, True, True),
         (64, 320, 4, False, False),
         (32, 640, 640, True, False),
         (24, 640, 640, True, False),

@@ -37,7 +37,7 @@ fewest of a batch that are worth what has to be done to the weight."""
 WIDE_TILES = 256
 """Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution."""
 
-PIXELS_BY_TAPS = 32
+PIXELS_BY_TAPS = 16
 """Pixels of a batch of bfloat16, over output channels, up to which it is faster by taps."""
 
 IN_PARTS, NOT_AT_ALL = ("TPU v5 lite", "TPU v6 lite"), ("TPU v2", "TPU v3")
