@@ -120,6 +120,10 @@ def _xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     return _on_cpu(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
 
 
+def _xla_3x3(weight: Array, x: Array) -> Array:
+    return _xla(weight, x, 1, ((1, 1), (1, 1)))
+
+
 def _direct(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=_LAYOUT)
 
@@ -161,7 +165,7 @@ def _as_matmul(weight: Array, x: Array) -> Array:
 
 
 def _with_gradient_of(
-    plain: Callable[[Array, Array], Array], pays: Callable[[Array], bool]
+    plain: Callable[[Array, Array], Array], pays: Callable[[Array], bool] = lambda _: True
 ) -> Callable[..., Callable[[Array, Array], Array]]:
     """A decorator: on each device its own images, and the gradient that of ``plain``, which is the same function.
 
@@ -189,7 +193,7 @@ def _with_gradient_of(
 
 
 @_with_gradient_of(
-    lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))),
+    _xla_3x3,
     pays=lambda weight: target_kind() == "TPU v4" and weight.shape[-1] >= 256,
 )
 def _by_taps(weight: Array, x: Array) -> Array:
@@ -202,7 +206,7 @@ def _by_taps(weight: Array, x: Array) -> Array:
     return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows))
 
 
-@_with_gradient_of(lambda kernels, x: _doubled(kernels, x), pays=lambda _: True)
+@_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
 def _doubled_by_taps(kernels: Array, x: Array) -> Array:
     """:func:`convolve_doubled` likewise, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
 
@@ -299,7 +303,7 @@ KERNEL_TO_POINTS, TILE_TO_POINTS, POINTS_TO_PIXELS = _winograd(0, 2 / 3, -2 / 3,
 2020, "Error analysis and improving the accuracy of Winograd convolution")."""
 
 
-@_with_gradient_of(lambda weight, x: _xla(weight, x, 1, ((1, 1), (1, 1))), pays=lambda _: True)
+@_with_gradient_of(_xla_3x3)
 def _by_tiles(weight: Array, x: Array) -> Array:
     """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
 

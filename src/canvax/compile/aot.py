@@ -115,7 +115,7 @@ def obtain(name: str, compile: Callable[[], Any], kept: Slot | None, tell: Annou
     def fresh() -> Callable[..., Any]:
         tell(Build(name, cached=False))
         began = time.perf_counter()
-        with _without_jax_cache() if kept else nullcontext():
+        with _undisturbed(), _without_jax_cache() if kept else nullcontext():
             program = compile()
         size = kept.write(program) if kept else 0
         tell(Build(name, False, time.perf_counter() - began, size))
@@ -124,38 +124,51 @@ def obtain(name: str, compile: Callable[[], Any], kept: Slot | None, tell: Annou
     began = time.perf_counter()
     found = kept.read() if kept else None
     if kept is None or found is None:
-        return fresh()
+        return _Program(fresh())
     tell(Build(name, cached=True))
     program = kept.load(*found)
     if program is None:
-        return fresh()
+        return _Program(fresh())
     tell(Build(name, True, time.perf_counter() - began, len(found[1])))
-    return _OnTrial(program, kept, fresh)
+    return _Program(program, kept, fresh)
 
 
-class _OnTrial:
-    """A program from the cache. If its very first run fails it is made anew: loading does not find all faults.
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """JAX's settings for finding faults in one's own code are not for programs that break their rules on purpose.
 
-    An executable that a backend did not store properly may load, and only say so when it runs (jaxlib's CPU backend
-    does that). Running out of memory is no fault of the cache.
+    These are compiled ahead, take small arrays of the host, and add a bias to a batch.
+    """
+    with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class _Program:
+    """A program that can be called. If the very first run of one from the cache fails it is made anew.
+
+    Loading does not find all faults: an executable that a backend did not store properly may load, and only say so when
+    it runs (jaxlib's CPU backend does that). Running out of memory is no fault of the cache.
     """
 
-    def __init__(self, program: Any, kept: Slot, fresh: Callable[[], Any]) -> None:
-        self._program, self._kept, self._fresh, self._tried = program, kept, fresh, False
+    def __init__(self, program: Any, kept: Slot | None = None, fresh: Callable[[], Any] | None = None) -> None:
+        self._program = program
+        self._trial = (kept, fresh) if kept and fresh else None
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._tried:
-            return self._program(*arguments)
-        try:
-            result = jax.block_until_ready(self._program(*arguments))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise
-            self._kept.forget(error)
-            self._program = self._fresh()
-            result = self._program(*arguments)
-        self._tried = True
-        return result
+        with _undisturbed():
+            if not self._trial:
+                return self._program(*arguments)
+            kept, fresh = self._trial
+            try:
+                result = jax.block_until_ready(self._program(*arguments))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    raise
+                kept.forget(error)
+                self._program = fresh()
+                result = self._program(*arguments)
+            self._trial = None
+            return result
 
     def __getattr__(self, name: str) -> Any:
         """What a compiled program tells of itself, such as ``memory_analysis``."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,7 +178,7 @@ class Programs:
         more = {"precision": self.precision, "stacked": self.stacked}
         about = self._about(name, arguments, function.keywords)
         kept = slot(function, arguments, self.mesh, about, **more)
-        return _Undisturbed(obtain(name, partial(self._compile, function, arguments), kept, announce or _silent))
+        return obtain(name, partial(self._compile, function, arguments), kept, announce or _silent)
 
     def _about(self, name: str, arguments: tuple[Any, ...], static: Mapping[str, Any]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
@@ -200,35 +200,10 @@ class Programs:
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with _undisturbed(), compiling_on(self.mesh, split=not self.stacked), precision:
+        with compiling_on(self.mesh, split=not self.stacked), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
             return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """JAX's settings for finding faults in one's own code are not for programs that break their rules on purpose.
-
-    These are compiled ahead, take small arrays of the host, and add a bias to a batch.
-    """
-    with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-class _Undisturbed:
-    """A program that runs so."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-
-    def __call__(self, *arguments: Any) -> Any:
-        with _undisturbed():
-            return self._program(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        """What a compiled program tells of itself, such as ``memory_analysis``."""
-        return getattr(self._program, name)
 
 
 _READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)
