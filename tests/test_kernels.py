@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +90,12 @@ def test_sums_of_weights_out_of_the_matmul(upcast: bool) -> None:
         (4096, 40, jnp.bfloat16, "9.0", True),
         (1024, 64, jnp.float16, "12.0", True),
         (1024, 64, jnp.float16, "8.0", True),
+        (77, 64, jnp.bfloat16, "9.0", True),
         (1024, 64, jnp.float16, "7.5", False),
+        (1024, 64, jnp.bfloat16, "gfx942", False),
+        (1024, 64, jnp.bfloat16, "", False),
         (4096, 64, jnp.float32, "9.0", False),
         (4096, 512, jnp.bfloat16, "9.0", False),
-        (77, 64, jnp.bfloat16, "9.0", False),
     ],
 )
 def test_which_kernel_on_cuda(
@@ -109,15 +110,37 @@ def test_which_kernel_on_cuda(
 
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    client = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client, compute_capability=capability)])
     q, k = normal(1, 64, 2, width).astype(dtype), normal(1, keys, 2, width).astype(dtype)
-    with compiling_for("gpu"):
+    with compiling_for("gpu", capability=capability):
         got = attention(q, k, k)
     assert asked == (["cudnn"] if fused else [])
     want = kernels._attend(q, k, k, causal=False).astype(jnp.float32)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cuDNN has no kernel, as for the VAE's one wide head: the same numbers and gradients, in less memory."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    mesh = make_mesh(jax.devices()[:devices])
+    q, k, v = (jax.device_put(normal(2, length, 3, 136), over_batch(mesh)) for length in (50, 40, 40))
+    monkeypatch.setattr(kernels, "LEAST_SCORES", 4 * 40 * 3 * 16)
+
+    def loss(attend: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
+        return jnp.square(attend(*qkv)).sum()
+
+    def plain(*qkv: jax.Array) -> jax.Array:
+        return kernels._attend(*qkv, causal=False)
+
+    with compiling_for("gpu", mesh):
+        traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, v))
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
+        slopes = jax.jit(jax.grad(lambda *qkv: loss(attention, *qkv), argnums=(0, 1, 2)))(q, k, v)
+    assert f"f32[{2 // devices},3,50,40]" not in traced
+    np.testing.assert_allclose(got, plain(q, k, v), atol=ROUNDING)
+    for one, other in zip(slopes, jax.grad(partial(loss, plain), argnums=(0, 1, 2))(q, k, v), strict=True):
+        np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
 def test_flash_attention_on_several_devices() -> None:

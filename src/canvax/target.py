@@ -3,33 +3,43 @@ mesh, so that a kernel which XLA cannot split by itself can be told how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
-_platform: ContextVar[str | None] = ContextVar("canvax_target_platform", default=None)
-_mesh: ContextVar[Mesh | None] = ContextVar("canvax_target_mesh", default=None)
-_kind: ContextVar[str] = ContextVar("canvax_target_kind", default="")
+
+
+@dataclass(frozen=True)
+class _Target:
+    platform: str
+    mesh: Mesh | None
+    kind: str
+    capability: str
+
+
+_target: ContextVar[_Target | None] = ContextVar("canvax_target", default=None)
 
 
 @contextmanager
-def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "") -> Iterator[None]:
+def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capability: str = "") -> Iterator[None]:
     """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing.
 
     For "none" everything is computed as models are written down, to count their work.
-    ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``.
+    ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``, and
+    ``capability`` its ``compute_capability`` of a GPU.
     """
-    tokens = _platform.set(platform), _mesh.set(mesh), _kind.set(kind)
+    token = _target.set(_Target(platform, mesh, kind, capability))
     try:
         yield
     finally:
-        _platform.reset(tokens[0])
-        _mesh.reset(tokens[1])
-        _kind.reset(tokens[2])
+        _target.reset(token)
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -43,23 +53,49 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Any:
 def compiling_on(mesh: Mesh, *, split: bool = True) -> AbstractContextManager[None]:
     """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part."""
     device = mesh.devices.flat[0]
-    return compiling_for(device.platform, mesh if split else None, device.device_kind)
+    return compiling_for(device.platform, mesh if split else None, device.device_kind, _capability(device))
+
+
+def _capability(device: Any) -> str:
+    return str(getattr(device, "compute_capability", ""))
+
+
+OPTIONS: Mapping[str, Mapping[str, int]] = {
+    # XLA makes one matmul of those of queries, keys and values. Of its result each is then copied out in every step, and
+    # the weights side by side are a second copy of theirs: 5 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
+}
+"""Settings of XLA that a program is compiled with, by platform."""
+
+
+def compile_lowered(lowered: Lowered) -> Compiled:
+    """Compile for :func:`target_platform` what was lowered for it."""
+    return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
 
 
 def target_platform() -> str:
     """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
-    return _platform.get() or jax.default_backend()
+    target = _target.get()
+    return target.platform if target else jax.default_backend()
 
 
 def target_kind() -> str:
     """``device_kind`` of what is compiled for, such as "TPU v3"; "" where :func:`compiling_for` was not told."""
-    return _kind.get() if _platform.get() else jax.devices()[0].device_kind
+    target = _target.get()
+    return target.kind if target else jax.devices()[0].device_kind
+
+
+def target_capability() -> float:
+    """Compute capability of the NVIDIA GPU that is compiled for, such as 9.0; 0.0 for anything else."""
+    target = _target.get()
+    capability = target.capability if target else _capability(jax.devices()[0])
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's are names: "gfx942"
 
 
 def target_mesh() -> Mesh | None:
     """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
-    mesh = _mesh.get()
-    return mesh if mesh is not None and mesh.size > 1 else None
+    target = _target.get()
+    return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

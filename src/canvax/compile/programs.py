@@ -28,7 +28,7 @@ from canvax.models.vae import vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
-from canvax.target import compiling_on
+from canvax.target import compile_lowered, compiling_on
 from canvax.types import Array
 
 PROGRAMS = ("text encoder", "denoiser", "decoder")
@@ -203,7 +203,8 @@ class Programs:
         with compiling_on(self.mesh, split=not self.stacked), precision:
             if self.stacked:
                 function = _on_each_device(function, self.mesh, arguments)
-            return jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments).compile()
+            lowered = jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments)
+            return compile_lowered(lowered)
 
 
 _READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)

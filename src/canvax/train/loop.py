@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from canvax.errors import CanvaxError, InputError
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
-from canvax.target import compiling_on
+from canvax.target import compile_lowered, compiling_on
 from canvax.train.progress import Progress
 from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
 from canvax.types import Array, HostArray
@@ -268,7 +268,7 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
             donate_argnums=0,
         )
         indices = jax.ShapeDtypeStruct((plan.chunk, plan.batch), jnp.int32)
-        return jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        return compile_lowered(jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)))
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
