@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from canvax.planning.flops import count_flops
 from canvax.planning.hlo import Module, hbm_bytes
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, architecture, check_axes
-from canvax.planning.targets import CHIPS, GIB, parse_target
+from canvax.planning.targets import CHIPS, GIB, GPUS, parse_target
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +42,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("text", "name", "shape", "options"),
     [
-        ("tpu-v5e:2x2", "v5e", (2, 2), {}),
-        ("V5P:2x2x1", "v5p", (2, 2, 1), {}),
-        ("tpu:v6e:1x1", "v6e", (1, 1), {"chips_per_host_bounds": (1, 1, 1)}),
-        ("v4:2x2x2", "v4", (2, 2, 2), {"chip_config_name": "megacore"}),
+        ("tpu-v5e:2x2", "v5e", (2, 2), {"topology_name": "v5e:2x2"}),
+        ("V5P:2x2x1", "v5p", (2, 2, 1), {"topology_name": "v5p:2x2x1"}),
+        ("tpu:v6e:1x1", "v6e", (1, 1), {"topology_name": "v6e:1x1", "chips_per_host_bounds": (1, 1, 1)}),
+        ("v4:2x2x2", "v4", (2, 2, 2), {"topology_name": "v4:2x2x2", "chip_config_name": "megacore"}),
+        ("gpu-h100", "h100", (1,), {"topology": "1x1x1", "target_config": GPUS["h100"].described}),
+        ("A100-80GB:4", "a100-80gb", (4,), {"topology": "1x1x4", "target_config": GPUS["a100-80gb"].described}),
     ],
 )
 def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     target = parse_target(text)
-    assert (target.chip.name, target.shape, target.options) == (name, shape, options)
+    platform = {"platform": "cuda" if "topology" in options else "tpu"}
+    assert (target.chip.name, target.shape, target.topology) == (name, shape, options | platform)
     assert parse_target(str(target)) == target
 
 
@@ -57,7 +61,9 @@ def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str
     ("text", "said"),
     [
         ("v5f:2x2", "did you mean 'v5"),
-        ("h100", "There are v2, v3, v4, v5e, v5p, v6e"),
+        ("h1000", "did you mean 'h100'"),
+        ("tpu-h100:2x2", "There are v2, v3, v4, v5e, v5p, v6e and rtx3090"),
+        ("gpu-h100:0", "has no GPUs"),
         ("v5e", "how the chips are wired"),
         ("v5e:2x2x2x2", "how the chips are wired"),
         ("v5e:0x2", "no chips"),
@@ -75,6 +81,10 @@ def test_data_sheets_are_plausible() -> None:
         units = chip.flops / (2 * 128 * 128 * chip.clock)
         assert units == pytest.approx(round(units), rel=0.02), chip
         assert 0.9 * chip.memory < chip.usable < chip.memory
+    for gpu in GPUS.values():
+        a_cycle = gpu.flops / (gpu.processors * gpu.clock)  # of a processor's tensor cores: 512, 1024, 2048, ...
+        assert a_cycle == pytest.approx(2 ** round(math.log2(a_cycle)), rel=0.02), gpu
+        assert f"core_count: {gpu.processors}\n" in gpu.described
 
 
 HLO = """\
@@ -240,7 +250,7 @@ def figures(**changed: Any) -> dict[str, Any]:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plans "tiny" with figures in place of compiling: of each program, by its name."""
-    monkeypatch.setattr(planning, "libtpu_version", lambda: "0")
+    monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
 
     def call(**programs: dict[str, Any]) -> Plan:
         results = [{"program": name, "result": programs.get(name, figures())} for name in PROGRAMS]
@@ -318,17 +328,20 @@ def test_axes() -> None:
     assert check_axes({"model": 1}, 4, target) == {"data": 4, "model": 1}
 
 
-def test_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "package"), [("v5e:2x2", "pip install 'libtpu'"), ("h100", r"pip install 'jax\[cuda13\]'")]
+)
+def test_without_the_compiler(target: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise planning.PackageNotFoundError(name)
 
-    monkeypatch.setattr(planning, "version", lambda name: missing(name) if "libtpu" in name else "1")
-    with pytest.raises(CanvaxError, match="pip install libtpu"):
-        canvax.plan("tiny", "v5e:2x2")
+    monkeypatch.setattr(planning, "version", lambda name: "1" if name == "jax" else missing(name))
+    with pytest.raises(CanvaxError, match=package):
+        canvax.plan("tiny", target)
 
 
 def test_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(planning, "libtpu_version", lambda: "0")
+    monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'F0000 out of luck' >&2\nexit 7\n", encoding="utf-8")
     broken.chmod(0o755)

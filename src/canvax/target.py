@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 
-
 @dataclass(frozen=True)
 class _Target:
     platform: str
@@ -60,10 +59,10 @@ def _capability(device: Any) -> str:
     return str(getattr(device, "compute_capability", ""))
 
 
-OPTIONS: Mapping[str, Mapping[str, int]] = {
-    # XLA makes one matmul of those of queries, keys and values. Of its result each is then copied out in every step, and
-    # the weights side by side are a second copy of theirs: 5 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
-    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
+OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
+    # XLA makes one matmul of those of queries, keys and values. Of its result each is then copied out in every step,
+    # and the weights side by side are a second copy of theirs: 5 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 """Settings of XLA that a program is compiled with, by platform."""
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from canvax.planning.targets import CHIPS
+from canvax.planning.targets import CHIPS, GPUS
 
 _DENSE_16_BIT = {
-    "B200": 2250e12,
     "GH200": 989.4e12,
-    "H200": 989.4e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "A100": 312e12,
-    "A10G": 70e12,
     "A10": 125e12,
     "A30": 165e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
+    "A100": GPUS["a100-80gb"].flops,
+    **{name.upper().replace("RTX", "RTX "): gpu.flops for name, gpu in GPUS.items()},
 }
 """FLOP/s of NVIDIA's data sheets, dense, bfloat16 or float16 with sums in float32; part of JAX's ``device_kind``."""
 

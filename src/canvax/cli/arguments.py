@@ -31,6 +31,7 @@ _PLAN_EXAMPLES = """
 examples:
   canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 picture on each of four chips
   canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
+  canvax plan sdxl --target gpu-l4                             does it fit into JAX's part of 24 GB?
   canvax plan ./my-model --target tpu-v6e:2x4 --json
 """
 _BENCH_EXAMPLES = """
@@ -155,9 +156,9 @@ def build_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     _plan(commands.add_parser(
         "plan",
-        help="will a model fit on a TPU, and how long would it take? No TPU needed",
-        description="Compile a model for TPUs that are not there: memory, FLOPs, collectives and the compiler's own "
-        "estimate of the time. Needs pip install '.[tpu]'; no weights are read.",
+        help="will a model fit on a TPU or GPU, and how long would it take? None is needed",
+        description="Compile a model for TPUs or GPUs that are not there: memory, FLOPs, collectives and, for TPUs, "
+        "the compiler's own estimate of the time. Needs pip install '.[tpu]' or '.[cuda]'; no weights are read.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
@@ -349,7 +350,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="sd14, sd15, sd21, sdxl, sdxl-refiner, emoji, a folder, or a Hub id owner/name"
     )
-    parser.add_argument("--target", required=True, metavar="TPU", help="v2, v3, v4, v5e, v5p, v6e and chips: v5e:2x2")
+    parser.add_argument(
+        "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
+        "gpu-h100 or gpu-h100:8; a wrong name lists all",
+    )  # fmt: skip
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="pictures at once on all chips (one on each)")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")

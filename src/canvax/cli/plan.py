@@ -1,4 +1,4 @@
-"""``canvax plan``: will a model fit on a TPU, and how long would it take?"""
+"""``canvax plan``: will a model fit on a TPU or GPU, and how long would it take?"""
 
 from __future__ import annotations
 
@@ -70,19 +70,8 @@ def lines(plan: Plan) -> list[str]:
         f"{plan.dtype}" + (f" with {plan.quantize} weights" if plan.quantize else ""),
         "",
     ]
-    rows = [
-        (
-            "program",
-            "runs",
-            "TFLOP",
-            "GB moved",
-            "temporary GiB",
-            "bound ms",
-            "estimate ms",
-            "collectives",
-            "compiled in",
-        )
-    ]
+    last = "kernels" if plan.target.platform == "gpu" else "estimate ms"
+    rows = [("program", "runs", "TFLOP", "GB moved", "temporary GiB", "bound ms", last, "collectives", "compiled in")]
     rows += [_row(plan, program) for program in plan.programs]
     said = [*head, *table(rows, right=range(1, 7)), ""]
     unpriced = sorted({name for program in plan.programs for name in program.unpriced})
@@ -93,16 +82,17 @@ def lines(plan: Plan) -> list[str]:
         f"{plan.resident_bytes / GIB:.2f}, temporaries and results {plan.working_bytes / GIB:.2f}"
     )
     verdict = "fits" if plan.fits else "does not fit"
-    times = (
-        f"{_seconds(plan.seconds)} for the batch by the compiler's estimate, at least {_seconds(plan.bound_seconds)}"
-    )
-    said += [
-        f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}",
-        f"time: {times}; {plan.batch / plan.seconds:.3g} pictures a second",
-    ]
+    least = f"at least {_seconds(plan.bound_seconds)}"
+    if plan.seconds is None:
+        times = f"{least} for the batch, at most {plan.batch / plan.bound_seconds:.3g} pictures a second"
+    else:
+        estimate = f"{_seconds(plan.seconds)} for the batch by the compiler's estimate"
+        times = f"{estimate}, {least}; {plan.batch / plan.seconds:.3g} pictures a second"
+    said += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", f"time: {times}"]
     if unpriced:
         said.append(f"no estimate, and missing in the time: {', '.join(unpriced)}")
-    return [*said, f"Figures are for one {device}, for one run of a program; nothing was run. See docs/tpu.md."]
+    page = f"docs/{plan.target.platform}.md"
+    return [*said, f"Figures are for one {device}, for one run of a program; nothing was run. See {page}."]
 
 
 def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:
@@ -116,7 +106,7 @@ def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:
         f"{program.hbm_bytes / 1e9:.3g}",
         f"{program.temporary_bytes / GIB:.2f}",
         f"{program.bound_seconds(plan.target.chip) * 1e3:.3g}",
-        f"{program.seconds * 1e3:.3g}",
+        str(program.kernels) if program.seconds is None else f"{program.seconds * 1e3:.3g}",
         ", ".join(f"{count} {name}" for name, count in program.collectives.items()) or "none",
         compiled,
     )

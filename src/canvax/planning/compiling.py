@@ -17,7 +17,7 @@ from canvax.compile.cache import usual_path
 from canvax.compile.flags import without
 from canvax.errors import CanvaxError, InputError
 from canvax.planning.job import PROGRAMS, Job
-from canvax.planning.targets import environment
+from canvax.planning.targets import environment, parse_target
 
 _PACKAGE = Path(__file__).parent.parent
 _NO_PART = {"cli", "flax_api", "images", "pipelines", "tokenizers", "weights"}
@@ -32,7 +32,7 @@ def compile_programs(
     """The figures of each program: from an earlier plan, else from compiling it now.
 
     Raises:
-        InputError: libtpu does not know the target.
+        InputError: the compiler does not know the target.
         CanvaxError: the compiler failed.
     """
     files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in PROGRAMS}
@@ -98,7 +98,8 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
             for line in process.stdout:
                 message = json.loads(line)
                 if "refused" in message:
-                    raise InputError(f"target={job.target!r}: libtpu refuses it: {message['refused']}")
+                    compiler = parse_target(job.target).compiler
+                    raise InputError(f"target={job.target!r}: {compiler} refuses it: {message['refused']}")
                 yield message
             if process.wait() != 0:
                 noise.seek(0)

@@ -1,8 +1,8 @@
-"""What a program costs, read from the text that the TPU compiler leaves.
+"""What a program costs, read from the text that the compiler leaves.
 
 ``cost_analysis`` of a compiled program is not enough: it counts the body of a loop once, takes one second off for each
 custom call that it has no cost for, and counts what is fetched into on-chip memory twice. The text has each
-instruction's shapes, which memory they are in, and the compiler's own estimate of its cycles.
+instruction's shapes, which memory they are in, and, for TPUs, the compiler's own estimate of its cycles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from canvax.planning.targets import Chip
@@ -23,7 +23,11 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 _SCOPE = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations)=(%[\w.\-]+|\{[^}]*\})")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ROLES = "calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
+_CALLED = re.compile(rf"({_ROLES})=(%[\w.\-]+|\{{[^}}]*\}})")
+_KERNELS = re.compile(r'custom_call_target="(tpu_custom_call|__cu)')
+"""Custom calls that do something: a Pallas kernel, cuDNN's and cuBLAS's."""
 
 _FREE = frozenset({
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"),
@@ -39,19 +43,21 @@ class Work:
     Attributes:
         seconds: the compiler's estimate, and for custom kernels the roofline of what they say they do.
         bytes: to and from the chip's memory (HBM).
+        kernels: instructions that do something, one after another.
         unpriced: what has no estimate and is missing in ``seconds``.
     """
 
     seconds: float = 0.0
     bytes: float = 0.0
+    kernels: int = 0
     unpriced: tuple[str, ...] = ()
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.seconds + other.seconds, self.bytes + other.bytes, self.unpriced + other.unpriced)
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: int) -> Work:
         """The same, ``count`` times."""
-        return Work(self.seconds * count, self.bytes * count, self.unpriced)
+        return Work(self.seconds * count, self.bytes * count, self.kernels * count, self.unpriced)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class Module:
                 yield from self._reached(re.findall(r"[=,{ ]%([\w.\-]+)", "\n".join(lines)), seen)
 
     def _work(self, name: str, skip: str | None = None) -> Work:
-        seconds, size, unpriced = 0.0, 0.0, []
+        seconds, size, kernels, unpriced = 0.0, 0.0, 0, []
         inner = Work()
         computation = self.computation(name)
         for one in computation.values():
@@ -154,14 +160,17 @@ class Module:
                 for callee in one.called("to_apply"):
                     inner += self._work(callee)
             elif one.opcode == "conditional":
-                branches = [self._work(branch) for branch in one.called("branch_computations")]
-                inner += max(branches, key=lambda work: work.seconds)
+                roles = ("branch_computations", "true_computation", "false_computation")
+                branches = [self._work(branch) for role in roles for branch in one.called(role)]
+                inner += max(branches, key=lambda work: (work.seconds, work.bytes))
             price = self._seconds(one)
             if price is None:
                 unpriced.append(one.name)
             seconds += price or 0.0
-            size += self._bytes(one, computation)
-        return Work(seconds, size, tuple(unpriced)) + inner
+            if _does_something(one):
+                size += self._bytes(one, computation)
+                kernels += 1
+        return Work(seconds, size, kernels, tuple(unpriced)) + inner
 
     def _turn(self, loop: Instruction) -> Work:
         return self._work(loop.called("body")[0])
@@ -177,7 +186,9 @@ class Module:
         return None if one.opcode.removesuffix("-start") in _COLLECTIVES else 0.0
 
     def _trips(self, loop: Instruction, computation: Computation) -> int | None:
-        """How often a loop turns, if its condition compares a counter from 0 with a constant."""
+        """How often a loop turns, if the compiler says so or its condition compares a counter with a constant."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
         condition = self.computation(loop.called("condition")[0])
         compare = next((one for one in reversed(condition.values()) if one.opcode == "compare"), None)
         if compare is None or "direction=LT" not in compare.rest:
@@ -194,8 +205,6 @@ class Module:
         return int(value[1]) if (value := re.search(r" constant\((\d+)\)", limit.line)) else None
 
     def _bytes(self, one: Instruction, computation: Computation) -> float:
-        if one.opcode in _FREE or (one.opcode == "custom-call" and "tpu_custom_call" not in one.rest):
-            return 0
         if one.opcode in ("copy-start", "slice-start"):
             # (from, to, mark): a slice reads no more than it writes.
             if one.opcode == "copy-start":
@@ -233,6 +242,10 @@ class Module:
             return whole
         users = [(user, user.operands.index(inner.name)) for user in inside.values() if inner.name in user.operands]
         return min(whole, sum(self._read(user, at, inside) for user, at in users)) if users else 0
+
+
+def _does_something(one: Instruction) -> bool:
+    return one.opcode not in _FREE and (one.opcode != "custom-call" or _KERNELS.search(one.rest) is not None)
 
 
 _COLLECTIVES = frozenset({

@@ -1,7 +1,7 @@
-"""``plan``: will a model fit on a TPU that is not there, and how long would a picture take?
+"""``plan``: will a model fit on a TPU or GPU that is not there, and how long would a picture take?
 
-The real programs are compiled for the real topology by the TPU's own compiler, with abstract weights. What it says is
-an estimate: nothing has run.
+The real programs are compiled for the real topology by the device's own compiler, with abstract weights. What it says
+is an estimate: nothing has run.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class ProgramPlan:
         compile_seconds: what compiling took, now or when it was done.
         reused: the figures are of an earlier plan.
         refused: why the compiler would not compile it (memory), else None.
-        seconds: the compiler's estimate of one evaluation.
+        seconds: the compiler's estimate of one evaluation; None for GPUs, whose compiler makes none.
         setup_seconds: likewise of what "denoise" does before its first step.
         flops: matmuls, convolutions and kernels of one evaluation.
-        hbm_bytes: to and from the device's memory in one evaluation.
+        hbm_bytes: to and from the device's memory in one evaluation, on GPUs through their L2 cache.
+        kernels: what runs one after another in one evaluation.
         collectives: how many of each kind are in the program.
         collectives_in_loop: those in the loop over steps.
         unpriced: instructions that the estimate knows no time for.
@@ -61,10 +62,11 @@ class ProgramPlan:
     compile_seconds: float
     reused: bool = False
     refused: str | None = None
-    seconds: float = 0.0
+    seconds: float | None = None
     setup_seconds: float = 0.0
     flops: float = 0.0
     hbm_bytes: float = 0.0
+    kernels: int = 0
     collectives: Mapping[str, int] = field(default_factory=dict)
     collectives_in_loop: Mapping[str, int] = field(default_factory=dict)
     unpriced: tuple[str, ...] = ()
@@ -141,10 +143,11 @@ class Plan:
         return f"{missing / 2**30:.2f} GiB too much on each {self.target.chip.device}" if missing > 0 else None
 
     @property
-    def seconds(self) -> float:
-        """The compiler's estimate for the whole batch, from token ids to pixels."""
+    def seconds(self) -> float | None:
+        """The compiler's estimate for the whole batch, from token ids to pixels; None without one, as for GPUs."""
         calls = math.ceil(self.steps / WINDOW)
-        return sum(p.evaluations * p.seconds + calls * p.setup_seconds for p in self.programs)
+        times = [p.evaluations * p.seconds + calls * p.setup_seconds for p in self.programs if p.seconds is not None]
+        return sum(times) if len(times) == len(self.programs) else None
 
     @property
     def bound_seconds(self) -> float:
@@ -205,15 +208,17 @@ def plan(
     announce: Announce | None = None,
     **source: Any,
 ) -> Plan:
-    """Compile a model for TPUs that are not there, and say whether it fits and how long the compiler thinks it takes.
+    """Compile a model for TPUs or GPUs that are not there, and say whether it fits and how long it takes at least.
 
-    Needs libtpu (``pip install '.[tpu]'``), no TPU and no weights. A full SDXL takes some ten minutes the first
-    time on two cores; the result is kept, and the same program is not compiled again.
+    Needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), no device and no weights. A full SDXL
+    takes some minutes for a TPU the first time on two cores, and one for a GPU; the result is kept, and the same
+    program is not compiled again.
 
     Args:
         model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which only configs
             are read.
-        target: such as "tpu-v5e:2x2": v2, v3, v4, v5e, v5p or v6e, and chips along each axis.
+        target: such as "tpu-v5e:2x2", of v2, v3, v4, v5e, v5p and v6e, with chips along each axis; or "gpu-h100:8", of
+            those in ``canvax.planning.targets.GPUS``, with how many there are.
         batch: pictures at once on all devices together; by default one on each.
         height: pixels, divisible by 8; by default the size the model was trained for.
         width: likewise.
@@ -229,11 +234,10 @@ def plan(
     Raises:
         InputError: an argument cannot be used; nothing has been compiled.
         CheckpointError, HubError: the model cannot be read.
-        CanvaxError: libtpu is missing, or the compiler failed.
+        CanvaxError: the compiler is missing, or it failed.
     """
     aim = parse_target(target)
-    devices = aim.chips * (2 if aim.chip.device == "core" else 1)
-    axes = check_axes(mesh, devices, aim)
+    axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
@@ -254,7 +258,7 @@ def plan(
         dtype=dtype,
         quantize=quantize,
     )
-    versions = {"canvax": __version__, "jax": version("jax"), "libtpu": libtpu_version()}
+    versions = {"canvax": __version__, "jax": version("jax"), **compiler_version(aim)}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
@@ -302,15 +306,22 @@ def architecture(model: str | Path, **source: Any) -> Preset:
     return Preset(*read_networks(checkout))
 
 
-def libtpu_version() -> str:
-    """Version of the TPU compiler.
+_COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+
+
+def compiler_version(target: Target) -> dict[str, str]:
+    """The package of the compiler for a target, and its version.
 
     Raises:
         CanvaxError: it is not installed.
     """
-    for name in ("libtpu", "libtpu-nightly"):
+    for name in _COMPILERS[target.platform]:
         try:
-            return version(name)
+            return {name: version(name)}
         except PackageNotFoundError:
             continue
-    raise CanvaxError("planning needs the TPU's compiler, which is not installed: pip install libtpu")
+    cure = "jax[cuda13]" if target.platform == "gpu" else "libtpu"
+    raise CanvaxError(
+        f"planning for {target} needs {target.compiler}, which is not installed: pip install '{cure}'. No "
+        f"{target.platform.upper()} is needed"
+    )

@@ -1,4 +1,4 @@
-"""TPUs that can be planned for, and how to ask libtpu for them."""
+"""TPUs and NVIDIA GPUs that can be planned for, and how to ask their compilers for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """What JAX calls one device of a TPU generation: a chip, or one of a chip's two cores in v2 and v3.
+    """What JAX calls one device: of TPUs a chip, or one of a chip's two cores in v2 and v3, or a GPU.
 
-    Peak, bandwidth and memory are those of the vendor's data sheets (cloud.google.com/tpu/docs, system architecture).
-    The clock is the one at which the data sheet's peak follows from the number of multipliers; for v2 to v4 it is also
-    published (Jouppi et al. 2020, 2023). ``usable`` is what libtpu says it has when a program asks for too much: the
-    data sheet's memory less what the runtime keeps for itself.
+    Peak, bandwidth and memory are those of the vendors' data sheets (cloud.google.com/tpu/docs, system architecture;
+    NVIDIA's). The clock is the one at which the data sheet's peak follows from the number of multipliers; for v2 to v4
+    it is also published (Jouppi et al. 2020, 2023). ``usable`` is what libtpu says it has when a program asks for too
+    much: the data sheet's memory less what the runtime keeps for itself. Of a GPU it is what JAX takes.
 
     Attributes:
         name: the generation.
-        device: "chip" or "core".
+        device: "chip", "core" or "GPU".
         flops: peak bfloat16 FLOP/s.
         bandwidth: bytes/s of its memory.
         clock: Hz of its cores.
@@ -57,7 +57,94 @@ CHIPS = {
     )
 }
 
-_TARGET = re.compile(r"(?:tpu[-:])?(\w+):(\d+(?:x\d+){1,2})", re.ASCII)
+
+@dataclass(frozen=True)
+class Gpu(Chip):
+    """An NVIDIA GPU, by the vendor's data sheets and architecture white papers.
+
+    ``flops`` is dense, with sums in float32; ``memory`` is what the driver shows.
+
+    Attributes:
+        capability: compute capability, such as (9, 0).
+        processors: streaming multiprocessors.
+        shared: bytes of shared memory of each.
+        cache: bytes of the L2 cache.
+    """
+
+    capability: tuple[int, int] = (0, 0)
+    processors: int = 0
+    shared: int = 0
+    cache: int = 0
+
+    @property
+    def described(self) -> str:
+        """What XLA's compiler has to know: a GpuTargetConfigProto as text."""
+        major, minor = self.capability
+        device = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_block_optin": self.shared - 1024,
+            "shared_memory_per_core": self.shared,
+            # 8.6 and 8.9 are the consumers' chips, of smaller processors.
+            "threads_per_core_limit": 1536 if self.capability in ((8, 6), (8, 9)) else 2048,
+            "core_count": self.processors,
+            "fpus_per_core": 64 if self.capability == (8, 0) else 128,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "memory_bandwidth": int(self.bandwidth),
+            "l2_cache_size": self.cache,
+            "clock_rate_ghz": self.clock / 1e9,
+            "device_memory_size": int(self.memory),
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        told = "\n".join(f"  {name}: {value}" for name, value in device.items())
+        return (
+            f"gpu_device_info {{\n{told}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+            'platform_name: "CUDA"\n'
+            "dnn_version_info { major: 9 minor: 10 }\n"
+            "runtime_version { major: 13 minor: 0 patch: 0 }\n"
+            f'device_description_str: "{self.name}"\n'
+        )
+
+
+PREALLOCATED = 0.75
+"""Part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+
+_KIB, _MIB = 2**10, 2**20
+
+
+def _gpu(
+    name: str, tflops: float, bandwidth: float, clock: float, memory: float, capability: tuple[int, int],
+    processors: int, shared: int, cache: float,
+) -> Gpu:  # fmt: skip
+    """TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of each, MiB."""
+    return Gpu(
+        name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
+        capability=capability, processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
+    )  # fmt: skip
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("rtx3090", 71, 936, 1.695, 24.0, (8, 6), 82, 100, 6),
+        _gpu("rtx4090", 165.2, 1008, 2.52, 24.0, (8, 9), 128, 100, 72),
+        _gpu("a10g", 70, 600, 1.71, 22.5, (8, 6), 80, 100, 6),
+        _gpu("l4", 121, 300, 2.04, 22.5, (8, 9), 58, 100, 48),
+        _gpu("l40s", 362, 864, 2.52, 45.0, (8, 9), 142, 100, 96),
+        _gpu("a100-40gb", 312, 1555, 1.41, 39.6, (8, 0), 108, 164, 40),
+        _gpu("a100-80gb", 312, 2039, 1.41, 79.2, (8, 0), 108, 164, 40),
+        _gpu("h100", 989.4, 3352, 1.83, 79.6, (9, 0), 132, 228, 50),
+        _gpu("h200", 989.4, 4800, 1.83, 139.8, (9, 0), 132, 228, 50),
+        _gpu("b200", 2250, 8000, 1.856, 179.0, (10, 0), 148, 228, 126),
+    )
+}
+
+_TPU_NAME = re.compile(r"(?:tpu[-:])?(\w+):(\d+(?:x\d+){1,2})", re.ASCII)
+_GPU_NAME = re.compile(r"(?:gpu[-:])?([\w-]+?)(?::(\d+))?", re.ASCII)
 _HOST = 4
 """Chips of a host, as libtpu assumes unless told otherwise."""
 
@@ -68,47 +155,71 @@ class Target:
 
     Attributes:
         chip: the generation.
-        shape: chips along each axis, such as (2, 2).
+        shape: chips along each axis, such as (2, 2); of GPUs how many there are.
     """
 
     chip: Chip
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"tpu-{self.topology}"
+        return f"{self.platform}-{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def platform(self) -> str:
+        """ "tpu" or "gpu"."""
+        return "gpu" if isinstance(self.chip, Gpu) else "tpu"
+
+    @property
+    def compiler(self) -> str:
+        """What compiles for it."""
+        return "JAX's CUDA plugin" if self.platform == "gpu" else "libtpu"
 
     @property
     def chips(self) -> int:
-        """How many chips there are."""
+        """How many chips or GPUs there are."""
         return math.prod(self.shape)
 
     @property
-    def topology(self) -> str:
-        """Its name for libtpu."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+    def devices(self) -> int:
+        """How many devices JAX has there."""
+        return self.chips * (2 if self.chip.device == "core" else 1)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What libtpu is told beside the name."""
-        if self.chips >= _HOST:
-            return dict(self.chip.options)
-        return {**self.chip.options, "chips_per_host_bounds": (*self.shape, 1, 1)[:3]}
+    def topology(self) -> dict[str, Any]:
+        """Arguments for ``jax.experimental.topologies.get_topology_desc``."""
+        if isinstance(self.chip, Gpu):
+            # Slices, hosts of each, GPUs of each.
+            topology = f"1x1x{self.shape[0]}"
+            return {"platform": "cuda", "topology": topology, "target_config": self.chip.described}
+        name = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        options = {"topology_name": name, "platform": "tpu", **self.chip.options}
+        if self.chips < _HOST:
+            options["chips_per_host_bounds"] = (*self.shape, 1, 1)[:3]
+        return options
 
 
 def parse_target(target: str) -> Target:
-    """A target such as "tpu-v5e:2x2" or "v4:2x2x1".
+    """A target such as "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
 
     Raises:
         InputError: it is not of that form, or the generation is not known.
     """
-    examples = "write it like 'tpu-v5e:2x2' (four chips) or 'tpu-v4:2x2x1'"
+    examples = "write it like 'tpu-v5e:2x2' (four chips), 'tpu-v4:2x2x1', 'gpu-h100' or 'gpu-h100:8'"
     if not isinstance(target, str) or not target:
-        raise InputError(f"target={target!r} is not the name of a TPU; {examples}")
-    match = _TARGET.fullmatch(target.lower())
-    name = match[1] if match else re.sub(r"^tpu[-:]", "", target.lower()).partition(":")[0]
+        raise InputError(f"target={target!r} is not the name of a TPU or GPU; {examples}")
+    said = target.lower()
+    match = _GPU_NAME.fullmatch(said)
+    if match and match[1] in GPUS and not said.startswith("tpu"):
+        count = int(match[2] or 1)
+        if not count:
+            raise InputError(f"target={target!r} has no GPUs; {examples}")
+        return Target(GPUS[match[1]], (count,))
+    match = _TPU_NAME.fullmatch(said)
+    name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", said).partition(":")[0]
     if name not in CHIPS:
         raise InputError(
-            f"target={target!r} is not known; {nearest(name, list(CHIPS))} There are {', '.join(CHIPS)}; {examples}"
+            f"target={target!r} is not known; {nearest(name, [*CHIPS, *GPUS])} There are {', '.join(CHIPS)} and "
+            f"{', '.join(GPUS)}; {examples}"
         )
     if match is None:
         raise InputError(f"target={target!r} does not say how the chips are wired; {examples}")
@@ -119,7 +230,7 @@ def parse_target(target: str) -> Target:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a process that compiles for a TPU without one; it has to be there before JAX is imported.
+    """Environment of a process that compiles for devices that are not there; it has to be set before JAX is imported.
 
     libtpu would otherwise look for a TPU to drive, ask the cloud's metadata server, complain on stderr, and refuse to
     be loaded twice on a machine.

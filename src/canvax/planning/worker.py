@@ -1,4 +1,4 @@
-"""A process of its own that compiles for a TPU: a job on one line of stdin, one JSON object a line on stdout.
+"""A process of its own that compiles for a TPU or GPU: a job on one line of stdin, one JSON object a line on stdout.
 
 libtpu and JAX read their settings when they are loaded, and a compiler may run out of memory or crash; neither must
 happen to the caller, who may be using a GPU meanwhile.
@@ -44,7 +44,7 @@ def main() -> int:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     target = parse_target(job.target)
     try:
-        topology = topologies.get_topology_desc(target.topology, platform="tpu", **target.options)
+        topology = topologies.get_topology_desc(**target.topology)
     except Exception as error:
         _tell(report, refused=_first_line(error))
         return 1
@@ -94,20 +94,24 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
         return {"compile_seconds": time.perf_counter() - began, "refused": _memory_fault(error)}
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    chip = parse_target(job.target).chip
-    module = Module(text, chip)
+    target = parse_target(job.target)
+    module = Module(text, target.chip)
     setup, run = (module.setup(), module.step()) if name == "denoise" else (Work(), module.whole())
-    cost = compiled.cost_analysis()
+    cost = compiled.cost_analysis() or {}
+    estimate = {} if target.platform == "gpu" else {
+        # The cycles do not include waiting for what is fetched ahead.
+        "seconds": max(run.seconds, run.bytes / target.chip.bandwidth),
+        "setup_seconds": setup.seconds,
+        "unpriced": sorted(set(setup.unpriced + run.unpriced)),
+    }  # fmt: skip
     return {
         "compile_seconds": seconds,
-        # The cycles do not include waiting for what is fetched ahead.
-        "seconds": max(run.seconds, run.bytes / chip.bandwidth),
-        "setup_seconds": setup.seconds,
+        **estimate,
         "flops": _flops(job, name, params, latents) / mesh.size,
         "hbm_bytes": run.bytes,
+        "kernels": run.kernels,
         "collectives": collectives(text),
         "collectives_in_loop": collectives(module.step_text()),
-        "unpriced": sorted(set(setup.unpriced + run.unpriced)),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -120,7 +124,7 @@ def _flops(job: Job, name: str, params: Params, latents: tuple[int, int, int, in
     """FLOPs of one evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
     text = model.text
-    with compiling_for("tpu"):
+    with compiling_for(parse_target(job.target).platform):
         if name == "encode":
             ids = dict.fromkeys(text.parts, shape((job.batch, text.tokens), jnp.int32))
             return count_flops(partial(encode_text, cfg=text), params, ids, shape((), jnp.int32))
