@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,11 +16,14 @@ import small_sdxl
 from bundled import LATENTS, TEXT_WIDTH
 
 import canvax
+from canvax.compile import programs
+from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.models.presets import PRESETS
 from canvax.models.unet import deep_shape, skip_connections, unet, unet_reusing
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec
-from canvax.parallel.mesh import make_mesh
+from canvax.parallel.mesh import make_mesh, over_batch
+from canvax.parallel.rules import place_all
 from canvax.params import init_params
 from canvax.pipelines.request import is_tiled
 from canvax.pipelines.work import Stretch, Work
@@ -332,6 +336,29 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     # The measure sees steps of one level of an 8-bit picture.
     steps = sum(2 / 255 * (np.arange(pixels) >= edge) for edge in edges)
     assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
+
+
+@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 8}, {"data": 2, "model": 2}], ids=str)
+def test_a_large_batch_is_decoded_in_turns(
+    emoji: canvax.StableDiffusion, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each device on its own pictures, as many at once as divide them: the same pictures in less memory."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", "off")
+    checkpoint, mesh = emoji.checkpoint, make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+    latents = np.random.default_rng(0).standard_normal((48, *LATENTS)).astype(np.float32)
+    params = jax.tree.map(np.asarray, emoji.params["vae"])  # type: ignore[index]
+    placed = {"vae": place_all(vae_spec(checkpoint.vae), params, mesh)}
+    drawn, memory = [], []
+    for most in (100, 4):  # of which 3 divide the 6 of each of eight devices
+        monkeypatch.setattr(programs, "DECODED", most * 64 * 64)
+        decode = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh).decode(placed, latents.shape)
+        text = decode.as_text()  # type: ignore[attr-defined]
+        assert ("while" in text) == (most == 4)
+        assert not collectives(text) or sizes.get("model", 1) > 1
+        drawn.append(np.asarray(decode(placed["vae"], jax.device_put(latents, over_batch(mesh)))))
+        memory.append(decode.memory_analysis().temp_size_in_bytes)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(drawn[1], drawn[0], atol=1e-5)
+    assert memory[1] < memory[0]
 
 
 def test_a_picture_of_one_tile_is_what_it_was(emoji: canvax.StableDiffusion) -> None:

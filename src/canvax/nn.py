@@ -178,10 +178,7 @@ def group_norm(p: Params, x: Array, *, groups: int, eps: float) -> Array:
     pixels = x.astype(jnp.float32).reshape(batch, -1, channels)
 
     def mean_of(y: Array) -> Array:
-        """[B, pixels, C] -> [B, groups]."""
-        if target_platform() == "tpu":
-            return y.reshape(batch, -1, groups, channels // groups).mean((1, 3))
-        # Elsewhere a sum over neighbours in memory is slow, and a GPU writes those of each pixel to memory first.
+        """[B, pixels, C] -> [B, groups]; over pixels first, since a GPU would write each pixel's sums to memory."""
         return y.mean(1).reshape(batch, groups, -1).mean(-1)
 
     mean = mean_of(pixels)

@@ -97,6 +97,14 @@ def target_mesh() -> Mesh | None:
     return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
+def batch_shards() -> int | None:
+    """How many devices share the batch of the current trace: the size of ``data``; None where nobody has said."""
+    if _target.get() is None:
+        return None
+    mesh = target_mesh()
+    return 1 if mesh is None else mesh.shape.get("data", 1)
+
+
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """``kernel``, which XLA cannot split by itself, run by each device of :func:`target_mesh` on its own part."""
     mesh = target_mesh()

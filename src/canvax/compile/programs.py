@@ -28,7 +28,7 @@ from canvax.models.vae import vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
-from canvax.target import compile_lowered, compiling_on
+from canvax.target import batch_shards, compile_lowered, compiling_on
 from canvax.types import Array
 
 PROGRAMS = ("text encoder", "denoiser", "decoder")
@@ -271,17 +271,47 @@ def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[A
 _SCALARS = ("timestep", "c_in", "p", "q", "guidance", "rescale")
 
 
+DECODED = 1024 * 1024
+"""Pixels of the pictures that a device decodes at once, if there is more than one: one of SDXL's, four of SD 1.5's.
+
+Such a picture keeps a device busy. Of more at once only the memory grows, by 1.2 GiB for each of 1024 x 1024 pixels.
+"""
+
+
 def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool = False) -> Array:
     """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
-    In float32 instead where that is float16 and the config says that the VAE overflows in it.
+    In float32 instead where that is float16 and the config says that the VAE overflows in it. No more at once than
+    :data:`DECODED`, where the devices are known.
     """
     dtype = params["decoder"]["conv_in"]["weight"].dtype
     if dtype == jnp.float16 and cfg.force_upcast:
         dtype = jnp.float32
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    images = (vae_decode_tiled if tiled else vae_decode)(params, latents.astype(dtype), cfg)
-    return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    def some(latents: Array) -> Array:
+        images = (vae_decode_tiled if tiled else vae_decode)(params, latents.astype(dtype), cfg)
+        return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    pixels = latents.shape[1] * latents.shape[2] * cfg.factor**2
+    return _in_turns(some, latents, most=max(1, DECODED // pixels))
+
+
+def _in_turns(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:
+    """``function`` of images [B, ...], ``most`` of each device's at a time."""
+    shards = batch_shards()
+    if shards is None or x.shape[0] <= shards * most:
+        return function(x)
+    each = x.shape[0] // shards
+    now = next(count for count in range(most, 0, -1) if each % count == 0)
+
+    def regrouped(x: Array, first: int, second: int) -> Array:
+        """Its leading axes, of ``first`` x ``second`` x ``now``, with the first two changed about."""
+        return x.reshape(first, second, now, *x.shape[-3:]).swapaxes(0, 1)
+
+    turns = each // now
+    y = jax.lax.map(function, regrouped(x, shards, turns).reshape(turns, shards * now, *x.shape[1:]))
+    return regrouped(y, turns, shards).reshape(x.shape[0], *y.shape[2:])
 
 
 def _abstract(params: Params) -> Any:
