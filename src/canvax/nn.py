@@ -168,31 +168,41 @@ def norm_spec(channels: int) -> Spec:
     }
 
 
-def group_norm(p: Params, x: Array, *, groups: int, eps: float) -> Array:
+def group_norm(
+    p: Params, x: Array, *, groups: int, eps: float, activation: Callable[[Array], Array] | None = None
+) -> Array:
     """Group normalisation over height, width and the channels of a group (Wu & He 2018), [B, H, W, C].
 
     Statistics in float32, by two passes where x is: the one-pass form E[x^2] - E[x]^2 cancels where the mean is large.
-    Of 16-bit numbers it loses less than their own rounding has lost already, and saves reading them once more.
+    Of 16-bit numbers it loses less than their own rounding has lost already, and saves reading them once more. The
+    ``activation`` that follows is computed in float32 too, before what comes out is rounded.
     """
     batch, channels = x.shape[0], x.shape[-1]
-    pixels = x.astype(jnp.float32).reshape(batch, -1, channels)
+    half = x.dtype.itemsize < 4
+
+    def widened() -> Array:
+        """[B, pixels, C] in float32; on the CPU each time anew, or XLA would write them to memory for all uses."""
+        nonlocal x
+        if half and target_platform() == "cpu":
+            x = jax.lax.optimization_barrier(x)
+        return x.astype(jnp.float32).reshape(batch, -1, channels)
 
     def mean_of(y: Array) -> Array:
         """[B, pixels, C] -> [B, groups]; over pixels first, since a GPU would write each pixel's sums to memory."""
         return y.mean(1).reshape(batch, groups, -1).mean(-1)
 
-    mean = mean_of(pixels)
-    if x.dtype.itemsize < 4:
-        variance = jnp.maximum(mean_of(jnp.square(pixels)) - jnp.square(mean), 0.0)
+    mean = mean_of(widened())
+    if half:
+        variance = jnp.maximum(mean_of(jnp.square(widened())) - jnp.square(mean), 0.0)
     else:
-        variance = mean_of(jnp.square(pixels - jnp.repeat(mean, channels // groups, 1)[:, None]))
+        variance = mean_of(jnp.square(widened() - jnp.repeat(mean, channels // groups, 1)[:, None]))
     # Folded to one multiply-add per element, which fuses with the activation that follows.
     weight = p["weight"].astype(jnp.float32).reshape(groups, -1)
     bias = p["bias"].astype(jnp.float32).reshape(groups, -1)
     scale = weight * jax.lax.rsqrt(variance + eps)[..., None]
     shift = bias - mean[..., None] * scale
-    broadcast = (batch, *(1 for _ in x.shape[1:-1]), channels)
-    return (x.astype(jnp.float32) * scale.reshape(broadcast) + shift.reshape(broadcast)).astype(x.dtype)
+    y = widened() * scale.reshape(batch, 1, channels) + shift.reshape(batch, 1, channels)
+    return (activation(y) if activation else y).astype(x.dtype).reshape(x.shape)
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
@@ -229,7 +239,8 @@ def gelu(x: Array) -> Array:
 
 def quick_gelu(x: Array) -> Array:
     """``x * sigmoid(1.702 x)``, the activation of OpenAI's CLIP."""
-    return x * jax.nn.sigmoid(1.702 * x)
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.nn.sigmoid(1.702 * x32)).astype(x.dtype)
 
 
 ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}

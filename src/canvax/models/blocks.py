@@ -61,10 +61,10 @@ def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: f
         [B, h, w, Cout].
     """
     with jax.named_scope("resnet"):
-        h = conv2d(p["conv1"], jax.nn.silu(group_norm(p["norm1"], x, groups=groups, eps=eps)))
+        h = conv2d(p["conv1"], group_norm(p["norm1"], x, groups=groups, eps=eps, activation=jax.nn.silu))
         if time is not None:
             h = h + linear(p["time_emb_proj"], time)[:, None, None, :]
-        h = conv2d(p["conv2"], jax.nn.silu(group_norm(p["norm2"], h, groups=groups, eps=eps)))
+        h = conv2d(p["conv2"], group_norm(p["norm2"], h, groups=groups, eps=eps, activation=jax.nn.silu))
         shortcut = linear(p["conv_shortcut"], x) if "conv_shortcut" in p else x
         return shortcut + h
 

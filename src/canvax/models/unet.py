@@ -278,7 +278,7 @@ def unet_reusing(
 
     h, memory = recall(deep)
     h = go_up(h, outer, up[-layers:])
-    h = jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=groups, eps=eps))
+    h = group_norm(p["conv_norm_out"], h, groups=groups, eps=eps, activation=jax.nn.silu)
     return conv2d(p["conv_out"], h), memory
 
 

@@ -232,6 +232,5 @@ def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> 
 
 
 def _head(p: Params, h: Array, cfg: VaeConfig) -> Array:
-    return conv2d(
-        p["conv_out"], jax.nn.silu(group_norm(p["conv_norm_out"], h, groups=cfg.norm_num_groups, eps=NORM_EPS))
-    )
+    norm = {"groups": cfg.norm_num_groups, "eps": NORM_EPS}
+    return conv2d(p["conv_out"], group_norm(p["conv_norm_out"], h, **norm, activation=jax.nn.silu))
