@@ -28,7 +28,7 @@ from canvax.params import Param, flatten
 from canvax.weights import flax_msgpack, safetensors
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.hub import resolve
-from canvax.weights.load import materialise, open_weights
+from canvax.weights.load import Scratch, materialise, open_weights
 from canvax.weights.names import flax_name, spec_name
 from canvax.weights.safetensors import open_safetensors
 
@@ -42,7 +42,7 @@ def test_float8_is_read(tmp_path: Path) -> None:
         header = {"a": {"dtype": code, "shape": [3, 4], "data_offsets": [0, 12]}}
         (tmp_path / "a.safetensors").write_bytes(raw_safetensors(header, array.tobytes()))
         (entry,) = open_safetensors(tmp_path / "a.safetensors")
-        got = materialise(Param((4, 3), (None, None), layout="linear"), entry, np.float32)
+        got = materialise(Param((4, 3), (None, None), layout="linear"), entry, np.float32, Scratch())
         np.testing.assert_array_equal(got, array.T.astype(np.float32))
 
 
@@ -50,7 +50,7 @@ def test_numbers_too_large_are_refused(tmp_path: Path) -> None:
     save_file({"a": np.full((4,), 1e5, np.float32)}, tmp_path / "a.safetensors")
     (entry,) = open_safetensors(tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="too large for float16; load with dtype=bfloat16"):
-        materialise(Param((4,), (None,)), entry, np.float16)
+        materialise(Param((4,), (None,)), entry, np.float16, Scratch())
 
 
 def test_large_arrays_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +61,25 @@ def test_large_arrays_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Mon
     save_file({"c": conv, "l": linear, "p": plain}, tmp_path / "a.safetensors")
     entries = {entry.name: entry for entry in open_safetensors(tmp_path / "a.safetensors")}
     for dtype in (np.float32, BFLOAT16):
-        got = materialise(Param((3, 3, 5, 130), (None,) * 4, layout="conv"), entries["c"], dtype)
+        scratch = Scratch()
+        got = materialise(Param((3, 3, 5, 130), (None,) * 4, layout="conv"), entries["c"], dtype, scratch)
         np.testing.assert_array_equal(got, conv.transpose(2, 3, 1, 0).astype(dtype))
-        got = materialise(Param((7, 129), (None, None), layout="linear"), entries["l"], dtype)
+        got = materialise(Param((7, 129), (None, None), layout="linear"), entries["l"], dtype, scratch)
         np.testing.assert_array_equal(got, linear.T.astype(dtype))
-        got = materialise(Param(plain.shape, (None,)), entries["p"], dtype)
+        got = materialise(Param(plain.shape, (None,)), entries["p"], dtype, scratch)
         np.testing.assert_array_equal(got, plain.astype(dtype))
         assert got.ctypes.data % 64 == 0
+
+
+def test_what_does_not_turn_is_not_taken_over_from_scratch(tmp_path: Path) -> None:
+    """JAX on the CPU takes over what is contiguous and aligned, instead of copying it: that must not be used again."""
+    rows = [np.random.default_rng(i).standard_normal((1, 4096), np.float32) for i in range(3)]
+    save_file({str(i): row for i, row in enumerate(rows)}, tmp_path / "a.safetensors")
+    scratch = Scratch()
+    for entry, row in zip(open_safetensors(tmp_path / "a.safetensors"), rows, strict=True):
+        host = materialise(Param((4096, 1), (None, None), layout="linear"), entry, np.float32, scratch)
+        assert not np.shares_memory(host, scratch.empty(row.shape, row.dtype))
+        np.testing.assert_array_equal(host, row.T)
 
 
 def test_bundled_model_is_read_exactly() -> None:
@@ -128,9 +140,9 @@ def test_chunked_arrays(tmp_path: Path) -> None:
     first, second = open_flax_msgpack(path)
     assert (first.name, second.name) == ("x/kernel", "y/scale")
     np.testing.assert_array_equal(first.read(), array)
-    blocks = [(start, block.copy()) for start, block in first.blocks(first.shape, 4)]
-    assert [start for start, _ in blocks] == [0, 4, 8]
-    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), array)
+    blocks = [(start, block.copy()) for start, block in first.blocks(50)]
+    assert [start for start, _ in blocks] == [0, 50, 100]
+    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), array.ravel())
 
 
 def test_names_both_ways() -> None:
@@ -298,9 +310,9 @@ def test_file_cut_short_while_loading(tmp_path: Path) -> None:
     for layout in ("linear", "plain"):
         param = Param((100, 100), (None, None), layout=layout)
         with pytest.raises(CheckpointError, match="was replaced while it was being loaded"):
-            materialise(param, entry, np.float32)
+            materialise(param, entry, np.float32, Scratch())
         with pytest.raises(CheckpointError, match="ended while 'a' was being read"):
-            materialise(param, unstamped, np.float32)
+            materialise(param, unstamped, np.float32, Scratch())
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         entry.read()

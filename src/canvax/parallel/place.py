@@ -17,6 +17,8 @@ from canvax.types import Array, HostArray
 
 def put(array: Any, sharding: Sharding) -> Array:
     """An array that every process has whole, on the devices: each is sent its own part alone."""
+    if len(sharding.device_set) > 1 and isinstance(array, np.ndarray):
+        array = np.ascontiguousarray(array)  # turned around once here, not for each device
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     host = np.asarray(array)

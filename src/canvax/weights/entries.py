@@ -74,21 +74,18 @@ class Entry:
         with self._open() as file:
             self._fill(file, out, 0)
 
-    def blocks(
-        self, shape: tuple[int, ...], rows: int, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[int, HostArray]]:
-        """Yield ``(first row, array [rows, ...])`` of rows ``first`` to ``last`` of the array seen as ``shape``.
+    def blocks(self, most: int) -> Iterator[tuple[int, HostArray]]:
+        """Yield ``(where it begins, block)`` of the array seen as flat, ``most`` numbers at a time.
 
-        That has the same size. The yielded memory is used again for the next block, so that a caller who converts block
-        by block never holds the stored form of the whole array.
+        The yielded memory is used again for the next block, so that a caller who converts block by block never holds
+        the stored form of the whole array.
         """
-        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
-        last = shape[0] if last is None else last
-        block = np.empty((min(rows, last - first), *shape[1:]), self.dtype)
+        size = self.nbytes // self.dtype.itemsize
+        block = np.empty(min(most, size), self.dtype)
         with self._open() as file:
-            for start in range(first, last, rows):
-                part = block[: min(rows, last - start)]
-                self._fill(file, part, start * row_bytes)
+            for start in range(0, size, most):
+                part = block[: min(most, size - start)]
+                self._fill(file, part, start * self.dtype.itemsize)
                 yield start, part
 
     def _open(self) -> BinaryIO:

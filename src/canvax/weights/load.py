@@ -1,18 +1,19 @@
 """From weight files to a nested dict of device arrays, strictly and one array at a time.
 
 First every file of every component is compared with the specs, by names, shapes and dtypes alone; all faults are
-reported together. Only then are arrays read, in blocks of rows that are cast and laid out on the way, so that the host
-never holds more than the finished form of the array in hand. A few threads share a large array, since one waits for the
-disk while another computes; numpy lets go of the interpreter for both.
+reported together. Only then are arrays read, by a few threads, in blocks that are cast on the way. What has to be
+turned around for the device is cast into memory that its thread uses again and again, and turned by JAX on its way
+there: memory that is touched for the first time costs more than reading.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,21 +39,10 @@ LISTED = 8
 _ALIGNMENT = 64
 """What XLA's CPU client needs to take a host buffer over instead of copying it."""
 
-_ROWS = 64
-"""Rows of a stored array that are transposed at once, or half as many of long ones: they have to stay in the cache."""
-
-_LONG = 1 << 14
-"""Bytes of a long row."""
-
-_PAD = 64
-"""Bytes between rows that are transposed. Rows a power of two apart would all want the same few lines of the cache."""
-
 _ELEMENTS = 1 << 17
+"""Numbers that are read and cast at once, which stay in the caches."""
 
-_SMALL = 1 << 20
-"""Bytes of an array below which one thread is enough."""
-
-_THREADS = min(8, max(2, os.cpu_count() or 2))
+_THREADS = min(8, 2 * (os.cpu_count() or 2))
 
 
 @dataclass(frozen=True)
@@ -126,15 +116,28 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
         raise CheckpointError(report)
     wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
     wanted.sort(key=lambda one: (one[3].path, one[3].segments))  # a disk is read from front to back
+    scratch = Scratch()
+
+    def load(name: str, dotted: str, param: Param, entry: Entry) -> dict[tuple[str, str], Array]:
+        if param.dtype is None:
+            found = {(name, dotted): place(param, materialise(param, entry, dtype, scratch))}
+        else:
+            scale = scale_of(dotted)
+            weight, scales = quantize(materialise(param, entry, np.float32, scratch), param.dtype_in(dtype))
+            found = {(name, dotted): place(param, weight), (name, scale): place(declared[name][scale], scales)}
+        for array in found.values():
+            array.block_until_ready()  # from now on the scratch memory may hold another one
+        return found
+
     placed: dict[tuple[str, str], Array] = {}
     with ThreadPoolExecutor(_THREADS, "canvax-load") as pool:
-        for name, dotted, param, entry in wanted:
-            if param.dtype is None:
-                placed[name, dotted] = place(param, materialise(param, entry, dtype, pool))
-                continue
-            scale = scale_of(dotted)
-            weight, scales = quantize(materialise(param, entry, np.float32, pool), param.dtype_in(dtype))
-            placed[name, dotted], placed[name, scale] = place(param, weight), place(declared[name][scale], scales)
+        loading = [pool.submit(load, *one) for one in wanted]
+        try:
+            for one in loading:
+                placed |= one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return {name: unflatten({dotted: placed[name, dotted] for dotted in names}) for name, names in declared.items()}
 
 
@@ -143,63 +146,49 @@ def open_weights(path: Path) -> list[Entry]:
     return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
 
 
-def materialise(param: Param, entry: Entry, dtype: DType, pool: ThreadPoolExecutor | None = None) -> HostArray:
-    """Read a parameter into fresh, aligned memory: [param.shape] in ``dtype``; large ones by the threads of ``pool``.
+class Scratch(threading.local):
+    """Memory of a thread for arrays that are in the way to somewhere else: only the last one that it gave is good."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
+        """An array of whatever numbers."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > self._memory.nbytes:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].view(dtype).reshape(shape)
+
+
+def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> HostArray:
+    """Read a parameter: [param.shape] in ``dtype``.
+
+    It is in fresh, aligned memory, or, if its axes have another order in the file, a view of ``scratch`` with strides.
 
     Raises:
         CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
     """
     dtype = np.dtype(dtype)
-    out = _aligned_empty(param.shape, dtype)
+    turned = entry.order == "torch" and param.layout != "plain"
+    out = scratch.empty(entry.shape, dtype) if turned else _aligned_empty(param.shape, dtype)
     try:
-        if entry.order == "torch" and param.layout != "plain":
-            length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
-            rows = _ROWS // 2 if length * out.itemsize > _LONG else _ROWS
-            _share(partial(_transpose, out, param, entry, rows), entry.shape[0], rows, entry.nbytes, pool)
-        elif entry.dtype == dtype:
+        if entry.dtype == dtype:
             entry.read_into(out)
         else:
             flat = out.reshape(-1)
-            _share(partial(_cast, flat, entry), flat.size, _ELEMENTS, entry.nbytes, pool)
+            with np.errstate(over="raise"):  # of this thread
+                for start, block in entry.blocks(_ELEMENTS):
+                    cast_into(flat[start : start + len(block)], block)
     except FloatingPointError:
         raise CheckpointError(
             f"{entry.path}: array {entry.name!r} holds numbers too large for {dtype.name}; load with dtype=bfloat16 or "
             "float32."
         ) from None
-    return out
-
-
-def _transpose(out: HostArray, param: Param, entry: Entry, rows: int, first: int, last: int) -> None:
-    """Fill ``out[..., first:last]``: its last axis is the first of the stored array."""
-    length = entry.nbytes // (entry.shape[0] * entry.dtype.itemsize)
-    padded = np.empty((min(rows, last - first), length + _PAD // out.itemsize), out.dtype)[:, :length]
-    with np.errstate(over="raise"):  # of this thread
-        for start, block in entry.blocks((entry.shape[0], length), rows, first, last):
-            some = padded[: len(block)]
-            cast_into(some, block)
-            out[..., start : start + len(block)] = param.from_checkpoint(some.reshape(-1, *entry.shape[1:]))
-
-
-def _cast(flat: HostArray, entry: Entry, first: int, last: int) -> None:
-    """Fill ``flat[first:last]``."""
-    with np.errstate(over="raise"):
-        for start, block in entry.blocks(flat.shape, _ELEMENTS, first, last):
-            cast_into(flat[start : start + len(block)], block)
-
-
-def _share(
-    fill: Callable[[int, int], None], rows: int, step: int, nbytes: int, pool: ThreadPoolExecutor | None
-) -> None:
-    """``fill(0, rows)``, cut at multiples of ``step`` into a part for each thread if there is enough to do."""
-    threads = 1 if pool is None or nbytes < _SMALL else _THREADS
-    each = -(-rows // (threads * step)) * step
-    if pool is None or each >= rows:
-        fill(0, rows)
-        return
-    parts = [pool.submit(fill, first, min(first + each, rows)) for first in range(0, rows, each)]
-    wait(parts)  # also if one fails: the others still write
-    for part in parts:
-        part.result()
+    if not turned:
+        return out
+    view = param.from_checkpoint(out)
+    # What only looks turned, such as a single row, JAX would take over as it is.
+    return view.copy() if view.flags.c_contiguous else view
 
 
 def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
