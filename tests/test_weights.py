@@ -30,7 +30,7 @@ from canvax.errors import CheckpointError, InputError
 from canvax.params import Param, flatten
 from canvax.types import Array, HostArray
 from canvax.weights.hub import resolve
-from canvax.weights.load import Component, load_components
+from canvax.weights.load import THREADS, Component, load_components
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
 
@@ -212,13 +212,13 @@ def test_peak_host_memory(tmp_path: Path) -> None:
         command = [sys.executable, "-c", script, str(tmp_path), where, dtype]
         return int(subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100).stdout)
 
-    slack = 16 * 2**20
+    slack = THREADS * ONE + 16 * 2**20
     write_large(tmp_path, "torch")
-    # With the arrays on another device, the host holds one array; on the CPU, the model and nothing else.
-    assert peak("elsewhere", "float32") < 2 * ONE + slack < 1.2 * COMPONENT
-    assert peak("here", "float32") < 3 * COMPONENT + 2 * ONE + slack < 3 * COMPONENT + 1.2 * COMPONENT
+    # With the arrays on another device, the host holds an array of each thread; on the CPU, the model as well.
+    assert peak("elsewhere", "float32") < slack < 1.2 * COMPONENT
+    assert peak("here", "float32") < 3 * COMPONENT + slack
     write_large(tmp_path, "flax")
-    assert peak("elsewhere", "float16") < 2 * ONE + slack
+    assert peak("elsewhere", "float16") < slack
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ _ALIGNMENT = 64
 _ELEMENTS = 1 << 17
 """Numbers that are read and cast at once, which stay in the caches."""
 
-_THREADS = min(8, 2 * (os.cpu_count() or 2))
+THREADS = min(8, 2 * (os.cpu_count() or 2))
+"""Each holds one array. Two for each processor, since some wait for new memory."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
         return found
 
     placed: dict[tuple[str, str], Array] = {}
-    with ThreadPoolExecutor(_THREADS, "canvax-load") as pool:
+    with ThreadPoolExecutor(THREADS, "canvax-load") as pool:
         loading = [pool.submit(load, *one) for one in wanted]
         try:
             for one in loading:
