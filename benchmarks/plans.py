@@ -74,7 +74,7 @@ def whole(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "| model | chips | pictures | GiB of each | fits | bound s | estimate s | published s |",
         "|---|---|---|---|---|---|---|---|",
-    ]  # for GPUs there is no estimate, and nobody published a time of the same program
+    ]
     for one in results:
         pictures = f"{one['batch']} of {one['width']} x {one['height']}, {one['steps']} steps"
         if one["memory"] is None:
@@ -96,20 +96,19 @@ def seconds(amount: float | None) -> str:
 
 def parts(results: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each program of each plan, on one device."""
+    last = "estimate ms" if any(one["estimated_seconds"] for one in results) else "kernels"
     lines = [
-        "| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB "
-        "| bound ms | estimate ms | kernels | collectives |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| model, chips, pictures | program | TFLOP | GB moved | temporaries GiB | bound ms | {last} | collectives |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
         for program in one["programs"]:
             kinds = ", ".join(f"{count} {name}" for name, count in program["collectives"].items()) or "none"
+            figure = program["kernels"] if last == "kernels" else f"{program['seconds'] * 1e3:.1f}"
             lines.append(
                 f"| {one['model']}, {one['target']}, {one['batch']} | {program['name']} "
                 f"| {program['flops'] / 1e12:.2f} | {program['hbm_bytes'] / 1e9:.1f} "
-                f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} "
-                f"| {'' if program['seconds'] is None else round(program['seconds'] * 1e3, 1)} | {program['kernels']} "
-                f"| {kinds} |"
+                f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} | {figure} | {kinds} |"
             )
     return lines
 

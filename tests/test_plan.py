@@ -274,6 +274,13 @@ def test_adding_up(told: Any) -> None:
     assert "no estimate" not in text
 
 
+def test_bound_of_a_gpu() -> None:
+    """What its cache may spare is no bound; weights are read in any case."""
+    program = planning.ProgramPlan("denoise", 1, 1.0, flops=1e9, hbm_bytes=1e15, argument_bytes=3352 * 10**6)
+    assert program.bound_seconds(GPUS["h100"]) == pytest.approx(1e-3)
+    assert program.bound_seconds(CHIPS["v5e"]) > 1000
+
+
 def test_too_large(told: Any) -> None:
     plan = told(decode=figures(temporary_bytes=10 * GIB, unpriced=["kernel.3"]))
     assert not plan.fits

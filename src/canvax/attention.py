@@ -153,7 +153,7 @@ def _attend_by_cudnn(q: Array, k: Array, v: Array) -> Array:
     """On NVIDIA GPUs: cuDNN's fused attention; scores are float32 and never leave the chip.
 
     For the 77 keys of a prompt as well: XLA would turn queries and results around in memory, and write the scores there
-    twice. By the compiled program, a step of SDXL at 1024 x 1024 moves 5 GB less so, in 350 kernels less.
+    twice. By the compiled program, a step of SDXL at 1024 x 1024 moves 4.7 GB less so, in 280 kernels less.
     """
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 

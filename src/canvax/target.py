@@ -61,7 +61,7 @@ def _capability(device: Any) -> str:
 
 OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
     # XLA makes one matmul of those of queries, keys and values. Of its result each is then copied out in every step,
-    # and the weights side by side are a second copy of theirs: 5 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
+    # and the weights side by side are a second copy of theirs: 4 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
 """Settings of XLA that a program is compiled with, by platform."""

@@ -23,7 +23,7 @@ from canvax.pipelines.checkpoint import check_index, parse_dtype, read_networks
 from canvax.pipelines.request import check_size
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import PROGRAMS, Job
-from canvax.planning.targets import Chip, Target, parse_target
+from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.hub import BUNDLED, resolve_configs
@@ -77,8 +77,12 @@ class ProgramPlan:
     cost_analysis: Mapping[str, float] = field(default_factory=dict)
 
     def bound_seconds(self, chip: Chip) -> float:
-        """The least one evaluation can take: its FLOPs at the data sheet's peak, or its bytes at full bandwidth."""
-        return max(self.flops / chip.flops, self.hbm_bytes / chip.bandwidth)
+        """The least one evaluation can take: its FLOPs at the data sheet's peak, or its bytes at full bandwidth.
+
+        Of a GPU, whose cache may spare the rest, these are the bytes of weights, inputs and results.
+        """
+        least = self.argument_bytes + self.output_bytes if isinstance(chip, Gpu) else self.hbm_bytes
+        return max(self.flops / chip.flops, least / chip.bandwidth)
 
 
 @dataclass(frozen=True)
