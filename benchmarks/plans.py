@@ -108,7 +108,8 @@ def parts(results: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"| {one['model']}, {one['target']}, {one['batch']} | {program['name']} "
                 f"| {program['flops'] / 1e12:.2f} | {program['hbm_bytes'] / 1e9:.1f} "
-                f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} | {figure} | {kinds} |"
+                f"| {program['temporary_bytes'] / GIB:.2f} | {program['bound_seconds'] * 1e3:.1f} | {figure} "
+                f"| {kinds} |"
             )
     return lines
 
