@@ -35,18 +35,19 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
-    if not causal and target_platform() == "tpu" and k.shape[1] >= LEAST_KEYS and _flash_takes(q):
+    platform = "" if causal else target_platform()  # no kernel is causal: the text encoders' 77 tokens need none
+    if platform == "tpu" and k.shape[1] >= LEAST_KEYS and _flash_takes(q):
         # Its scores are float32 whatever the dtype, so ``upcast`` would change nothing.
         return _on_each_device(_attend_by_flash, q, k, v)
-    if not causal and target_platform() == "gpu" and _cudnn_takes(q):
+    if platform == "gpu" and _cudnn_takes(q):
         return _on_each_device(_attend_by_cudnn, q, k, v)
     if upcast:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    if not causal and target_platform() == "cpu" and q.shape[1] * k.shape[1] > CHUNK_SCORES // 4:
+    if platform == "cpu" and q.shape[1] * k.shape[1] > CHUNK_SCORES // 4:
         return _on_each_device(_attend_head_by_head, q, k, v)
-    if not causal and target_platform() == "gpu" and _score_bytes(q, k) > LEAST_SCORES:
+    if platform == "gpu" and _score_bytes(q, k) > LEAST_SCORES:
         return _on_each_device(_attend_in_parts, q, k, v)
-    if not causal and target_platform() == "tpu" and k.shape[1] >= LEAST_KEYS and v.shape[-1] % LANES:
+    if platform == "tpu" and k.shape[1] >= LEAST_KEYS and v.shape[-1] % LANES:
         return _attend_summing(q, k, v)
     return _attend(q, k, v, causal=causal)
 

@@ -97,14 +97,6 @@ def target_mesh() -> Mesh | None:
     return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
-def batch_shards() -> int | None:
-    """How many devices share the batch of the current trace: the size of ``data``; None where nobody has said."""
-    if _target.get() is None:
-        return None
-    mesh = target_mesh()
-    return 1 if mesh is None else mesh.shape.get("data", 1)
-
-
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """``kernel``, which XLA cannot split by itself, run by each device of :func:`target_mesh` on its own part."""
     mesh = target_mesh()
@@ -115,5 +107,14 @@ def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) ->
 
 def weight_shards() -> int:
     """How many devices share the weights of one copy of the model: the size of ``model``."""
+    return _size_of("model")
+
+
+def batch_shards() -> int | None:
+    """How many devices share the batch of the current trace: the size of ``data``; None where nobody has said."""
+    return _size_of("data") if _target.get() else None
+
+
+def _size_of(axis: str) -> int:
     mesh = target_mesh()
-    return 1 if mesh is None else mesh.shape.get("model", 1)
+    return 1 if mesh is None else mesh.shape.get(axis, 1)

@@ -10,8 +10,7 @@ _DENSE_16_BIT = {
     "H100 NVL": 835e12,
     "A10": 125e12,
     "A30": 165e12,
-    "A100": GPUS["a100-80gb"].flops,
-    **{name.upper().replace("RTX", "RTX "): gpu.flops for name, gpu in GPUS.items()},
+    **{name.partition("-")[0].upper().replace("RTX", "RTX "): gpu.flops for name, gpu in GPUS.items()},
 }
 """FLOP/s of NVIDIA's data sheets, dense, bfloat16 or float16 with sums in float32; part of JAX's ``device_kind``."""
 

@@ -24,7 +24,7 @@ from canvax.compile.aot import Announce, Build, obtain, slot
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
-from canvax.models.vae import vae_decode, vae_decode_tiled
+from canvax.models.vae import divisor, vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
@@ -303,7 +303,7 @@ def _in_turns(function: Callable[[Array], Array], x: Array, *, most: int) -> Arr
     if shards is None or x.shape[0] <= shards * most:
         return function(x)
     each = x.shape[0] // shards
-    now = next(count for count in range(most, 0, -1) if each % count == 0)
+    now = divisor(each, most)
 
     def regrouped(x: Array, first: int, second: int) -> Array:
         """Its leading axes, of ``first`` x ``second`` x ``now``, with the first two changed about."""

@@ -75,7 +75,7 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
     """
     batch, height, width, _ = latents.shape
     factor = cfg.factor
-    h = _middle(p, latents, cfg, rows=_divisor(height, ATTENTION_QUERIES // width))
+    h = _middle(p, latents, cfg, rows=divisor(height, ATTENTION_QUERIES // width))
     (tall, tops), (wide, lefts) = (even_tiles(size, tile // factor, overlap // factor) for size in (height, width))
     down, across = (_ramp(size * factor, overlap) for size in (tall, wide))
     corners = jnp.array([(top, left) for top in tops for left in lefts], jnp.int32)
@@ -117,7 +117,7 @@ def _covered(size: int, factor: int, starts: list[int], ramp: np.ndarray) -> np.
     return total
 
 
-def _divisor(number: int, most: int) -> int:
+def divisor(number: int, most: int) -> int:
     """The largest divisor of ``number`` that is at most ``most``, or 1."""
     return next(one for one in range(max(1, min(number, most)), 0, -1) if number % one == 0)
 
