@@ -186,11 +186,7 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
     weight = normal(3, 3, 64, 64)
     x = jax.device_put(normal(4, 9, 5, 64), over_batch(mesh))
     function = convolution.convolve_doubled if doubled else convolution.convolve
-
-    def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
-        return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
-
-    want, pull = jax.vjp(plain, weight, x)
+    want, pull = jax.vjp(partial(plain, doubled=doubled), weight, x)
     with compiling_for("tpu", mesh, "TPU v5 lite"):
         got = jax.jit(lambda *given: function(*given))(weight, x)
         slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
@@ -199,6 +195,11 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
     np.testing.assert_allclose(got, want, atol=3e-4)
     for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
         np.testing.assert_allclose(slope, wanted, atol=1e-2)
+
+
+def plain(weight: jax.Array, x: jax.Array, *, doubled: bool) -> jax.Array:
+    """A 3x3 convolution with padding 1 by XLA, of an image or of one that has been doubled."""
+    return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -217,11 +218,7 @@ def test_bfloat16_convolution_by_taps_on_a_cpu(
     weight = (normal(3, 3, 64, 64) / 24).astype(jnp.bfloat16)
     x = jax.device_put(normal(4, 9, 5, 64).astype(jnp.bfloat16), over_batch(mesh))
     function = convolution.convolve_doubled if doubled else convolution.convolve
-
-    def plain(weight: jax.Array, x: jax.Array) -> jax.Array:
-        return xla_convolution(weight, jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if doubled else x, 1, ((1, 1), (1, 1)))
-
-    want, pull = jax.vjp(plain, weight.astype(jnp.float32), x.astype(jnp.float32))
+    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for("cpu", mesh):
         compiled = jax.jit(lambda *given: function(*given)).lower(weight, x)
         slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
@@ -245,9 +242,13 @@ def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("doubled", "dtype"),
+    [(False, jnp.float32), (False, jnp.bfloat16), (True, jnp.float32)],
+    ids=["", "half", "doubled"],
+)
 def test_convolution_by_tiles_on_a_cpu(
-    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    doubled: bool, dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -259,16 +260,11 @@ def test_convolution_by_tiles_on_a_cpu(
     mesh = make_mesh(jax.devices()[:devices])
     weight = (normal(3, 3, 32, 24) / 17).astype(dtype)
     x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
-    want, pull = jax.vjp(
-        lambda *given: xla_convolution(*given, 1, ((1, 1), (1, 1))), weight.astype(jnp.float32), x.astype(jnp.float32)
-    )
-
-    def wave(*given: jax.Array) -> jax.Array:
-        return jnp.sin(convolution.convolve(*given)).sum()
-
+    function = convolution.convolve_doubled if doubled else convolution.convolve
+    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for("cpu", mesh):
-        lowered = jax.jit(lambda *given: convolution.convolve(*given)).lower(weight, x)
-        slopes = jax.jit(jax.grad(wave, argnums=(0, 1)))(weight, x)
+        lowered = jax.jit(lambda *given: function(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
     assert "stablehlo.convolution" not in lowered.as_text()
     got = lowered.compile()(weight, x)
     assert got.dtype == dtype
@@ -300,6 +296,18 @@ def test_where_a_convolution_on_a_cpu_is_by_tiles(
         given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
         assert ("stablehlo.gather" in text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("pixels", "channels", "tiles"),
+    [(256, 256, True), (64, 512, True), (32, 640, True), (16, 1280, False), (64, 128, False)],
+)
+def test_where_a_convolution_of_a_doubled_image_on_a_cpu_is_by_tiles(pixels: int, channels: int, tiles: bool) -> None:
+    for dtype in (jnp.float32, jnp.bfloat16):
+        shapes = ((3, 3, channels, channels), (2, pixels, pixels, channels))
+        given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        text = jax.jit(lambda weight, x: convolution.convolve_doubled(weight, x)).lower(*given).as_text()
+        assert ("stablehlo.gather" in text) == (tiles and dtype == jnp.float32)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

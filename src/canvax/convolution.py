@@ -76,6 +76,8 @@ def convolve_doubled(weight: Array, x: Array) -> Array:
     """
     wide = weight.astype(jnp.float32)
     kernels = [[_pair(_pair(wide, i, axis=0), j, axis=1).astype(x.dtype) for j in (0, 1)] for i in (0, 1)]
+    if weight_shards() == 1 and x.dtype != jnp.bfloat16 and _tiles_on_cpu(weight, x):
+        return _doubled_by_tiles(jnp.array(kernels), x)
     if weight_shards() == 1 and (_tpu() or _sums_on_cpu(weight, x)):
         return _doubled_by_taps(jnp.array(kernels), x)
     return _doubled(kernels, x)
@@ -282,49 +284,58 @@ def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows
     return (sums + tap(taps - 1)).astype(x.dtype)
 
 
-def _winograd(*points: float) -> list[np.ndarray]:
-    """Matrices for tiles of 4 x 4 pixels by five points of an axis, and infinity (Lavin & Gray 2016, section 4.3).
+def _winograd(taps: int, *points: float) -> list[np.ndarray]:
+    """Matrices for tiles of 4 x 4 pixels by some points of an axis, and infinity (Lavin & Gray 2016, section 4.3).
+
+    With n = 3 + ``taps`` points in all, infinity included.
 
     Returns:
-        From the 9 taps of a kernel to its values at the 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to
-        its values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
+        From the taps of a square kernel to its values at the points of a plane [n^2, taps^2]; from a tile of n x n
+        pixels to its values there [n^2, n^2]; from the products of these to 4 x 4 pixels [16, n^2].
     """
     p = np.array(points)
     others = [np.delete(p, i) for i in range(len(p))]
     scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
-    kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
+    kernel = np.vstack([np.vander(p, taps, increasing=True) / scale, [0] * (taps - 1) + [1]])
     tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
     pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
     return [np.kron(axis, axis).astype(np.float32) for axis in (kernel, tile, pixels)]
 
 
-KERNEL_TO_POINTS, TILE_TO_POINTS, POINTS_TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
-"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al.
-2020, "Error analysis and improving the accuracy of Winograd convolution")."""
+MAPS = {2: _winograd(2, 0, -1, 1 / 2, 2), 3: _winograd(3, 0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
+"""By width of the kernel; by points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and
+-2 (Barabasz et al. 2020, "Error analysis and improving the accuracy of Winograd convolution")."""
 
 
-@_with_gradient_of(_xla_3x3)
-def _by_tiles(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
+def _tiles(kernel: Array, x: Array, corner: tuple[Array | int, Array | int] = (0, 0)) -> Array:
+    """Convolution [B, H, W, Cin] -> [B, H, W, Cout] on a CPU by Winograd's method.
 
-    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of
-    strided slices they take XLA seven times as long.
+    For 16 pixels a 3x3 kernel takes 36 products in float32, not 144, one of 2x2 25, not 64. All three maps are matmuls,
+    and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of strided slices they take
+    XLA seven times as long.
+
+    Args:
+        kernel: [2, 2, Cin, Cout] or [3, 3, Cin, Cout].
+        x: [B, H, W, Cin].
+        corner: where the first tap begins: row and column of the image with a rim of zeros.
     """
-    outputs = weight.shape[-1]
-    kernel = jnp.matmul(KERNEL_TO_POINTS, weight.astype(jnp.float32).reshape(9, -1)).reshape(36, -1, outputs)
+    taps, outputs = kernel.shape[0], kernel.shape[-1]
+    to_kernel, to_points, to_pixels = MAPS[taps]
+    side = 3 + taps
+    kernel = jnp.matmul(to_kernel, kernel.astype(jnp.float32).reshape(taps**2, -1)).reshape(side**2, -1, outputs)
     b, h, w, c = x.shape
     down, across = -(-h // 4), -(-w // 4)
     rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
     height, width = rimmed.shape[1:3]
-    i, j, column = np.ix_(range(6), range(6), range(across))
-    inside = (width * i + 4 * column + j)[:, :, None]
+    i, j, column = np.ix_(range(side), range(side), range(across))
+    inside = (width * (corner[0] + i) + corner[1] + 4 * column + j)[:, :, None]
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
         """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
-        pixels = (first[:, None] + inside).reshape(36, -1)
+        pixels = (first[:, None] + inside).reshape(side**2, -1)
         tiles = rimmed.reshape(-1, c).at[pixels].get(mode="promise_in_bounds").astype(jnp.float32)
-        points = jnp.matmul(TILE_TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
-        y = jnp.matmul(POINTS_TO_PIXELS, (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)
+        points = jnp.matmul(to_points, tiles.reshape(side**2, -1)).reshape(side**2, -1, c)
+        y = jnp.matmul(to_pixels, (points @ kernel).reshape(side**2, -1)).reshape(4, 4, -1, across, outputs)
         return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
 
     first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
@@ -333,3 +344,19 @@ def _by_tiles(weight: Array, x: Array) -> Array:
     filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
     y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
     return y.reshape(-1, 4 * across, outputs)[: 4 * len(first)].reshape(b, 4 * down, -1, outputs)[:, :h, :w]
+
+
+_by_tiles = _with_gradient_of(_xla_3x3)(_tiles)
+
+
+@_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
+def _doubled_by_tiles(kernels: Array, x: Array) -> Array:
+    """:func:`convolve_doubled` likewise, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
+
+    def place(number: Array) -> Array:
+        corner = number // 2, number % 2
+        return _tiles(kernels[corner], x, corner)
+
+    b, h, w, _ = x.shape
+    y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, b, h, w, -1)
+    return y.transpose(2, 3, 0, 4, 1, 5).reshape(b, 2 * h, 2 * w, -1)
