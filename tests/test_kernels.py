@@ -13,11 +13,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from canvax import attention as kernels
-from canvax import convolution, nn
+from canvax import convolution, nn, target
 from canvax.attention import attention
 from canvax.matmul import matmul
 from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
-from canvax.target import compiling_for, target_platform, traced
+from canvax.target import compiled_on, compiling_for, target_platform, traced
 
 rng = np.random.default_rng(0)
 ROUNDING = 1e-5
@@ -116,6 +116,54 @@ def test_which_kernel_on_cuda(
     assert asked == (["cudnn"] if fused else [])
     want = kernels._attend(q, k, k, causal=False).astype(jnp.float32)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
+
+
+@pytest.mark.parametrize("fails", ["tracing", "compiling"])
+@pytest.mark.parametrize(
+    ("error", "cured"),
+    [
+        ("cuDNN is not detected.", True),
+        ("INTERNAL: No valid engine configs for Matmul_Reduction\nin external/xla/cuda_dnn.cc(10398): 'graph_'", True),
+        ("RESOURCE_EXHAUSTED: Out of memory", False),
+    ],
+)
+def test_a_gpu_whose_cudnn_has_no_attention(
+    fails: str, error: str, cured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws without. There is no GPU here: what fails is a stand-in for it."""
+    from canvax.parallel.mesh import make_mesh
+
+    asked = []
+
+    def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str) -> jax.Array:
+        asked.append(implementation)
+        if fails == "tracing":
+            raise RuntimeError(error)
+        return real(q, k, v, implementation="xla")
+
+    def compile(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
+        if asked and not compiled:
+            compiled.append(lowered)
+            raise jax.errors.JaxRuntimeError(error)
+        return real_compile(lowered, options)
+
+    compiled: list[jax.stages.Lowered] = []
+    real, real_compile = jax.nn.dot_product_attention, jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    monkeypatch.setattr(
+        target, "compiling_on", lambda *_, fused, **__: compiling_for("gpu", capability="9.0" if fused else "")
+    )
+    if fails == "compiling":
+        monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    q, k = (normal(1, length, 2, 64).astype(jnp.bfloat16) for length in (64, 77))
+    if not cured:
+        with pytest.raises(RuntimeError, match="Out of memory"):
+            compiled_on(make_mesh(jax.devices()[:1]), attention, q, k, k)
+        return
+    with pytest.warns(UserWarning, match=r"cuDNN's attention cannot be used here.*\((cuDNN is not|INTERNAL: No valid)"):
+        program = compiled_on(make_mesh(jax.devices()[:1]), attention, q, k, k)
+    assert asked == ["cudnn"]
+    np.testing.assert_array_equal(program(q, k, k), kernels._attend(q, k, k, causal=False))
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -26,7 +26,7 @@ from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
-from canvax.target import compile_lowered, compiling_on
+from canvax.target import compiled_on
 
 pytestmark = pytest.mark.skipif(
     not any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")),
@@ -83,8 +83,7 @@ def compiled(function: Any, *shapes: tuple[int, ...]) -> Module:
     device = gpus(1)[0]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device)) for shape in shapes]
     mesh = Mesh(np.asarray([[device]], dtype=object), AXES)
-    with compiling_on(mesh):
-        return Module(compile_lowered(jax.jit(function).lower(*arguments)).as_text(), CHIP)
+    return Module(compiled_on(mesh, function, *arguments).as_text(), CHIP)
 
 
 def test_layer_norm_is_one_kernel() -> None:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
+
+from canvax.errors import warn
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,14 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Any:
     return jax.make_jaxpr(lambda *arguments: function(*arguments))(*arguments).jaxpr
 
 
-def compiling_on(mesh: Mesh, *, split: bool = True) -> AbstractContextManager[None]:
-    """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part."""
+def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
+    """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part.
+
+    Without ``fused`` nothing is said of what a GPU can do, and no kernel is chosen that not all of them have.
+    """
     device = mesh.devices.flat[0]
-    return compiling_for(device.platform, mesh if split else None, device.device_kind, _capability(device))
+    capability = _capability(device) if fused else ""
+    return compiling_for(device.platform, mesh if split else None, device.device_kind, capability)
 
 
 def _capability(device: Any) -> str:
@@ -67,9 +74,26 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """Settings of XLA that a program is compiled with, by platform."""
 
 
-def compile_lowered(lowered: Lowered) -> Compiled:
-    """Compile for :func:`target_platform` what was lowered for it."""
-    return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
+def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any) -> Compiled:
+    """``function`` compiled for the devices of ``mesh``; ``how`` are arguments of ``jax.jit``.
+
+    A GPU whose cuDNN is missing, or has no attention for it, draws without: slower, but it draws.
+    """
+
+    def compiled(*, fused: bool) -> Compiled:
+        with compiling_on(mesh, split=split, fused=fused):
+            # Of a new function, or JAX would take the trace that it has.
+            lowered = jax.jit(partial(function), **how).lower(*arguments)
+            return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
+
+    try:
+        return compiled(fused=True)
+    except RuntimeError as error:  # JAX's and XLA's own are kinds of it
+        if not re.search("cud(a_d)?nn", str(error), re.IGNORECASE):
+            raise
+        said = str(error).splitlines()[0][:200]
+        warn(f"cuDNN's attention cannot be used here, and what is used in its place is slower ({said})")
+    return compiled(fused=False)
 
 
 def target_platform() -> str:

@@ -24,7 +24,7 @@ from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, parse_dtype, read_checkpoint
 from canvax.planning.flops import count_flops
-from canvax.target import compile_lowered, compiling_for, compiling_on
+from canvax.target import compiled_on, compiling_for
 from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
 
@@ -45,8 +45,7 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     function, arguments = _call(job["part"], checkpoint, params, inputs)
     arguments = jax.device_put(arguments, mesh.devices.flat[0])
     starts = time.perf_counter()
-    with compiling_on(mesh):
-        compiled = compile_lowered(jax.jit(function).lower(params, *arguments))
+    compiled = compiled_on(mesh, function, params, *arguments)
     told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
     told["flops"] = _flops(function, params, arguments)
     return lambda: jax.block_until_ready(compiled(params, *arguments)), _float32, told

@@ -28,7 +28,7 @@ from canvax.models.vae import divisor, vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
-from canvax.target import batch_shards, compile_lowered, compiling_on
+from canvax.target import batch_shards, compiled_on
 from canvax.types import Array
 
 PROGRAMS = ("text encoder", "denoiser", "decoder")
@@ -200,11 +200,11 @@ class Programs:
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
-        with compiling_on(self.mesh, split=not self.stacked), precision:
-            if self.stacked:
-                function = _on_each_device(function, self.mesh, arguments)
-            lowered = jax.jit(function, out_shardings=over_batch(self.mesh)).lower(*arguments)
-            return compile_lowered(lowered)
+        if self.stacked:
+            function = _on_each_device(function, self.mesh, arguments)
+        with precision:
+            out = over_batch(self.mesh)
+            return compiled_on(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
 
 
 _READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from canvax.errors import CanvaxError, InputError
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
-from canvax.target import compile_lowered, compiling_on
+from canvax.target import compiled_on
 from canvax.train.progress import Progress
 from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
 from canvax.types import Array, HostArray
@@ -260,15 +260,18 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    with compiling_on(mesh):
-        jitted = jax.jit(
-            chunk,
-            in_shardings=(everywhere, everywhere, split, everywhere),
-            out_shardings=everywhere,
-            donate_argnums=0,
-        )
-        indices = jax.ShapeDtypeStruct((plan.chunk, plan.batch), jnp.int32)
-        return compile_lowered(jitted.lower(state, data, indices, jax.ShapeDtypeStruct((), jnp.int32)))
+    indices, steps = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((plan.chunk, plan.batch), ()))
+    return compiled_on(
+        mesh,
+        chunk,
+        state,
+        data,
+        indices,
+        steps,
+        in_shardings=(everywhere, everywhere, split, everywhere),
+        out_shardings=everywhere,
+        donate_argnums=0,
+    )
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
