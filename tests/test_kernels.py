@@ -253,10 +253,7 @@ def plain(weight: jax.Array, x: jax.Array, *, doubled: bool) -> jax.Array:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows that do not come out even"])
-@pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
-def test_bfloat16_convolution_by_taps_on_a_cpu(
-    doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_convolution_by_taps_on_a_cpu(at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as its one rounding at the end allows."""
     from canvax.parallel.mesh import make_mesh, over_batch
 
@@ -266,18 +263,50 @@ def test_bfloat16_convolution_by_taps_on_a_cpu(
     mesh = make_mesh(jax.devices()[:devices])
     weight = (normal(3, 3, 64, 64) / 24).astype(jnp.bfloat16)
     x = jax.device_put(normal(4, 9, 5, 64).astype(jnp.bfloat16), over_batch(mesh))
-    function = convolution.convolve_doubled if doubled else convolution.convolve
-    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
+    want, pull = jax.vjp(partial(plain, doubled=False), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for("cpu", mesh):
-        compiled = jax.jit(lambda *given: function(*given)).lower(weight, x)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
+        compiled = jax.jit(lambda *given: convolution.convolve(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolution.convolve(*given)).sum(), argnums=(0, 1)))(
+            weight, x
+        )
     assert "stablehlo.convolution" not in compiled.as_text()
     got = compiled.compile()(weight, x)
     assert got.dtype == jnp.bfloat16
-    # Doubling adds neighbouring weights up, and rounds the sums as well.
-    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=2e-2 if doubled else 1e-5)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-5)
     for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
         assert float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max()) < 0.03
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_convolution_of_a_doubled_image_on_a_cpu(
+    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are doubled: the numbers and gradients of a convolution of what they are made of."""
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    row = 4 * 5 * 9 * 16
+    sums = {"all": 4 * 9 * row, "an image": 9 * row, "rows of an image": 3 * row}.get(at_a_time, 2 * row)
+    monkeypatch.setattr(convolution, "SUMS", sums)
+    mesh = make_mesh(jax.devices()[:devices])
+    weight = (normal(3, 3, 24, 16) / 15).astype(dtype)
+    x = jax.device_put(normal(4, 9, 5, 24).astype(dtype), over_batch(mesh))
+    want, pull = jax.vjp(partial(plain, doubled=True), weight.astype(jnp.float32), x.astype(jnp.float32))
+    with compiling_for("cpu", mesh):
+        lowered = jax.jit(lambda *given: convolution.convolve_doubled(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolution.convolve_doubled(*given)).sum(), argnums=(0, 1)))(
+            weight, x
+        )
+    assert "stablehlo.convolution" not in lowered.as_text()
+    assert "x18x10x24x" not in lowered.as_text()  # the doubled image
+    got = lowered.compile()(weight, x)
+    assert got.dtype == dtype
+    exact = dtype == jnp.float32
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0 if exact else 2**-8, atol=1e-5)
+    for slope, wanted in zip(slopes, pull(jnp.cos(want)), strict=True):
+        difference = float(jnp.abs(slope.astype(jnp.float32) - wanted).max() / jnp.abs(wanted).max())
+        assert difference < (1e-5 if exact else 0.03)
 
 
 @pytest.mark.parametrize("channels", [128, 256])
@@ -291,13 +320,9 @@ def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize(
-    ("doubled", "dtype"),
-    [(False, jnp.float32), (False, jnp.bfloat16), (True, jnp.float32)],
-    ids=["", "half", "doubled"],
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_convolution_by_tiles_on_a_cpu(
-    doubled: bool, dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -309,11 +334,12 @@ def test_convolution_by_tiles_on_a_cpu(
     mesh = make_mesh(jax.devices()[:devices])
     weight = (normal(3, 3, 32, 24) / 17).astype(dtype)
     x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
-    function = convolution.convolve_doubled if doubled else convolution.convolve
-    want, pull = jax.vjp(partial(plain, doubled=doubled), weight.astype(jnp.float32), x.astype(jnp.float32))
+    want, pull = jax.vjp(partial(plain, doubled=False), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for("cpu", mesh):
-        lowered = jax.jit(lambda *given: function(*given)).lower(weight, x)
-        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(function(*given)).sum(), argnums=(0, 1)))(weight, x)
+        lowered = jax.jit(lambda *given: convolution.convolve(*given)).lower(weight, x)
+        slopes = jax.jit(jax.grad(lambda *given: jnp.sin(convolution.convolve(*given)).sum(), argnums=(0, 1)))(
+            weight, x
+        )
     assert "stablehlo.convolution" not in lowered.as_text()
     got = lowered.compile()(weight, x)
     assert got.dtype == dtype
@@ -345,18 +371,6 @@ def test_where_a_convolution_on_a_cpu_is_by_tiles(
         given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
         assert ("stablehlo.gather" in text) == wanted
-
-
-@pytest.mark.parametrize(
-    ("pixels", "channels", "tiles"),
-    [(256, 256, True), (64, 512, True), (32, 640, True), (16, 1280, False), (64, 128, False)],
-)
-def test_where_a_convolution_of_a_doubled_image_on_a_cpu_is_by_tiles(pixels: int, channels: int, tiles: bool) -> None:
-    for dtype in (jnp.float32, jnp.bfloat16):
-        shapes = ((3, 3, channels, channels), (2, pixels, pixels, channels))
-        given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        text = jax.jit(lambda weight, x: convolution.convolve_doubled(weight, x)).lower(*given).as_text()
-        assert ("stablehlo.gather" in text) == (tiles and dtype == jnp.float32)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -396,14 +410,27 @@ def test_gradient_of_convolutions_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("pixels", "outputs", "matmul"), [(8, 1280, True), (16, 1280, True), (16, 640, False), (8, 192, False)]
-)
-def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, outputs: int, matmul: bool) -> None:
-    """For few pixels, in the whole batch, beside the output channels."""
+    ("pixels", "stride", "outputs", "matmul"),
+    [(8, 1, 1280, True), (16, 1, 1280, True), (16, 1, 640, False), (8, 1, 192, False), (32, 2, 1280, True),
+     (32, 2, 640, False)],
+)  # fmt: skip
+def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, stride: int, outputs: int, matmul: bool) -> None:
+    """For few pixels, in the whole batch that comes out, beside the output channels."""
     shapes = ((3, 3, 640, outputs), (2, pixels, pixels, 640))
     given = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
+    text = jax.jit(lambda weight, x: convolution.convolve(weight, x, stride=stride)).lower(*given).as_text()
     assert ("stablehlo.convolution" not in text) == matmul
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, (1, 1)), (2, (1, 1)), (2, (0, 1))])
+@pytest.mark.parametrize("size", [(4, 4), (5, 3)])
+def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: tuple[int, int]) -> None:
+    weight, x = normal(3, 3, 64, 96) / 24, normal(1, *size, 64)
+    want = xla_convolution(weight, x, stride, (padding, padding))
+    with compiling_for("cpu"):
+        got = convolution.convolve(weight, x, stride=stride, padding=padding)
+        assert "dot_general" in str(jax.make_jaxpr(partial(convolution.convolve, stride=stride))(weight, x))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def _attend_summing(q: Array, k: Array, v: Array) -> Array:
     """
     scores = _scores(q, k)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))).astype(v.dtype)
-    sums = jnp.einsum("bnqk,bknd->bqnd", weights, _with_ones(v), preferred_element_type=jnp.float32)
+    values = jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
+    sums = jnp.einsum("bnqk,bknd->bqnd", weights, values, preferred_element_type=jnp.float32)
     return (sums[..., :-1] / sums[..., -1:]).astype(v.dtype)
 
 
@@ -105,17 +106,11 @@ def _attend_in_parts(q: Array, k: Array, v: Array) -> Array:
     return out.swapaxes(0, 1).reshape(batch, parts * each, heads, -1)[:, :queries]
 
 
-def _with_ones(v: Array) -> Array:
-    """Values with a column of ones, whose weighted sum is that of the weights."""
-    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
-
-
 def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
     """Long sequences on the CPU: one head and a chunk of its queries at a time, plain matrices all the way.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
-    keys, so its softmax needs no second pass. The matmul that gathers the values sums the weights as well, and the
-    division is done on the narrow result.
+    keys, so its softmax needs no second pass; the division is done on the narrow result.
     """
     batch, queries, heads, width = q.shape
     chunk = max(1, min(queries, CHUNK_SCORES // k.shape[1]))
@@ -132,15 +127,16 @@ def _attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
         chunks, k, v = operands
 
         def one(q: Array) -> Array:
-            scores = jnp.matmul(q, k.T, preferred_element_type=jnp.float32)
+            scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
             weights = jnp.exp(scores - scores.max(-1, keepdims=True)).astype(v.dtype)
-            sums = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
-            return (sums[:, :-1] / sums[:, -1:]).astype(v.dtype)
+            values = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
+            return (values / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(v.dtype)
 
         # The gradient computes a chunk's weights again; kept, they would be the whole score matrix after all.
         return jax.lax.map(jax.checkpoint(one), chunks)
 
-    out = jax.lax.map(head, (chunks, by_head(k), by_head(_with_ones(v))))
+    # XLA multiplies bfloat16 as such only where the keys have been turned beforehand, and otherwise in float32.
+    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v)))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
 
 

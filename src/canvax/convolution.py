@@ -15,7 +15,7 @@ from canvax.target import on_each_device, target_kind, target_platform, weight_s
 from canvax.types import Array
 
 FEW_PIXELS = 0.5
-"""Pixels of a batch, over output channels, up to which one matmul is faster on a CPU than XLA's convolution: 2.4 times
+"""Pixels of a batch that comes out, over its channels, up to which one matmul is faster on a CPU than XLA's convolution: 2.4 times
 at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine shifted images no longer
 stay in the caches."""
 
@@ -56,29 +56,32 @@ Padding = tuple[tuple[int, int], tuple[int, int]]
 def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout], no bias; ``padding`` is (before, after) on both axes."""
     inputs, outputs = weight.shape[2:]
-    if weight.shape[:2] == (3, 3) and stride == 1 and padding == (1, 1) and weight_shards() == 1:
-        if _tpu() and min(inputs, outputs) >= WIDE:
-            return _by_taps(weight, x)
-        if _cpu() and inputs >= WIDE and math.prod(x.shape[:3]) <= FEW_PIXELS * outputs:
-            return _as_matmul(weight, x)
-        if _tiles_on_cpu(weight, x):
-            return _by_tiles(weight, x)
-        if _sums_on_cpu(weight, x):
-            return _by_taps(weight, x)
+    if weight.shape[:2] == (3, 3) and weight_shards() == 1:
+        if _cpu() and inputs >= WIDE and math.prod(x.shape[:3]) <= FEW_PIXELS * stride**2 * outputs:
+            return _as_matmul(weight, x, stride, padding)
+        if (stride, padding) == (1, (1, 1)):
+            if _tpu() and min(inputs, outputs) >= WIDE:
+                return _by_taps(weight, x)
+            if _tiles_on_cpu(weight, x):
+                return _by_tiles(weight, x)
+            if _sums_on_cpu(weight, x):
+                return _by_taps(weight, x)
     return _xla(weight, x, stride, (padding, padding))
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout], no bias.
 
-    The doubled image is never made: neighbours that are copies share a weight, which leaves four ninths of the work, a
-    2x2 convolution for each of the four places in a doubled pixel.
+    The doubled image is never made. On a CPU products are doubled in its place, which leaves a quarter of the work.
+    Elsewhere neighbours that are copies share a weight, which leaves four ninths: a 2x2 convolution for each of the
+    four places in a doubled pixel.
     """
+    if weight_shards() == 1 and _cpu():
+        batch = PartitionSpec("data")
+        return on_each_device(_doubled_products, (PartitionSpec(), batch), batch)(weight, x)
     wide = weight.astype(jnp.float32)
     kernels = [[_pair(_pair(wide, i, axis=0), j, axis=1).astype(x.dtype) for j in (0, 1)] for i in (0, 1)]
-    if weight_shards() == 1 and x.dtype != jnp.bfloat16 and _tiles_on_cpu(weight, x):
-        return _doubled_by_tiles(jnp.array(kernels), x)
-    if weight_shards() == 1 and (_tpu() or _sums_on_cpu(weight, x)):
+    if weight_shards() == 1 and _tpu():
         return _doubled_by_taps(jnp.array(kernels), x)
     return _doubled(kernels, x)
 
@@ -158,12 +161,13 @@ are not of the layout that its fast CPU convolution knows, and training takes te
 _on_cpu.defvjp(lambda weight, x, stride, padding: (_direct(weight, x, stride, padding), (weight, x)), _backward_on_cpu)
 
 
-def _as_matmul(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 as one matmul: the nine shifted images side by side times the weight (im2col)."""
-    b, h, w, c = x.shape
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    columns = jnp.concatenate([padded[:, i : i + h, j : j + w] for i in range(3) for j in range(3)], axis=-1)
-    return matmul(columns.reshape(b * h * w, 9 * c), weight.reshape(9 * c, -1)).reshape(b, h, w, -1)
+def _as_matmul(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
+    """3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
+    padded = jnp.pad(x, ((0, 0), padding, padding, (0, 0)))
+    _, h, w, c = padded.shape
+    moved = [padded[:, i : h - 2 + i : stride, j : w - 2 + j : stride] for i in range(3) for j in range(3)]
+    columns = jnp.concatenate(moved, axis=-1)
+    return matmul(columns, weight.reshape(9 * c, -1))
 
 
 def _with_gradient_of(
@@ -205,7 +209,8 @@ def _by_taps(weight: Array, x: Array) -> Array:
     multiplies. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak where channels are multiples
     of 128, padding and moving included; and one matmul is compiled in place of a search for a good form of the whole.
     """
-    return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows))
+    sums = SUMS_ON_CPU if _cpu() else SUMS
+    return _in_parts(x, weight.shape[-1], lambda part, first, rows: _taps(weight, part, (first, 0), rows), sums)
 
 
 @_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
@@ -217,23 +222,42 @@ def _doubled_by_taps(kernels: Array, x: Array) -> Array:
             i, j = number // 2, number % 2
             return _taps(kernels[i, j], x, (first + i, j), rows)
 
-        places = jnp.stack([place(n) for n in range(4)]) if _cpu() else jax.lax.map(place, jnp.arange(4))
-        y = places.reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
+        y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
         return y.transpose(2, 3, 0, 4, 1, 5).reshape(x.shape[0], 2 * rows, 2 * x.shape[2], -1)
 
-    return _in_parts(x, kernels.shape[-1], part)
+    return _in_parts(x, kernels.shape[-1], part, SUMS)
 
 
-def _in_parts(x: Array, outputs: int, convolve: Callable[[Array, Array | int, int], Array]) -> Array:
-    """A convolution as many images at a time as keep their sums within ``SUMS``, or as many rows of one image.
+def _doubled_products(weight: Array, x: Array) -> Array:
+    """:func:`convolve_doubled` on a CPU: each tap's product of the small image, doubled and moved, and their sum.
+
+    For four pixels of the doubled image that is 9 products; of the image itself it would be 36, and 16 where copies
+    share a weight.
+    """
+
+    def part(x: Array, first: Array | int, rows: int) -> Array:
+        def tap(i: int, j: int) -> Array:
+            y = jnp.matmul(x, weight[i, j], preferred_element_type=jnp.float32)
+            doubled = jnp.repeat(jnp.repeat(y, 2, axis=1), 2, axis=2)
+            return jax.lax.pad(doubled, jnp.float32(0), ((0, 0, 0), (1 - i, i - 1, 0), (1 - j, j - 1, 0), (0, 0, 0)))
+
+        y = sum((tap(i, j) for i in range(3) for j in range(3) if i + j), tap(0, 0)).astype(x.dtype)
+        return jax.lax.dynamic_slice_in_dim(y, 2 * first, 2 * rows, axis=1)
+
+    return _in_parts(x, 9 * weight.shape[-1], part, SUMS)
+
+
+def _in_parts(x: Array, outputs: int, convolve: Callable[[Array, Array | int, int], Array], sums: int) -> Array:
+    """A convolution as many images at a time as keep their sums within some bytes, or as many rows of one image.
 
     Args:
         x: [B, H, W, Cin].
-        outputs: channels that are summed up for each pixel of ``x`` at a time.
+        outputs: float32 numbers that are made for each pixel of ``x`` at a time.
         convolve: given images [B', H', W, Cin], a row and how many: what comes of these rows [B', n * rows, ...].
+        sums: bytes that they may take.
     """
     b, h, w, c = x.shape
-    row, sums = 4 * w * outputs, SUMS_ON_CPU if _cpu() else SUMS
+    row = 4 * w * outputs
     if h * row <= sums:
         images = max(n for n in range(1, b + 1) if b % n == 0 and n * h * row <= sums)
         if images == b:
@@ -284,58 +308,51 @@ def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows
     return (sums + tap(taps - 1)).astype(x.dtype)
 
 
-def _winograd(taps: int, *points: float) -> list[np.ndarray]:
-    """Matrices for tiles of 4 x 4 pixels by some points of an axis, and infinity (Lavin & Gray 2016, section 4.3).
+def _winograd(*points: float) -> list[np.ndarray]:
+    """Matrices for a 3x3 kernel and tiles of 4 x 4 pixels by five points of an axis, and infinity.
 
-    With n = 3 + ``taps`` points in all, infinity included.
+    Of Lavin & Gray 2016, section 4.3.
 
     Returns:
-        From the taps of a square kernel to its values at the points of a plane [n^2, taps^2]; from a tile of n x n
-        pixels to its values there [n^2, n^2]; from the products of these to 4 x 4 pixels [16, n^2].
+        From the nine taps to the kernel's values at 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to its
+        values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
     """
     p = np.array(points)
     others = [np.delete(p, i) for i in range(len(p))]
     scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
-    kernel = np.vstack([np.vander(p, taps, increasing=True) / scale, [0] * (taps - 1) + [1]])
+    kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
     tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
     pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
     return [np.kron(axis, axis).astype(np.float32) for axis in (kernel, tile, pixels)]
 
 
-MAPS = {2: _winograd(2, 0, -1, 1 / 2, 2), 3: _winograd(3, 0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)}
-"""By width of the kernel; by points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and
--2 (Barabasz et al. 2020, "Error analysis and improving the accuracy of Winograd convolution")."""
+TO_KERNEL, TO_POINTS, TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
+"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al.
+2020, "Error analysis and improving the accuracy of Winograd convolution")."""
 
 
-def _tiles(kernel: Array, x: Array, corner: tuple[Array | int, Array | int] = (0, 0)) -> Array:
-    """Convolution [B, H, W, Cin] -> [B, H, W, Cout] on a CPU by Winograd's method.
+@_with_gradient_of(_xla_3x3)
+def _by_tiles(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
 
-    For 16 pixels a 3x3 kernel takes 36 products in float32, not 144, one of 2x2 25, not 64. All three maps are matmuls,
-    and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of strided slices they take
-    XLA seven times as long.
-
-    Args:
-        kernel: [2, 2, Cin, Cout] or [3, 3, Cin, Cout].
-        x: [B, H, W, Cin].
-        corner: where the first tap begins: row and column of the image with a rim of zeros.
+    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of
+    strided slices they take XLA seven times as long.
     """
-    taps, outputs = kernel.shape[0], kernel.shape[-1]
-    to_kernel, to_points, to_pixels = MAPS[taps]
-    side = 3 + taps
-    kernel = jnp.matmul(to_kernel, kernel.astype(jnp.float32).reshape(taps**2, -1)).reshape(side**2, -1, outputs)
+    outputs = weight.shape[-1]
+    kernel = jnp.matmul(TO_KERNEL, weight.astype(jnp.float32).reshape(9, -1)).reshape(36, -1, outputs)
     b, h, w, c = x.shape
     down, across = -(-h // 4), -(-w // 4)
     rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
     height, width = rimmed.shape[1:3]
-    i, j, column = np.ix_(range(side), range(side), range(across))
-    inside = (width * (corner[0] + i) + corner[1] + 4 * column + j)[:, :, None]
+    i, j, column = np.ix_(range(6), range(6), range(across))
+    inside = (width * i + 4 * column + j)[:, :, None]
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
         """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
-        pixels = (first[:, None] + inside).reshape(side**2, -1)
+        pixels = (first[:, None] + inside).reshape(36, -1)
         tiles = rimmed.reshape(-1, c).at[pixels].get(mode="promise_in_bounds").astype(jnp.float32)
-        points = jnp.matmul(to_points, tiles.reshape(side**2, -1)).reshape(side**2, -1, c)
-        y = jnp.matmul(to_pixels, (points @ kernel).reshape(side**2, -1)).reshape(4, 4, -1, across, outputs)
+        points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
+        y = jnp.matmul(TO_PIXELS, (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)
         return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
 
     first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
@@ -344,19 +361,3 @@ def _tiles(kernel: Array, x: Array, corner: tuple[Array | int, Array | int] = (0
     filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
     y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
     return y.reshape(-1, 4 * across, outputs)[: 4 * len(first)].reshape(b, 4 * down, -1, outputs)[:, :h, :w]
-
-
-_by_tiles = _with_gradient_of(_xla_3x3)(_tiles)
-
-
-@_with_gradient_of(lambda kernels, x: _doubled(kernels, x))
-def _doubled_by_tiles(kernels: Array, x: Array) -> Array:
-    """:func:`convolve_doubled` likewise, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
-
-    def place(number: Array) -> Array:
-        corner = number // 2, number % 2
-        return _tiles(kernels[corner], x, corner)
-
-    b, h, w, _ = x.shape
-    y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, b, h, w, -1)
-    return y.transpose(2, 3, 0, 4, 1, 5).reshape(b, 2 * h, 2 * w, -1)
