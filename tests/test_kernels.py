@@ -312,7 +312,7 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
 @pytest.mark.parametrize("channels", [128, 256])
 def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None:
     """Where it is wide and the image is small."""
-    given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, channels, channels), (2, 32, 32, channels)))
+    given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, channels, channels), (2, 16, 16, channels)))
     text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
     assert "stablehlo.gather" not in text
     assert ("stablehlo.convolution" not in text) == (channels >= 256)
@@ -353,7 +353,9 @@ def test_convolution_by_tiles_on_a_cpu(
 @pytest.mark.parametrize(
     ("pixels", "inputs", "outputs", "tiles", "of_bfloat16"),
     [
-        (512, 128, 128, False, False),
+        (512, 128, 128, False, True),
+        (16, 128, 128, False, False),
+        (512, 64, 64, False, False),
         (512, 256, 128, True, True),
         (128, 512, 512, True, True),
         (64, 320, 320, True, True),

@@ -15,9 +15,9 @@ from canvax.target import on_each_device, target_kind, target_platform, weight_s
 from canvax.types import Array
 
 FEW_PIXELS = 0.5
-"""Pixels of a batch that comes out, over its channels, up to which one matmul is faster on a CPU than XLA's convolution: 2.4 times
-at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine shifted images no longer
-stay in the caches."""
+"""Pixels of a batch that comes out, over its channels, up to which one matmul is faster on a CPU than XLA's
+convolution: 2.4 times at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine
+shifted images no longer stay in the caches."""
 
 WIDE = 64
 """Channels from which a convolution is worth writing as matmuls."""
@@ -35,7 +35,9 @@ TILES, LEAST_TILES = 256, 64
 fewest of a batch that are worth what has to be done to the weight."""
 
 WIDE_TILES = 256
-"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution."""
+"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution. Of
+fewer output channels four times as many tiles are taken at a time; then half as many inputs do for bfloat16, which XLA
+would widen in memory first."""
 
 PIXELS_BY_TAPS = 16
 """Pixels of a batch of bfloat16, over output channels, up to which it is faster by taps."""
@@ -100,7 +102,10 @@ def _sums_on_cpu(weight: Array, x: Array) -> bool:
 
 def _tiles_on_cpu(weight: Array, x: Array) -> bool:
     inputs, outputs = weight.shape[2:]
-    fewest = PIXELS_BY_TAPS * outputs if x.dtype == jnp.bfloat16 else 16 * LEAST_TILES
+    if x.dtype == jnp.bfloat16:
+        inputs, fewest = 2 * inputs, PIXELS_BY_TAPS * outputs
+    else:
+        fewest = 16 * LEAST_TILES
     return _cpu() and min(inputs, 2 * outputs) >= WIDE_TILES and math.prod(x.shape[:3]) >= fewest
 
 
@@ -344,19 +349,21 @@ def _by_tiles(weight: Array, x: Array) -> Array:
     down, across = -(-h // 4), -(-w // 4)
     rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
     height, width = rimmed.shape[1:3]
+    # As bits, since XLA would widen the whole image before it gathers bfloat16.
+    bits = jax.lax.bitcast_convert_type(rimmed.reshape(-1, c), f"u{x.dtype.itemsize}")
     i, j, column = np.ix_(range(6), range(6), range(across))
     inside = (width * i + 4 * column + j)[:, :, None]
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
         """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
         pixels = (first[:, None] + inside).reshape(36, -1)
-        tiles = rimmed.reshape(-1, c).at[pixels].get(mode="promise_in_bounds").astype(jnp.float32)
+        tiles = jax.lax.bitcast_convert_type(bits.at[pixels].get(mode="promise_in_bounds"), x.dtype).astype(jnp.float32)
         points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
         y = jnp.matmul(TO_PIXELS, (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)
         return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
 
     first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
-    parts = -(-len(first) * across // TILES)
+    parts = -(-len(first) * across // (TILES if 2 * outputs > WIDE_TILES else 4 * TILES))
     each = -(-len(first) // parts)
     filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
     y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
