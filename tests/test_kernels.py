@@ -332,7 +332,7 @@ def test_convolution_by_tiles_on_a_cpu(
         monkeypatch.setattr(convolution, name, value)
     height = 19 if at_a_time == "rows that do not come out even" else 18
     mesh = make_mesh(jax.devices()[:devices])
-    weight = (normal(3, 3, 32, 24) / 17).astype(dtype)
+    weight = (normal(3, 3, 32, 40) / 17).astype(dtype)
     x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
     want, pull = jax.vjp(partial(plain, doubled=False), weight.astype(jnp.float32), x.astype(jnp.float32))
     with compiling_for("cpu", mesh):

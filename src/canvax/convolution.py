@@ -35,8 +35,8 @@ TILES, LEAST_TILES = 256, 64
 fewest of a batch that are worth what has to be done to the weight."""
 
 WIDE_TILES = 256
-"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution. Of
-fewer output channels four times as many tiles are taken at a time; then half as many inputs do for bfloat16, which XLA
+"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution. Up
+to as many output channels, four times as many tiles are taken at a time. Half as many inputs do for bfloat16, which XLA
 would widen in memory first."""
 
 PIXELS_BY_TAPS = 16
@@ -363,7 +363,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
         return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
 
     first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
-    parts = -(-len(first) * across // (TILES if 2 * outputs > WIDE_TILES else 4 * TILES))
+    parts = -(-len(first) * across // (TILES if outputs > WIDE_TILES else 4 * TILES))
     each = -(-len(first) // parts)
     filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
     y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
