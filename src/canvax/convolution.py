@@ -24,7 +24,7 @@ WIDE = 64
 
 SUMS = 48 * 2**20
 """Bytes of float32 sums that :func:`_by_taps` keeps at a time. They are read and written nine times, which is free as
-long as they stay in a TPU's vector memory."""
+long as they stay in a TPU's vector memory. On a CPU, of the products of :func:`_doubled_products`."""
 
 SUMS_ON_CPU, WIDE_ON_CPU = 2 * 2**20, 256
 """Likewise on a CPU, for bfloat16: sums that stay in its caches; and the channels from which they are faster than XLA's
