@@ -122,13 +122,13 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, AxisType
 
+    from canvax.kernels.target import compiling_for
     from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
     from canvax.parallel.liveness import peak_bytes
     from canvax.parallel.mesh import AXES
     from canvax.parallel.rules import abstract_params
     from canvax.planning.flops import count_flops
-    from canvax.target import compiling_for
 
     preset, dtype = PRESETS[model], jnp.bfloat16
     mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)

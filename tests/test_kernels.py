@@ -13,12 +13,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from canvax import attention as kernels
-from canvax import convolution, nn, target
-from canvax.attention import attention
-from canvax.matmul import matmul
+from canvax.kernels import attention as kernels
+from canvax.kernels import convolution, nn, target
+from canvax.kernels.attention import attention
+from canvax.kernels.matmul import matmul
+from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
 from canvax.nn import by_rows, conv2d, conv2d_of_doubled, group_norm
-from canvax.target import compiled_on, compiling_for, target_platform, traced
 
 rng = np.random.default_rng(0)
 ROUNDING = 1e-5

@@ -16,10 +16,10 @@ import small_sdxl
 from bundled import LATENTS, TEXT_WIDTH
 
 import canvax
-from canvax import convolution
 from canvax.compile import programs
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
+from canvax.kernels import convolution
 from canvax.models.presets import PRESETS
 from canvax.models.unet import deep_shape, skip_connections, unet, unet_reusing
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec

@@ -20,13 +20,13 @@ import canvax
 from canvax.cli.plan import lines
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
+from canvax.kernels.target import compiled_on
 from canvax.models.presets import PRESETS
 from canvax.nn import group_norm, layer_norm
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
-from canvax.target import compiled_on
 
 pytestmark = pytest.mark.skipif(
     not any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")),

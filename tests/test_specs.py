@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from canvax.kernels.target import compiling_for
 from canvax.models.configs import (
     SD15_TEXT,
     SD15_UNET,
@@ -25,7 +26,6 @@ from canvax.models.text import TextEncoders, encode_text
 from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.params import Spec, abstract, count, flatten
-from canvax.target import compiling_for
 
 
 class Recorder(dict):

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from small_checkpoint import TEXT, UNET, VAE
 
-from canvax.attention import attention
 from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.kernels.attention import attention
+from canvax.kernels.target import compiling_for
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
 from canvax.models.unet import unet_spec
@@ -29,7 +30,6 @@ from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
-from canvax.target import compiling_for
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.autoencoder import (
     LEAST,

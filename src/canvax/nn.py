@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
-from canvax.convolution import convolve, convolve_doubled
-from canvax.matmul import matmul
+from canvax.kernels.convolution import convolve, convolve_doubled
+from canvax.kernels.matmul import matmul
+from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import SCALE
-from canvax.target import on_each_device, target_mesh, target_platform, weight_shards
 from canvax.types import Array, DType
 
 ROWS = 512

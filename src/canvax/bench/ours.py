@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import canvax
 from canvax.bench.job import Job, make_inputs
 from canvax.compile.monitor import compilations, traces
+from canvax.kernels.target import compiled_on, compiling_for
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode
@@ -24,7 +25,6 @@ from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, parse_dtype, read_checkpoint
 from canvax.planning.flops import count_flops
-from canvax.target import compiled_on, compiling_for
 from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
 

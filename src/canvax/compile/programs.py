@@ -22,13 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Announce, Build, obtain, slot
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape
+from canvax.kernels.target import batch_shards, compiled_on
 from canvax.models.configs import UNetConfig, VaeConfig
 from canvax.models.text import SECOND, Conditions, TextEncoders, encode_text
 from canvax.models.vae import divisor, vae_decode, vae_decode_tiled
 from canvax.parallel.mesh import over_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
-from canvax.target import batch_shards, compiled_on
 from canvax.types import Array
 
 PROGRAMS = ("text encoder", "denoiser", "decoder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from canvax.attention import attention
+from canvax.kernels.attention import attention
 from canvax.models.merging import group, means, merged_tokens, spread
 from canvax.nn import (
     by_rows,

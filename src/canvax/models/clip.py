@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from canvax.attention import attention
+from canvax.kernels.attention import attention
 from canvax.models.configs import ClipTextConfig
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, kept_apart, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec

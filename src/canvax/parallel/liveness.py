@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from canvax.target import traced
+from canvax.kernels.target import traced
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint"}
 _STORED = {"conv_general_dilated", "dot_general", "while", "scan", "cond", "gather", "scatter", "scatter-add", "sort"}

@@ -10,13 +10,13 @@ from jax.sharding import AbstractMesh, AxisType
 
 from canvax.compile.programs import Programs
 from canvax.errors import check_count
+from canvax.kernels.target import compiling_for
 from canvax.parallel.liveness import peak_bytes
 from canvax.parallel.memory import Memory
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.pipelines.checkpoint import Checkpoint
 from canvax.pipelines.request import check_size, is_tiled
-from canvax.target import compiling_for
 from canvax.types import DType
 
 

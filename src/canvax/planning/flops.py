@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from canvax.target import traced
+from canvax.kernels.target import traced
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:

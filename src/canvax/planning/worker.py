@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs, decode_images
+from canvax.kernels.target import compiling_for
 from canvax.models.text import SECOND, encode_text
 from canvax.models.unet import unet
 from canvax.parallel.mesh import AXES
@@ -33,7 +34,6 @@ from canvax.planning.hlo import Module, Work
 from canvax.planning.job import Job
 from canvax.planning.targets import parse_target
 from canvax.quantize import quantized_specs
-from canvax.target import compiling_for
 
 
 def main() -> int:

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.errors import InputError
+from canvax.kernels.target import compiling_on
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params, init_params
-from canvax.target import compiling_on
 from canvax.train.loop import Plan, Session, fit
 from canvax.train.objectives import autoencoder_loss, cast, reconstruction_loss
 from canvax.types import Array, DType, HostArray

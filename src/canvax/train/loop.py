@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.errors import CanvaxError, InputError
+from canvax.kernels.target import compiled_on
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
-from canvax.target import compiled_on
 from canvax.train.progress import Progress
 from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
 from canvax.types import Array, HostArray

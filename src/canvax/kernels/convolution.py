@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from canvax.matmul import matmul
-from canvax.target import on_each_device, target_kind, target_platform, weight_shards
+from canvax.kernels.matmul import matmul
+from canvax.kernels.target import on_each_device, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
 FEW_PIXELS = 0.5

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from canvax.matmul import matmul
-from canvax.target import on_each_device, target_capability, target_kind, target_platform, weight_shards
+from canvax.kernels.matmul import matmul
+from canvax.kernels.target import on_each_device, target_capability, target_kind, target_platform, weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 1024 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from canvax.target import target_platform
+from canvax.kernels.target import target_platform
 from canvax.types import Array
 
 
