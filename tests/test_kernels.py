@@ -13,8 +13,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
+from canvax import nn
 from canvax.kernels import attention as kernels
-from canvax.kernels import convolution, nn, target
+from canvax.kernels import convolution, target
 from canvax.kernels.attention import attention
 from canvax.kernels.matmul import matmul
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
