@@ -186,7 +186,6 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
     parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
-    parser.add_argument("--token-merging", type=float, default=0.0, metavar="X", help="for generate --token-merging")
     _dtype(parser)
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -265,14 +264,10 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1); less work")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument(
-        "--reuse", metavar="N|I,I,...", help="all of the UNet in every N-th evaluation alone (1), or in those listed"
+        "--reuse", type=int, metavar="N", help="compute all of the UNet in every N-th evaluation alone (1)"
     )
     group.add_argument(
         "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
-    )
-    group.add_argument("--reuse-order", type=int, metavar="0|1", help="of --reuse: take the last, or extrapolate (1)")
-    group.add_argument(
-        "--token-merging", type=float, metavar="X", help="0..0.75, tokens merged for self-attention (0); compiles once"
     )
     group.add_argument(
         "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",

@@ -72,7 +72,6 @@ def _row(one: dict[str, Any], now: float) -> tuple[str, ...]:
         size = f"{about['width']}x{about['height']}" if "width" in about else "any"
         name = about["program"] + (" without guidance" if about.get("guided") is False else "")
         name += ", reusing" if about.get("reuse") else ""
-        name += f", merging {about['merging']:.3g}" if about.get("merging") else ""
         device = devices["kind"] if len(devices["each"]) == 1 else f"{len(devices['each'])} x {devices['kind']}"
         count = f"{about['parameters'] / 1e6:.3g}M"
         stale = "for other software" if one["stale"] else ""

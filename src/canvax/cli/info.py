@@ -88,8 +88,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
                 words += [f"--set={one}" for one in several]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
-                one_of_a_list = len(several) == 1 and isinstance(value, list | tuple)  # "2" alone is every second
-                several = [",".join(several) + "," * (flag == "--reuse" and one_of_a_list)]
+                several = [",".join(several)]
             words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
     return command_line(words)
 
@@ -120,7 +119,7 @@ def _said(value: Any) -> str:
 
 def _checkout(arguments: argparse.Namespace) -> Checkout:
     """The model on disk, downloading it only if it is not there."""
-    from canvax.pipelines.checkpoint import check_index
+    from canvax.families.read import family_of
     from canvax.weights.hub import resolve
 
     def find(local: bool) -> Checkout:
@@ -131,7 +130,7 @@ def _checkout(arguments: argparse.Namespace) -> Checkout:
             token=arguments.token,
             cache_dir=arguments.cache_dir,
             local_files_only=local,
-            accept=check_index,
+            accept=family_of,
         )
 
     try:
@@ -145,14 +144,14 @@ def _checkout(arguments: argparse.Namespace) -> Checkout:
 
 def model_info(checkout: Checkout) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model; no weights are read and no JAX backend is started."""
-    from canvax.pipelines.checkpoint import read_checkpoint
+    from canvax.families.read import read_model
     from canvax.weights.layout import KINDS
 
-    checkpoint = read_checkpoint(checkout, "float32")
+    model = read_model(checkout, "float32")
     parts = {name: {"class": kind, **(_weights(checkout, name) if name in KINDS else {})}
              for name, kind in checkout.components.items()}  # fmt: skip
     parameters = sum(part.get("parameters", 0) for part in parts.values())
-    options, schedule = checkpoint.scheduler.options, checkpoint.scheduler.schedule
+    options, schedule = model.scheduler.options, model.scheduler.schedule
     return {
         "model": checkout.source,
         "folder": str(checkout.folder),
@@ -162,26 +161,26 @@ def model_info(checkout: Checkout) -> dict[str, Any]:
         "not_used": list(checkout.unread),
         "parameters": parameters,
         "memory_bytes": {dtype: parameters * size for dtype, size in MEMORY_DTYPES.items()},
-        "height": checkpoint.native_size[0],
-        "width": checkpoint.native_size[1],
+        "height": model.native_size[0],
+        "width": model.native_size[1],
         "prediction_type": schedule.prediction_type,
         "train_timesteps": schedule.num_train_timesteps,
         "sampler": {
-            "name": checkpoint.scheduler.spec.name,
-            "label": checkpoint.scheduler.spec.label,
+            "name": model.scheduler.spec.name,
+            "label": model.scheduler.spec.label,
             "spacing": options.spacing,
             "sigmas": options.sigmas,
             "steps_offset": options.steps_offset,
         },
         "text": {
-            "width": checkpoint.text.width,
-            "layers": checkpoint.text.max_skip + 1,
-            "tokens": checkpoint.text.tokens,
+            "width": model.text.width,
+            "layers": model.text.max_skip + 1,
+            "tokens": model.text.tokens,
         },
-        "latents": {"channels": checkpoint.vae.latent_channels, "factor": checkpoint.vae.factor},
+        "latents": {"channels": model.vae.latent_channels, "factor": model.vae.factor},
         "defaults": {
-            "num_inference_steps": checkpoint.defaults.num_inference_steps,
-            "guidance_scale": checkpoint.defaults.guidance_scale,
+            "num_inference_steps": model.defaults.num_inference_steps,
+            "guidance_scale": model.defaults.guidance_scale,
         },
     }
 
@@ -191,11 +190,11 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
     import jax
     import numpy as np
 
+    from canvax.families.read import read_model
     from canvax.parallel.memory import free_bytes
     from canvax.parallel.mesh import make_mesh, parse_mesh
-    from canvax.pipelines.checkpoint import default_dtype, parse_dtype, read_checkpoint
+    from canvax.pipelines.checks import check_size, default_dtype, parse_dtype
     from canvax.pipelines.estimate import estimate
-    from canvax.pipelines.request import check_size
     from canvax.quantize import check_kind
 
     sizes = parse_mesh(arguments.mesh) if arguments.mesh else {"data": jax.device_count()}
@@ -203,21 +202,21 @@ def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, 
         raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
     mesh = make_mesh()
     dtype = default_dtype(mesh) if arguments.dtype is None else parse_dtype(arguments.dtype)
-    checkpoint = read_checkpoint(checkout, dtype, check_kind(arguments.quantize))
+    model = read_model(checkout, dtype, check_kind(arguments.quantize))
     height, width = (
         check_size(name, getattr(arguments, name), side)
-        for name, side in zip(("height", "width"), checkpoint.native_size, strict=True)
+        for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
     batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
     found = estimate(
-        checkpoint, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
+        model, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
         limit=free_bytes(mesh),
     )  # fmt: skip
     return {
         "platform": platform,
         "mesh": {"data": sizes.get("data", 1), "model": sizes.get("model", 1)},
         "dtype": np.dtype(dtype).name,
-        "quantize": checkpoint.quantize,
+        "quantize": model.quantize,
         "height": height,
         "width": width,
         "batch": batch,

@@ -69,7 +69,7 @@ def _emoji(arguments: argparse.Namespace) -> Path | None:
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
-    from canvax.pipelines.checkpoint import parse_dtype
+    from canvax.pipelines.checks import parse_dtype
     from canvax.train.finetune import PLAN, FineTuning, finetune
 
     names = ("steps", "batch", "learning_rate", "warmup", "average", "seed")

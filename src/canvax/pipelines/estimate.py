@@ -10,18 +10,18 @@ from jax.sharding import AbstractMesh, AxisType
 
 from canvax.compile.programs import Programs
 from canvax.errors import check_count
+from canvax.families.base import Model
 from canvax.kernels.target import compiling_for
 from canvax.parallel.liveness import peak_bytes
 from canvax.parallel.memory import Memory
 from canvax.parallel.mesh import AXES
-from canvax.parallel.rules import abstract_params
-from canvax.pipelines.checkpoint import Checkpoint
-from canvax.pipelines.request import check_size, is_tiled
+from canvax.parallel.rules import abstract_params, device_bytes
+from canvax.pipelines.checks import check_size, is_tiled
 from canvax.types import DType
 
 
 def estimate(
-    checkpoint: Checkpoint,
+    model: Model,
     *,
     dtype: DType,
     size: tuple[int | None, int | None],
@@ -36,10 +36,10 @@ def estimate(
     What a split over ``model`` saves of the activations is left out: most of them are whole on every device.
 
     Args:
-        checkpoint: the model.
+        model: the model.
         dtype: dtype of the weights.
         size: height and width of an image in pixels; None for what the model was trained for.
-        batch: images drawn at once, on all devices.
+        batch: images generated at once, on all devices.
         sizes: sizes of the mesh, ``{"data": 4, "model": 2}``.
         platform: "cpu", "gpu" or "tpu", which decides the kernels.
         guided: whether guidance is on.
@@ -48,20 +48,24 @@ def estimate(
     Raises:
         InputError: size or batch cannot be used.
     """
-    native = checkpoint.native_size
-    height, width = check_size("height", size[0], native[0]), check_size("width", size[1], native[1])
+    (tall, wide), factor = model.native_size, model.vae.factor
+    height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
     mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
     each = -(-check_count("batch", batch) // sizes.get("data", 1))
-    factor = checkpoint.vae.factor
-    latents = (each, height // factor, width // factor, checkpoint.unet.in_channels)
-    params = {part.name: abstract_params(part.spec, dtype, mesh) for part in checkpoint.components}
-    traced = _Traced(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh, platform=platform)
+    latents = model.networks.latent_shape(each, height, width)
+    params = {part.name: abstract_params(part.spec, dtype, mesh) for part in model.components}
+    traced = _Traced(model.networks, mesh, platform=platform)
     programs: dict[str, Any] = {
         "text encoder": traced.encode_text(params, each),
         "denoiser": traced.denoise(params, latents, guided=guided),
         "decoder": traced.decode(params, latents, tiled=is_tiled(height, width)),
     }
-    return Memory(checkpoint.weight_bytes(dtype, sizes), programs, limit)
+    return Memory(weight_bytes(model, dtype, sizes), programs, limit)
+
+
+def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+    return sum(device_bytes(part.spec, dtype, sizes) for part in model.components)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from canvax.compile.programs import Programs
+from canvax.families.read import read_model
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST
 from canvax.params import Params
-from canvax.pipelines.checkpoint import read_checkpoint
-from canvax.pipelines.text_to_image import StableDiffusion
+from canvax.pipelines.pipeline import StableDiffusion
 from canvax.samplers import from_scheduler_config
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer
@@ -96,13 +96,13 @@ def open_skeleton(folder: Path, mesh: Mesh) -> StableDiffusion:
     """A pipeline without parameters, which are passed to each call; compiles once whatever they become."""
     index = read_json(folder / INDEX)
     components = {name: part[1] for name, part in index.items() if isinstance(part, list) and part[1]}
-    checkpoint = read_checkpoint(Checkout(str(folder), folder, None, None, index, components, ()), "float32")
-    return StableDiffusion(checkpoint, Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh))
+    model = read_model(Checkout(str(folder), folder, None, None, index, components, ()), "float32")
+    return StableDiffusion(model, Programs(model.networks, mesh))
 
 
 def save_model(skeleton: StableDiffusion, folder: Path, params: Params, dtype: DType) -> Path:
     """Write the finished model; the folder must not exist."""
-    return skeleton.checkpoint.save(folder, jax.device_get(params), dtype=dtype)
+    return skeleton.model.save(folder, jax.device_get(params), dtype=dtype)
 
 
 def check_tokenizer(tokenizer: ClipTokenizer, text: ClipTextConfig) -> None:

@@ -42,7 +42,7 @@ _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 _LIBRARIES = {"diffusers", "transformers"}
 _CONFIG = "config.json"
 
-Accept = Callable[[Mapping[str, Any]], None]
+Accept = Callable[[Mapping[str, Any]], Any]
 """Looks at ``model_index.json`` before anything else is fetched; raises if the model is of no use."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.pipelines.text_to_image import StableDiffusion
+from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.emoji.captions import plain_caption
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray

@@ -25,7 +25,7 @@ from canvax.models.text import FIRST
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
-from canvax.pipelines.checkpoint import open_checkpoint
+from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
@@ -272,7 +272,7 @@ def _started(run: Run, recipe: Recipe) -> Params | None:
     """The parameters of the model to start from, if there is one."""
     if run.start is None:
         return None
-    checkpoint, _, params = open_checkpoint(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
+    checkpoint, _, params = open_model(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
     design = recipe.design
     if (checkpoint.text.first, checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
         raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
@@ -330,7 +330,7 @@ def _shown(vae: Params, held_out: Pictures, run: Run, recipe: Recipe) -> str:
 def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Params | None) -> tuple[Params, bool]:
     design = recipe.design
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
-    (tokenizer,) = pipe.checkpoint.tokenizers.values()
+    (tokenizer,) = pipe.model.tokenizers.values()
     latents = _latents(run, recipe, train.pixels, vae)
     data = denoising_data(
         tokenizer, latents, caption_ids(tokenizer, [texts[: recipe.forms] for texts in train.captions], 77)
