@@ -47,11 +47,11 @@ def main() -> None:
     options = parser.parse_args()
 
     pipe = canvax.load(options.model, progress=False)
-    drawings = read_pictures(options.data, pipe.checkpoint.native_size[0])
+    drawings = read_pictures(options.data, pipe.model.native_size[0])
     trained, held_out = choose_pairs(drawings, options.trained, options.held_out)
     for name, score in check_measure(drawings, trained).items():
         print(f"the measure, true drawings {name}: {score}", flush=True)
-    psnr = reconstruction_psnr(pipe.params["vae"], drawings.pixels[held_out], pipe.programs.vae, pipe.programs.mesh)
+    psnr = reconstruction_psnr(pipe.params["vae"], drawings.pixels[held_out], pipe.model.vae, pipe.programs.mesh)
     print(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings", flush=True)
 
     how = {

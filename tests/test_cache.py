@@ -33,6 +33,8 @@ from canvax.compile import aot, cache, flags, key
 from canvax.compile.aot import Build
 from canvax.compile.programs import Programs, at_once
 from canvax.models.clip import text_encoder_spec
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import init_params
@@ -114,12 +116,12 @@ def weights() -> Any:
 
 
 ONE = jax.devices()[:1]
-ENCODERS = TextEncoders(TEXT)
+NETWORKS = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
 
 
 def encode(weights: Any, devices: Any = ONE, **changes: Any) -> tuple[np.ndarray, list[bool]]:
     """Features of some ids, and where the program came from: for each attempt, whether from the cache."""
-    programs = Programs(ENCODERS, UNET, VAE, make_mesh(devices), **changes)
+    programs = Programs(NETWORKS, make_mesh(devices), **changes)
     weights = jax.device_put(weights, replicated(programs.mesh))
     builds: list[Build] = []
     program = programs.encode_text(weights, len(devices), builds.append)

@@ -206,7 +206,7 @@ def test_stopping_keeps_what_is_finished(draw: Run, emoji: Any, monkeypatch: pyt
         return emoji(*arguments, **keywords)
 
     class Stoppable:
-        checkpoint, programs = emoji.checkpoint, emoji.programs
+        model, programs = emoji.model, emoji.programs
         __call__ = staticmethod(stop)
 
     monkeypatch.setattr(canvax, "load", lambda *_, **__: Stoppable())
@@ -270,7 +270,6 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("x", "--reuse", "4,4"), "reuse='4,4'"),
         (("x", "--steps", "8", "--reuse", "0,9"), "the run has 8"),
         (("x", "--reuse-layers", "9"), "reuse_layers=9"),
-        (("x", "--token-merging", "0.8"), "token_merging=0.8"),
         (("x", "--vae-tiling", "yes"), "tiling='yes'"),
         (("x", "--guidance-steps", "1,2,3", "--steps", "4"), "4 steps"),
         (("x", "--sampler", "DDIM inversion"), "result.latents"),

@@ -19,9 +19,10 @@ import canvax
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.models.configs import SD15_UNET, SDXL_UNET, UNetConfig
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
-from canvax.models.vae import vae_spec
 from canvax.parallel import memory
 from canvax.parallel.liveness import peak_bytes
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
@@ -90,7 +91,7 @@ def test_each_device_receives_its_part_alone(checkpoint: Path, tmp_path: Path) -
     assert (gated.shape, gated.addressable_shards[0].data.shape) == ((32, 2, 128), (32, 2, 64))
     sizes = {"data": 4, "model": 2}
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-    assert held == sum(device_bytes(part.spec, np.float32, sizes) for part in pipe.checkpoint.components)
+    assert held == sum(device_bytes(part.spec, np.float32, sizes) for part in pipe.model.components)
     # Saving puts the weights together again.
     pipe.save(tmp_path / "saved")
     again = canvax.load(tmp_path / "saved", mesh=make_mesh(jax.devices()[:1])).params
@@ -175,26 +176,24 @@ def test_shardings_have_the_nesting_of_the_spec() -> None:
 
 def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
     mesh = make_mesh(jax.devices()[: data * model], data=data, model=model)
-    text = TextEncoders(dataclasses.replace(TEXT, num_attention_heads=8))
-    specs = {"unet": unet_spec(SD1), "vae": vae_spec(VAE), **text.specs}
-    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in specs.items()}
-    return Programs(text, SD1, VAE, mesh), params
+    networks = Networks(UNetDenoiser(SD1), VAE, TextEncoders(dataclasses.replace(TEXT, num_attention_heads=8)))
+    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in networks.specs().items()}
+    return Programs(networks, mesh), params
 
 
-def compiled_collectives(data: int, model: int, batch: int, merging: float = 0.0) -> dict[str, dict[str, int]]:
+def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[str, int]]:
     programs, params = programs_of(data, model)
     found: dict[str, Any] = {
         "text": programs.encode_text(params, batch),
-        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True, merging=merging),
+        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True),
         "decode": programs.decode(params, (batch, 32, 32, 4)),
     }
     return {name: collectives(program.as_text()) for name, program in found.items()}
 
 
-@pytest.mark.parametrize("merging", [0.0, 0.5])
-def test_no_collective_over_data(merging: float) -> None:
+def test_no_collective_over_data() -> None:
     """Eight devices that share a batch never wait for each other, in the denoising loop or elsewhere."""
-    assert compiled_collectives(8, 1, 8, merging) == {"text": {}, "denoise": {}, "decode": {}}
+    assert compiled_collectives(8, 1, 8) == {"text": {}, "denoise": {}, "decode": {}}
 
 
 def test_one_sum_for_each_pair_of_layers_over_model() -> None:

@@ -185,7 +185,7 @@ def test_only_the_unet_changes(model: Path, done: Path) -> None:
     changed = [(a != b).any() for (_, a), (_, b) in
                zip(flatten(before.params["unet"]), flatten(after.params["unet"]), strict=True)]  # fmt: skip
     assert all(changed)
-    assert after.checkpoint.scheduler.config == before.checkpoint.scheduler.config
+    assert after.model.scheduler.config == before.model.scheduler.config
 
 
 @pytest.mark.slow

@@ -354,7 +354,7 @@ def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Pat
     # Options of the old classes, which they wrote into the file and which decide nothing.
     also = {"_diffusers_version": version, "split_head_dim": True, "use_memory_efficient_attention": True}
     (model / "unet" / "config.json").write_text(json.dumps(config | also))
-    assert canvax.load(model, progress=False).checkpoint.native_size == (side, side)
+    assert canvax.load(model, progress=False).model.native_size == (side, side)
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model)
     some = pipeline.prepare_inputs("a fox")
     shape = jax.eval_shape(lambda key: pipeline._generate(some, params, key, STEPS), jax.random.key(0)).shape

@@ -117,7 +117,7 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
 def test_any_size(emoji: canvax.StableDiffusion) -> None:
     result = draw(emoji, "a cat", height=72, width=40, seed=1)
     assert result.images[0].size == (40, 72)
-    factor = emoji.programs.vae.factor
+    factor = emoji.programs.networks.vae.factor
     assert result.latents.shape == (1, 72 // factor, 40 // factor, LATENTS[-1])
 
 
@@ -140,7 +140,7 @@ def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
 def test_recorded_sampler_draws_the_same(
     emoji: canvax.StableDiffusion, config: dict[str, Any], sampler: str | None
 ) -> None:
-    checkpoint = dataclasses.replace(emoji.checkpoint, scheduler=from_scheduler_config(config))
+    checkpoint = dataclasses.replace(emoji.model, scheduler=from_scheduler_config(config))
     recorded, _ = checkpoint.sampler_names(sampler)
     used, again = (build_table(checkpoint.scheduler, 10, sampler=name) for name in (sampler, recorded))
     np.testing.assert_array_equal(used.M, again.M)
@@ -155,7 +155,7 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
         return len(steps) < 3
 
     options = dataclasses.replace(QUIET, callback=stop_after_three)
-    with pytest.raises(canvax.Cancelled, match="step 3 of 4"):
+    with pytest.raises(canvax.Cancelled, match="evaluation 3 of 4"):
         draw(emoji, ["a cat", "a dog"], options=options)
     assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
     with pytest.raises(canvax.Cancelled, match="step 1 of 4"):
@@ -239,7 +239,7 @@ def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
         ({"clip_skip": 1.5}, "clip_skip=1.5"),
         ({"clip_skip": [1]}, r"clip_skip=\[1\]"),
         ({"callback": 5}, "callback=5 is not a function"),
-        ({"reuse_order": 1.0}, "reuse_order=1.0"),
+        ({"reuse": (0, 2)}, "reuse="),
         ({"guidance_interval": 0.5}, "two fractions of the run"),
     ],
 )

@@ -16,6 +16,7 @@ from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
 from canvax.params import Params, count, flatten
+from canvax.pipelines.estimate import weight_bytes
 from canvax.quantize import KINDS, quantize, quantized_specs
 
 PROMPTS = ["a red apple", "a cat"]
@@ -84,7 +85,7 @@ def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> 
     assert unet["mid_block.resnets.0.conv1.weight"].dtype == jnp.dtype(KINDS[kind])
     assert unet["conv_in.weight"].dtype == np.float32
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(pipe.params))
-    assert held == pipe.checkpoint.weight_bytes(np.float32, {"data": 1, "model": 1}) == pipe.memory().weights
+    assert held == weight_bytes(pipe.model, np.float32, {"data": 1, "model": 1}) == pipe.memory().weights
     assert psnr(draw(pipe), whole) > least
 
 
