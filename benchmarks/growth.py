@@ -117,7 +117,7 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
-    """FLOPs of a guided evaluation and bytes that it takes beside the weights: against batch and against size."""
+    """FLOPs of a guided evaluation: against batch and against size."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, AxisType
@@ -125,7 +125,6 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     from canvax.kernels.target import compiling_for
     from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
-    from canvax.parallel.liveness import peak_bytes
     from canvax.parallel.mesh import AXES
     from canvax.parallel.rules import abstract_params
     from canvax.planning.flops import count_flops
@@ -147,9 +146,7 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
             return unet(p, x, t, text, preset.denoiser.cfg, **told)
 
         with compiling_for("none"):  # the work of the model, not of a kernel
-            flops = count_flops(evaluate, params, *arguments)
-        with compiling_for("cpu"):
-            return {"flops": flops, "bytes": peak_bytes(evaluate, params, *arguments)}
+            return {"flops": count_flops(evaluate, params, *arguments)}
 
     return {
         "batch": {batch: one(batch, native) for batch in BATCHES},

@@ -313,12 +313,12 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", action="store_true", help="estimate what each device needs; compiles nothing")
+    group.add_argument("--memory", action="store_true", help="what each device needs, by compiling")
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (1 for each of data)")
     _dtype(group)
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
 
 def _dtype(group: Any) -> None:

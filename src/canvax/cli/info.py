@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= model_info(checkout)
         lines = _model_lines(report)
         if arguments.memory:
-            report["memory"] = memory_info(checkout, arguments)
+            report["memory"] = memory_info(arguments)
             lines += ["", *_memory_lines(report["memory"])]
     if not arguments.json:
         for line in lines:
@@ -185,53 +185,52 @@ def model_info(checkout: Checkout) -> dict[str, Any]:
     }
 
 
-def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What each device needs, for the platform of this machine's devices."""
-    import jax
-    import numpy as np
+def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What each device of this machine needs, from the compiled programs; no weights are read."""
+    from canvax.parallel.mesh import mesh_of
+    from canvax.pipelines.open import open_model
+    from canvax.pipelines.pipeline import StableDiffusion
 
-    from canvax.families.read import read_model
-    from canvax.parallel.memory import free_bytes
-    from canvax.parallel.mesh import make_mesh, parse_mesh
-    from canvax.pipelines.checks import check_size, default_dtype, parse_dtype
-    from canvax.pipelines.estimate import estimate
-    from canvax.quantize import check_kind
-
-    sizes = parse_mesh(arguments.mesh) if arguments.mesh else {"data": jax.device_count()}
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
-    mesh = make_mesh()
-    dtype = default_dtype(mesh) if arguments.dtype is None else parse_dtype(arguments.dtype)
-    model = read_model(checkout, dtype, check_kind(arguments.quantize))
-    height, width = (
-        check_size(name, getattr(arguments, name), side)
-        for name, side in zip(("height", "width"), model.native_size, strict=True)
+    mesh = mesh_of(arguments.mesh)
+    model, programs, _ = open_model(
+        arguments.what,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        mesh=mesh,
+        weights=False,
+        revision=arguments.revision,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        progress=False,
     )
-    batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
-    found = estimate(
-        model, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
-        limit=free_bytes(mesh),
-    )  # fmt: skip
+    height, width = (
+        getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
+    )
+    batch = arguments.batch_size or mesh.shape["data"]
+    memory = StableDiffusion(model, programs).memory(height, width, batch)
     return {
-        "platform": platform,
-        "mesh": {"data": sizes.get("data", 1), "model": sizes.get("model", 1)},
-        "dtype": np.dtype(dtype).name,
+        "platform": mesh.devices.flat[0].platform,
+        "mesh": dict(mesh.shape),
+        "dtype": model.dtype,
         "quantize": model.quantize,
         "height": height,
         "width": width,
         "batch": batch,
-        "weights": found.weights,
-        "programs": dict(found.programs),
-        "total": found.total,
-        "free": found.limit,
+        "weights": memory.weights,
+        "programs": dict(memory.programs),
+        "total": memory.total,
+        "free": memory.limit,
     }
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
     rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
-    rows += [(f"{name}, while it runs", f"about {byte_size(size)}") for name, size in memory["programs"].items()]
-    rows.append(("largest sum", f"about {byte_size(memory['total'])}"))
+    rows += [(f"{name}, while it runs", byte_size(size)) for name, size in memory["programs"].items()]
+    rows.append(("largest sum", byte_size(memory["total"])))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"

@@ -14,10 +14,9 @@ from canvax.families.base import Model
 from canvax.families.read import family_of, read_model
 from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
-from canvax.parallel.rules import abstract_params, place
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
 from canvax.pipelines.checks import check_precision, default_dtype, parse_dtype
-from canvax.pipelines.estimate import weight_bytes
 from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.hub import Checkout, resolve
@@ -69,3 +68,8 @@ def open_model(
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
     return opened, Programs(opened.networks, mesh, precision), params
+
+
+def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+    return sum(device_bytes(part.spec, dtype, sizes) for part in model.components)
