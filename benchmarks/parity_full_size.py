@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from canvax.bench.models import write_random
+from benchmarks.lab.models import write_random
 from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.models.presets import PRESETS

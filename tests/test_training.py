@@ -31,7 +31,11 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train.autoencoder import (
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser, training_times
+from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
+from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
+from canvax.weights.hub import BUNDLED
+from recipes.emoji.autoencoder import (
     LEAST,
     VARIANCE,
     _pixel_gram,
@@ -43,10 +47,6 @@ from canvax.train.autoencoder import (
     train_autoencoder,
     train_decoder,
 )
-from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser, training_times
-from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
-from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
-from canvax.weights.hub import BUNDLED
 
 SMALL_VAE = VaeConfig(
     down_block_types=("DownEncoderBlock2D",) * 2,
