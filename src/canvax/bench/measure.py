@@ -18,8 +18,9 @@ from canvax.errors import CanvaxError
 from canvax.parallel.memory import available_bytes
 from canvax.params import count
 from canvax.pipelines.checkpoint import Checkpoint, read_checkpoint
-from canvax.weights.hub import resolve
 from canvax.weights.layout import find_weights
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Tell = Callable[[str], None]
 """Told what is being done."""
@@ -50,7 +51,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="canvax-bench-") as folder:
         scratch = Path(folder)
-        checkpoint = read_checkpoint(resolve(job.folder), np.float32)
+        checkpoint = read_checkpoint(open_files(Source(job.folder)), np.float32)
         files = [path for part in checkpoint.components for path in find_weights(job.folder / part.name, part.kind)]
         inputs = scratch / "inputs.npz"
         np.savez(inputs, **make_inputs(job, checkpoint))  # type: ignore[arg-type]

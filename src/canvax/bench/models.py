@@ -15,9 +15,9 @@ from canvax.errors import InputError
 from canvax.models.presets import PRESETS, Preset
 from canvax.params import count, flatten, init_param
 from canvax.types import DType
-from canvax.weights.hub import BUNDLED
 from canvax.weights.layout import INDEX, KINDS, STEMS
 from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.source import BUNDLED
 
 _CLASSES = {
     "unet": "UNet2DConditionModel",

@@ -25,8 +25,9 @@ from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.pipelines.checkpoint import Checkpoint, parse_dtype, read_checkpoint
 from canvax.planning.flops import count_flops
-from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Asked = dict[str, Any]
 """A job as the worker reads it."""
@@ -65,7 +66,7 @@ def device_peak(job: Asked) -> int | None:
 def _load(job: Asked) -> tuple[Checkpoint, Params, Mesh]:
     """The networks of a part, through the loader that the pipeline uses."""
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
-    checkout = resolve(job["folder"])
+    checkout = open_files(Source(job["folder"]))
     checkpoint = read_checkpoint(checkout, dtype)
     names = tuple(checkpoint.text.parts) if job["part"] == "text" else (job["part"],)
     components = [part for part in checkpoint.components if part.name in names]

@@ -143,24 +143,20 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
     from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
     from canvax.pipelines.conditions import check_for_model, check_start
     from canvax.quantize import check_kind
-    from canvax.weights.hub import resolve
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
         parse_dtype(source.dtype)
     check_kind(source.quantize)
     try:
-        checkout = resolve(
-            source.model,
-            revision=source.revision,
-            variant=source.variant,
-            cache_dir=arguments.cache_dir,
-            local_files_only=True,
-            progress=False,
-            accept=check_index,
+        origin = ModelSource(
+            source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
+        files = open_files(origin, accept=check_index)
     except (CheckpointError, HubError):
         return  # not on disk yet, or not at all: loading will tell
-    checkpoint = read_checkpoint(checkout, "float32")
+    checkpoint = read_checkpoint(files, "float32")
     for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
         usual = picture.options.own_steps or checkpoint.defaults.num_inference_steps
         steps = usual if picture.steps is None else picture.steps

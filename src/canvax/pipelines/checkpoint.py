@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 from canvax.compile.cache import size_limit
 from canvax.compile.programs import Programs
 from canvax.errors import CheckpointError, InputError, check_count, nearest
+from canvax.files import read_json
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.models.unet import unet_spec
@@ -30,9 +30,11 @@ from canvax.quantize import check_kind, quantized_specs
 from canvax.samplers import Scheduler, curve_label, find, from_scheduler_config, stable_diffusion_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
-from canvax.weights.hub import Checkout, resolve
+from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component, load_components
+from canvax.weights.open import open_files
 from canvax.weights.save import save_checkpoint
+from canvax.weights.source import Source
 
 PIPELINES = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline")
 XL_PIPELINES = ("StableDiffusionXLPipeline", "FlaxStableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
@@ -71,7 +73,7 @@ class Checkpoint:
         quantize: to what its large weights were quantised, or None.
     """
 
-    checkout: Checkout
+    checkout: ModelFiles
     text: TextEncoders
     unet: UNetConfig
     vae: VaeConfig
@@ -84,7 +86,7 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """The model as it was asked for."""
-        return self.checkout.source
+        return self.checkout.name
 
     @property
     def revision(self) -> str | None:
@@ -156,7 +158,7 @@ class Checkpoint:
             params,
             index=self.checkout.index,
             configs={name: self.checkout.config(name) for name in (*self.text.parts, "unet", "vae", "scheduler")},
-            copy_from=self.checkout.folder,
+            copy_from=self.checkout.folder(),
             dtype=None if dtype is None else parse_dtype(dtype),
             overwrite=overwrite,
         )
@@ -191,35 +193,26 @@ def open_checkpoint(
     size_limit()
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
+    source = Source(model, revision, variant, token, cache_dir, local_files_only, progress)
+    checkpoints: list[Checkpoint] = []
 
-    def look(checkout: Checkout) -> Checkpoint:
-        checkpoint = read_checkpoint(checkout, dtype, quantize)
+    def look(files: ModelFiles) -> None:
+        checkpoint = read_checkpoint(files, dtype, quantize)
         if weights:
             needed = checkpoint.weight_bytes(dtype, mesh.shape)
             check_weights(needed, mesh, checkpoint.name, checkpoint.dtype, quantized=quantize is not None)
-        return checkpoint
+        checkpoints.append(checkpoint)
 
     def accepted(index: Mapping[str, Any]) -> None:
         check_index(index)
         if accept is not None:
             accept(index)
 
-    checkout = resolve(
-        model,
-        revision=revision,
-        variant=variant,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        progress=progress,
-        accept=accepted,
-        look=look,
-        weights=weights,
-    )
-    checkpoint = look(checkout)
+    files = open_files(source, accept=accepted, look=look, weights=weights)
+    (checkpoint,) = checkpoints
     if weights:
         params = load_components(
-            checkout,
+            files,
             checkpoint.components,
             dtype=dtype,
             place=lambda param, array: place(param, array, mesh),
@@ -230,7 +223,7 @@ def open_checkpoint(
     return checkpoint, programs, params
 
 
-def read_checkpoint(checkout: Checkout, dtype: DType, quantize: str | None = None) -> Checkpoint:
+def read_checkpoint(checkout: ModelFiles, dtype: DType, quantize: str | None = None) -> Checkpoint:
     """The configs, tokenizers and schedule of a checkout; no weights are read.
 
     Raises:
@@ -248,15 +241,15 @@ def read_checkpoint(checkout: Checkout, dtype: DType, quantize: str | None = Non
         text=text,
         unet=unet,
         vae=vae,
-        tokenizers={name: ClipTokenizer.from_folder(checkout.folder / TOKENIZERS[name]) for name in text.parts},
+        tokenizers={name: ClipTokenizer.from_folder(checkout.folder(TOKENIZERS[name])) for name in text.parts},
         scheduler=scheduler,
-        defaults=_read_defaults(checkout.folder / "canvax.json", usual),
+        defaults=_read_defaults(checkout.folder() / "canvax.json", usual),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
     )
 
 
-def read_networks(checkout: Checkout) -> tuple[UNetConfig, VaeConfig, TextEncoders]:
+def read_networks(checkout: ModelFiles) -> tuple[UNetConfig, VaeConfig, TextEncoders]:
     """The configs of a checkout's networks, which are all that is read.
 
     Raises:
@@ -272,14 +265,14 @@ def read_networks(checkout: Checkout) -> tuple[UNetConfig, VaeConfig, TextEncode
     return unet, vae, text
 
 
-def _sized(unet: UNetConfig, checkout: Checkout) -> UNetConfig:
+def _sized(unet: UNetConfig, checkout: ModelFiles) -> UNetConfig:
     """Files from before diffusers 0.9 could say 32, the class's default then, where 64 was meant."""
     version = re.match(r"0\.(\d+)", str(checkout.config("unet").get("_diffusers_version", "")))
     old = version is not None and int(version[1]) < 9
     return replace(unet, sample_size=64) if old and (unet.sample_size or 64) < 64 else unet
 
 
-def _encoders(checkout: Checkout) -> list[str]:
+def _encoders(checkout: ModelFiles) -> list[str]:
     """The text encoders that a checkout's kind of pipeline has."""
     found = [FIRST]
     if checkout.index.get("_class_name") in XL_PIPELINES:
@@ -292,7 +285,7 @@ def _encoders(checkout: Checkout) -> list[str]:
     return found
 
 
-def _misfits(unet: UNetConfig, vae: VaeConfig, text: TextEncoders, checkout: Checkout) -> list[str]:
+def _misfits(unet: UNetConfig, vae: VaeConfig, text: TextEncoders, checkout: ModelFiles) -> list[str]:
     """What is wrong between components that are right by themselves."""
     faults = []
     if unet.in_channels != vae.latent_channels or unet.out_channels != vae.latent_channels:
@@ -362,7 +355,7 @@ def _read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
         return usual
     try:
-        said = replace(usual, **json.loads(path.read_text(encoding="utf-8")))
+        said = replace(usual, **read_json(path))
         check_count("num_inference_steps", said.num_inference_steps)
         return replace(said, guidance_scale=check_guidance(said.guidance_scale, usual.guidance_scale))
     except (ValueError, TypeError, InputError) as error:
