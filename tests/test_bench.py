@@ -33,7 +33,8 @@ from canvax.models.text import TextEncoders
 from canvax.pipelines.open import open_model
 from canvax.planning.chips import peak_flops
 from canvax.weights.cast import cast_into
-from canvax.weights.hub import resolve
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 SMALL = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
 Bench = Callable[..., dict[str, Any]]
@@ -255,7 +256,7 @@ def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_inputs(tmp_path: Path) -> None:
-    checkpoint = read_model(resolve(write_small_checkpoint(tmp_path / "model")), np.float32)
+    checkpoint = read_model(open_files(Source(write_small_checkpoint(tmp_path / "model"))), np.float32)
     job = Job("unet", tmp_path, 64, 32, 3, 1, "float32", "cpu")
     shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
     assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}

@@ -19,8 +19,9 @@ from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.parallel.memory import available_bytes
 from canvax.params import count
-from canvax.weights.hub import resolve
 from canvax.weights.layout import find_weights
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Tell = Callable[[str], None]
 """Told what is being done."""
@@ -51,7 +52,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="canvax-bench-") as folder:
         scratch = Path(folder)
-        model = read_model(resolve(job.folder), np.float32)
+        model = read_model(open_files(Source(job.folder)), np.float32)
         files = [path for part in model.components for path in find_weights(job.folder / part.name, part.kind)]
         inputs = scratch / "inputs.npz"
         np.savez(inputs, **make_inputs(job, model))  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.params import count, flatten, init_param
 from canvax.types import DType
-from canvax.weights.hub import BUNDLED
 from canvax.weights.layout import INDEX, KINDS, STEMS
 from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.source import BUNDLED
 
 _CLASSES = {
     "unet": "UNet2DConditionModel",

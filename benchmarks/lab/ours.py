@@ -27,8 +27,9 @@ from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.pipelines.checks import parse_dtype
 from canvax.planning.flops import count_flops
-from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Asked = dict[str, Any]
 """A job as the worker reads it."""
@@ -67,11 +68,11 @@ def device_peak(job: Asked) -> int | None:
 def _load(job: Asked) -> tuple[Model, Params, Mesh]:
     """The networks of a part, through the loader that the pipeline uses."""
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
-    checkout = resolve(job["folder"])
-    model = read_model(checkout, dtype)
+    files = open_files(Source(job["folder"]))
+    model = read_model(files, dtype)
     names = tuple(model.text.parts) if job["part"] == "text" else (job["part"],)
     components = [part for part in model.components if part.name in names]
-    params = load_components(checkout, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
+    params = load_components(files, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
     return model, jax.block_until_ready(params), mesh
 
 

@@ -16,7 +16,7 @@ from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 
 if TYPE_CHECKING:
-    from canvax.weights.hub import Checkout
+    from canvax.weights.files import ModelFiles
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of what is taken for a picture; only PNGs can be read, and the error for the others says so."""
@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= picture_info(path)
         lines = _picture_lines(report)
     else:
-        checkout = _checkout(arguments)
-        report |= model_info(checkout)
+        files = _files(arguments)
+        report |= model_info(files)
         lines = _model_lines(report)
         if arguments.memory:
             report["memory"] = memory_info(arguments)
@@ -117,21 +117,17 @@ def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _checkout(arguments: argparse.Namespace) -> Checkout:
+def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The model on disk, downloading it only if it is not there."""
     from canvax.families.read import family_of
-    from canvax.weights.hub import resolve
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source
 
-    def find(local: bool) -> Checkout:
-        return resolve(
-            arguments.what,
-            revision=arguments.revision,
-            variant=arguments.variant,
-            token=arguments.token,
-            cache_dir=arguments.cache_dir,
-            local_files_only=local,
-            accept=family_of,
+    def find(local: bool) -> ModelFiles:
+        source = Source(
+            arguments.what, arguments.revision, arguments.variant, arguments.token, arguments.cache_dir, local
         )
+        return open_files(source, accept=family_of)
 
     try:
         return find(True)
@@ -142,23 +138,23 @@ def _checkout(arguments: argparse.Namespace) -> Checkout:
         return find(False)
 
 
-def model_info(checkout: Checkout) -> dict[str, Any]:
+def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model; no weights are read and no JAX backend is started."""
     from canvax.families.read import read_model
     from canvax.weights.layout import KINDS
 
-    model = read_model(checkout, "float32")
-    parts = {name: {"class": kind, **(_weights(checkout, name) if name in KINDS else {})}
-             for name, kind in checkout.components.items()}  # fmt: skip
+    model = read_model(files, "float32")
+    parts = {name: {"class": kind, **(_weights(files, name) if name in KINDS else {})}
+             for name, kind in files.components.items()}  # fmt: skip
     parameters = sum(part.get("parameters", 0) for part in parts.values())
     options, schedule = model.scheduler.options, model.scheduler.schedule
     return {
-        "model": checkout.source,
-        "folder": str(checkout.folder),
-        "revision": checkout.revision,
-        "pipeline": checkout.index.get("_class_name"),
+        "model": files.name,
+        "folder": str(files.folder()),
+        "revision": files.revision,
+        "pipeline": files.index.get("_class_name"),
         "components": parts,
-        "not_used": list(checkout.unread),
+        "not_used": list(files.unread),
         "parameters": parameters,
         "memory_bytes": {dtype: parameters * size for dtype, size in MEMORY_DTYPES.items()},
         "height": model.native_size[0],
@@ -240,19 +236,16 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _weights(checkout: Checkout, component: str) -> dict[str, Any]:
+def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
     """Parameters, stored dtypes and files of a component, from the headers of its files."""
-    from canvax.weights.load import open_weights
-
-    paths = checkout.weights(component)
-    entries = [entry for path in paths for entry in open_weights(path) if entry.is_float]
+    entries = [entry for entry in files.entries(component) if entry.is_float]
     dtypes: Counter[str] = Counter()
     for entry in entries:
         dtypes[entry.dtype.name] += math.prod(entry.shape)
     return {
         "parameters": dtypes.total(),
         "stored": dict(dtypes),
-        "files": {path.name: path.stat().st_size for path in paths},
+        "files": {path.name: path.stat().st_size for path in dict.fromkeys(entry.path for entry in entries)},
     }
 
 

@@ -19,8 +19,10 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_precision, default_dtype, parse_dtype
 from canvax.quantize import check_kind
 from canvax.types import DType
-from canvax.weights.hub import Checkout, resolve
+from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 
 def open_model(
@@ -47,20 +49,23 @@ def open_model(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
 
-    def look(files: Checkout) -> Model:
+    origin = Source(model, **source)
+    models: list[Model] = []
+
+    def look(files: ModelFiles) -> None:
         opened = read_model(files, dtype, quantize)
         if weights:
             needed = weight_bytes(opened, dtype, mesh.shape)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
-        return opened
+        models.append(opened)
 
     def accepted(index: Mapping[str, Any]) -> None:
         family_of(index)
         if accept is not None:
             accept(index)
 
-    files = resolve(model, accept=accepted, look=look, weights=weights, **source)
-    opened = look(files)
+    files = open_files(origin, accept=accepted, look=look, weights=weights)
+    (opened,) = models
     if weights:
         params = load_components(
             files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
