@@ -36,17 +36,17 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         mesh=mesh_of(arguments.mesh),
         progress=not arguments.quiet,
     )
-    options, runs = canvax.Options(progress=False), []
+    options, results = canvax.Options(progress=False), []
     for turn in range(rounds + 1):  # the first one compiles
         if not arguments.quiet:
             complain("compiling" if turn == 0 else f"round {turn} of {rounds}")
-        result = pipe(
-            [PROMPT] * batch, height=height, width=width, num_inference_steps=arguments.steps, seed=0, options=options
-        )
-        runs.append(result.timings)
-    first, *warm = runs
+        results.append(
+            pipe([PROMPT] * batch, height=height, width=width, num_inference_steps=arguments.steps, seed=0,
+                 options=options)
+        )  # fmt: skip
+    first, *warm = [result.timings for result in results]
     seconds = [timings["total"] for timings in warm]
-    devices, meta = pipe.programs.mesh.devices, result.metadata[0]
+    devices, meta = pipe.programs.mesh.devices, results[0].metadata[0]
     kind, median = devices.flat[0].device_kind, statistics.median(seconds)
     peak = peak_flops(kind, pipe.model.dtype)
     flops = picture_flops(pipe, meta["height"], meta["width"], batch, round(warm[0]["denoise"] / warm[0]["step"]))
