@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.compile.aot import Announce, Build, obtain, slot
+from canvax.compile.aot import Build, BuildCallback, find_entry, load_or_compile
 from canvax.denoise import WINDOW, Reuse, denoise, features_shape
 from canvax.kernels.target import batch_shards, compiled_on
 from canvax.models.configs import UNetConfig, VaeConfig
@@ -58,7 +58,9 @@ class Programs:
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Conditions]:
+    def encode_text(
+        self, params: Params, batch: int, announce: BuildCallback | None = None
+    ) -> Callable[..., Conditions]:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
         ids = self._batched((batch, self.text.tokens), jnp.int32)
         arguments = (
@@ -81,7 +83,7 @@ class Programs:
         clip: Clip | None = None,
         layers: int = 0,
         merging: float = 0.0,
-        announce: Announce | None = None,
+        announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program with the arguments of :func:`canvax.denoise.denoise`, for latents of shape [B, h, w, C].
 
@@ -118,7 +120,7 @@ class Programs:
         self,
         params: Params,
         latents: tuple[int, int, int, int],
-        announce: Announce | None = None,
+        announce: BuildCallback | None = None,
         *,
         tiled: bool = False,
     ) -> Callable[..., Array]:
@@ -151,7 +153,7 @@ class Programs:
         name: str,
         function: partial[Any],
         arguments: tuple[Any, ...],
-        announce: Announce | None,
+        announce: BuildCallback | None,
     ) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -173,12 +175,12 @@ class Programs:
         name: str,
         function: partial[Any],
         arguments: tuple[Any, ...],
-        announce: Announce | None,
+        announce: BuildCallback | None,
     ) -> Callable[..., Any]:
         more = {"precision": self.precision, "stacked": self.stacked}
         about = self._about(name, arguments, function.keywords)
-        kept = slot(function, arguments, self.mesh, about, **more)
-        return obtain(name, partial(self._compile, function, arguments), kept, announce or _silent)
+        entry = find_entry(function, arguments, self.mesh, about, **more)
+        return load_or_compile(name, partial(self._compile, function, arguments), entry, announce or _silent)
 
     def _about(self, name: str, arguments: tuple[Any, ...], static: Mapping[str, Any]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
@@ -198,13 +200,14 @@ class Programs:
             about["merging"] = static.get("merging", 0.0)
         return about
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, bool]:
+        """The compiled program, and whether it may be kept for other processes."""
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
             function = _on_each_device(function, self.mesh, arguments)
         with precision:
             out = over_batch(self.mesh)
-            return compiled_on(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
+            return compiled_on(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out), True
 
 
 _READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)
@@ -241,7 +244,9 @@ def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[An
 
     for call, result in zip(calls, made, strict=True):
         # Not a pool's: those are waited for when the process ends.
-        threading.Thread(target=one, args=(call, result), name=_COMPILING, daemon=True).start()
+        # In a copy of the context, so that compilations count for the caller.
+        target = copy_context().run
+        threading.Thread(target=target, args=(one, call, result), name=_COMPILING, daemon=True).start()
     wait(made)
     return [result.result() for result in made]
 

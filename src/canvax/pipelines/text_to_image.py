@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from canvax.compile.aot import Build
-from canvax.compile.monitor import compilations
+from canvax.compile.monitor import Counts, counting
 from canvax.compile.programs import PROGRAMS, Programs, at_once
 from canvax.denoise import WINDOW, features_shape, initial_state, window_rows
 from canvax.errors import Cancelled, InputError, check_count
@@ -136,8 +136,8 @@ class StableDiffusion:
         )
         if multihost.is_spread(self.programs.mesh):
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.said()))
-        with explained(cure):
-            return self._draw(params, request, cure)
+        with explained(cure), counting() as counts:
+            return self._draw(params, request, cure, counts)
 
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
@@ -277,8 +277,8 @@ class StableDiffusion:
         )
         return encode, dict(zip(guided, denoisers, strict=True)), decode
 
-    def _draw(self, params: Params, request: Request, cure: str) -> Result:
-        began, compiled_before = time.perf_counter(), compilations()
+    def _draw(self, params: Params, request: Request, cure: str, counts: Counts) -> Result:
+        began = time.perf_counter()
         mesh, shape = self.programs.mesh, request.shape
         display = Display(shown=request.options.progress and multihost.leads(mesh))
         clock = Clock()
@@ -320,7 +320,7 @@ class StableDiffusion:
         timings["total"] = time.perf_counter() - began
         told = metadata(self.checkpoint, request)
         told = [told[i] for i in indices]
-        return Result(to_pil(pixels), pixels, latents, told, timings, compilations() - compiled_before, indices)
+        return Result(to_pil(pixels), pixels, latents, told, timings, counts.compilations, indices)
 
     def _denoise(
         self,
