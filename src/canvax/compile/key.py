@@ -135,20 +135,10 @@ def _cpu() -> dict[str, Any]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     except OSError:
         return processor | {"processor": platform.processor(), "host": platform.node()}  # this machine alone
-    fields = (
-        "model name",
-        "cpu family",
-        "model",
-        "stepping",
-        "flags",
-        "Features",
-        "CPU implementer",
-        "CPU part",
-        "isa",
-    )
+    keys = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part", "isa")
     for line in text.splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
-        if name in fields:
+        if name in keys:
             processor[name] = value
     return processor
 
