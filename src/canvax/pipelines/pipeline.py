@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
+from canvax.compile.monitor import counting
 from canvax.compile.programs import PROGRAMS, Programs, Ready
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
@@ -128,8 +129,8 @@ class StableDiffusion:
             height=request.height,
             width=request.width,
         )
-        with explained(cure):
-            return text_to_image(self.model, self.programs, params, request, cure)
+        with explained(cure), counting() as counts:
+            return text_to_image(self.model, self.programs, params, request, cure, counts)
 
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
