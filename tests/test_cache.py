@@ -123,10 +123,6 @@ def weights() -> Any:
     return {"text_encoder": jax.device_put(init_params(text_encoder_spec(TEXT), 0), replicated(make_mesh(ONE)))}
 
 
-ONE = jax.devices()[:1]
-NETWORKS = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
-
-
 def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     def encode() -> tuple[np.ndarray, list[bool]]:
         ours, builds = Programs(NETWORKS, make_mesh(ONE)), []

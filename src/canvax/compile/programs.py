@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,9 +25,9 @@ from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, StepInputs
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, TextEncoders, encode_text
+from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import over_batch, replicated
-from canvax.params import Params, abstract
+from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
@@ -189,7 +189,7 @@ class Programs:
     def _in_flight(self, params: Params, latents: LatentShape, *, guided: bool) -> InFlight:
         text = self.networks.text
         dtypes = tuple(_dtype(params, name) for name in text.parts)
-        encoded = _encoded(text, latents[0], dtypes)
+        encoded = text.conditions(latents[0], dtypes)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
         if numbers := self.networks.size_numbers:
             conditions["time_ids"] = self._batched((latents[0], numbers), jnp.float32)
@@ -280,14 +280,6 @@ def deep_features_shape(
     """Shape of ``DeepFeatures.features`` for latents [B, h, w, C]; before the first full row they are zeros."""
     batch, *deep = networks.denoiser.deep_shape(latents, deep_layers)
     return (2 * batch if guided else batch, 2, *deep)
-
-
-@lru_cache(maxsize=256)
-def _encoded(text: TextEncoders, batch: int, dtypes: tuple[Any, ...]) -> Conditions:
-    """Shapes and dtypes of what the text encoders give, of parameters in ``dtypes``."""
-    params = {name: abstract(spec, dtype) for (name, spec), dtype in zip(text.specs.items(), dtypes, strict=True)}
-    ids = dict.fromkeys(text.parts, jax.ShapeDtypeStruct((batch, text.tokens), jnp.int32))
-    return jax.eval_shape(partial(encode_text, cfg=text), params, ids, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 _READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)
