@@ -789,7 +789,6 @@ GOOD = {"program": "denoiser", "parameters": 1, "dtype": "float32", "batch": 1, 
     [
         *(({"description": value}, True) for value in (None, [], "text", 5, {}, GOOD | {"parameters": "x"})),
         *(({"devices": value}, True) for value in (None, [], {"kind": 1, "each": 5})),
-        ({"description": GOOD | {"merging": "much"}}, True),
         ({"description": GOOD | {"parameters": 10**400}}, True),
         ({"description": GOOD | {"program": 5}}, True),
         ({"description": GOOD | {"dtype": ["x\n"] * 1000, "batch": None, "width": {}}}, False),
