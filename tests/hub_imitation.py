@@ -16,12 +16,21 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repository:
-    """One model: commits by sha, branches by name, and who may read it."""
+    """One model: commits by sha, branches by name, who may read it, and what a proxy makes of it.
+
+    Attributes:
+        info: sent in place of its description.
+        etags: for each file, sent in place of its hash: the first time it is asked for, the second, ...
+        contents: for each file, sent in place of its content.
+    """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     token: str | None = None
     gated: bool = False
+    info: bytes | None = None
+    etags: dict[str, list[str]] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
         """Add a commit and point a branch at it; returns the sha."""
@@ -48,12 +57,6 @@ class HubImitation:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.after_info: Callable[[], object] | None = None
-        self.etags: dict[str, list[str]] = {}
-        """For each file, what to send in place of its hash: the first time it is asked for, the second, ..."""
-        self.contents: dict[str, bytes] = {}
-        """For each file, what a proxy sends in place of its content."""
-        self.info: bytes | None = None
-        """What to send in place of a repository's description."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -138,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = [{"rfilename": file} for file in sorted(repository.commits[sha])]
         info = {"id": name, "modelId": name, "sha": sha, "private": False, "siblings": siblings, "tags": []}
-        body = json.dumps(info).encode() if self.hub.info is None else self.hub.info
+        body = json.dumps(info).encode() if repository.info is None else repository.info
         self._send(200, body, {"Content-Type": "application/json"})
         if self.hub.after_info:
             self.hub.after_info()
@@ -154,7 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
 
     def _content(self, name: str, sha: str, file: str) -> bytes:
-        return self.hub.contents.get(file, self.hub.repositories[name].commits[sha][file])
+        repository = self.hub.repositories[name]
+        return repository.contents.get(file, repository.commits[sha][file])
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repository = self._repository(name, content=True)
@@ -167,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": sha or ""})
             return
         data = self._content(name, sha or "", file)
-        planned = self.hub.etags.get(file)
+        planned = repository.etags.get(file)
         etag = planned.pop(0) if planned else hashlib.sha256(files[file]).hexdigest()
         headers = {"X-Repo-Commit": sha or "", "ETag": f'"{etag}"'}
         if file.endswith((".safetensors", ".msgpack", ".bin")):  # what the Hub keeps in large-file storage, elsewhere

@@ -816,7 +816,7 @@ def test_cache_command_when_off(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--size", "512"], ["--batch", "0"], ["--size", "63x64"], ["--dtype", "int8"], ["--token-merging", "0.9"]],
+    [["--size", "512"], ["--batch", "0"], ["--size", "63x64"], ["--dtype", "int8"]],
 )
 def test_compile_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "emoji", *arguments]) == BAD_INPUT

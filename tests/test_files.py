@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "link", 7) == b"content"
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / "absent", Path("a\0b"), Path("a" * 5000)):
-        with pytest.raises(OSError, match=r"\w"):
+        with pytest.raises(OSError, match=r"(?s)."):
             open_regular(path)
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_bytes(path, 7)
@@ -89,13 +90,15 @@ def test_links_are_not_written_through(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(manager: AbstractContextManager[Path], part: str) -> None:
+        with manager as temporary:
+            (temporary / part).write_text("half")
+            raise RuntimeError
+
     (tmp_path / "file").write_text("old")
-    with pytest.raises(RuntimeError), written(tmp_path / "file") as temporary:  # noqa: PT012
-        temporary.write_text("half")
-        raise RuntimeError
-    with pytest.raises(RuntimeError), temporary_folder(tmp_path) as folder:  # noqa: PT012
-        (folder / "part").write_text("half")
-        raise RuntimeError
+    for manager, part in ((written(tmp_path / "file"), ""), (temporary_folder(tmp_path), "part")):
+        with pytest.raises(RuntimeError):
+            fail(manager, part)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 

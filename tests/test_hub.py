@@ -320,70 +320,72 @@ def test_a_hub_that_accepts_and_never_answers(hub: HubImitation, client: Client,
     assert "cannot be reached" in cached["warnings"][0]
 
 
-@pytest.mark.parametrize("etag", ["../../../../evil", "/EVIL", "..", ""])
-def test_a_hash_that_is_a_path(hub: HubImitation, client: Client, toy: dict[str, bytes], etag: str) -> None:
-    """The Hub library makes the name of a file of it; nothing may be written."""
-    hub.repositories["someone/toy"] = Repository()
-    hub.repositories["someone/toy"].commit("main", toy)
+def test_hashes_that_are_paths(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """The Hub library makes the name of a file of a hash; nothing may be written there."""
     evil = client.home.parent / "evil"
-    hub.etags["unet/config.json"] = [etag.replace("/EVIL", str(evil))] * 9
-    (answer,) = client({"model": "someone/toy"})
-    assert answer["error"] == "HubError"
-    assert "not with those of a Hub" in answer["text"]
-    assert "unet/config.json" in answer["text"]
-    assert "unet/config.json" not in hub.fetched()
-    assert not list(client.home.parent.rglob("evil*"))
+    for i, etag in enumerate(["../../../../evil", str(evil), "..", ""]):
+        repository = hub.repositories[f"someone/evil{i}"] = Repository(etags={"unet/config.json": [etag] * 9})
+        repository.commit("main", toy)
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "not with those of a Hub" in answer["text"]
+        assert "unet/config.json" in answer["text"]
+    assert not any(name.endswith("config.json") for name in hub.fetched())
+    assert not list(client.home.parent.rglob("evil"))
+    # A Hub that answers well the first time cannot be stopped, but neither goes it unnoticed.
+    hub.repositories["someone/two"] = Repository(etags={"unet/config.json": ["0" * 64, str(evil)]})
+    hub.repositories["someone/two"].commit("main", toy)
+    assert f"written to {evil}, outside of the cache" in client({"model": "someone/two"})[0]["text"]
 
 
-def test_a_hash_that_changes_into_a_path(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
-    """A Hub that answers well the first time cannot be stopped, but neither goes it unnoticed."""
-    hub.repositories["someone/toy"] = Repository()
-    hub.repositories["someone/toy"].commit("main", toy)
-    evil = client.home.parent / "evil"
-    hub.etags["unet/config.json"] = ["0" * 64, str(evil)]
-    (answer,) = client({"model": "someone/toy"})
-    assert f"written to {evil}, outside of the cache" in answer["text"]
-
-
-@pytest.mark.parametrize("name", ["../evil.json", "/evil.json", "unet/../../evil.json", "..\\evil.json", "C:evil.json"])
-def test_names_outside_the_repository(hub: HubImitation, client: Client, name: str) -> None:
-    hub.repositories["someone/toy"] = Repository()
-    hub.repositories["someone/toy"].commit("main", {"model_index.json": b"{}", name: b"{}"})
-    (answer,) = client({"model": "someone/toy"})
-    assert answer["error"] == "HubError"
-    assert "no name inside a folder" in answer["text"]
+def test_names_outside_the_repository(hub: HubImitation, client: Client) -> None:
+    for i, name in enumerate(["../evil.json", "/evil.json", "unet/../../evil.json", "..\\evil.json", "C:evil.json"]):
+        hub.repositories[f"someone/evil{i}"] = Repository()
+        hub.repositories[f"someone/evil{i}"].commit("main", {"model_index.json": b"{}", name: b"{}"})
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "no name inside a folder" in answer["text"]
     assert hub.fetched() == []
 
 
-@pytest.mark.parametrize(
-    "info", [b"<html>log in</html>", b"", b"null", b"[]", b"{}", b'{"id": "a/b", "siblings": [{}]}']
-)
-def test_a_description_that_is_none(hub: HubImitation, client: Client, toy: dict[str, bytes], info: bytes) -> None:
-    hub.repositories["someone/toy"] = Repository()
-    hub.repositories["someone/toy"].commit("main", toy)
-    hub.info = info
-    (answer,) = client({"model": "someone/toy"})
-    assert answer["error"] == "HubError"
-    assert "not that of a Hub" in answer["text"] or "not with that of a Hub" in answer["text"]
+def test_descriptions_that_are_none(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """Those of a login page, of an empty proxy, and of no Hub."""
+    evil = b'{"id": "a/b", "sha": "../../../../evil", "siblings": []}'
+    pages = [
+        b"<html>log in</html>",
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"id": "a/b", "siblings": [{}]}',
+        evil,
+        b"[" * 60_000,
+    ]
+    for i, info in enumerate(pages):
+        hub.repositories[f"someone/toy{i}"] = Repository(info=info)
+        hub.repositories[f"someone/toy{i}"].commit("main", toy)
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "not that of a Hub" in answer["text"] or "not with that of a Hub" in answer["text"]
+    assert hub.fetched() == []
 
 
-PAGE = b"<!DOCTYPE html><html><body>Log in to this network</body></html>"
-WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
-
-
-@pytest.mark.parametrize("name", ["model_index.json", "unet/config.json", "tokenizer/merges.txt", WEIGHTS])
-def test_a_bad_download_is_not_kept(hub: HubImitation, client: Client, toy: dict[str, bytes], name: str) -> None:
+def test_bad_downloads_are_not_kept(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
     """What a proxy sent once, a login page or half a file, is downloaded again the next time."""
-    hub.repositories["someone/toy"] = Repository()
-    hub.repositories["someone/toy"].commit("main", toy)
-    hub.contents[name] = toy[name][: len(toy[name]) // 2] if name == WEIGHTS else PAGE
-    (bad,) = client({"model": "someone/toy"})
-    assert bad["error"] == "CheckpointError"
-    assert name in bad["text"].replace(os.sep, "/")
-    assert "was removed from the cache; try again" in bad["text"]
-    hub.contents.clear()
-    (good,) = client({"model": "someone/toy"})
-    assert (Path(good["folder"]) / name).read_bytes() == toy[name]
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    names = ["model_index.json", "unet/config.json", "tokenizer/merges.txt", weights]
+    for i, name in enumerate(names):
+        content = toy[name][: len(toy[name]) // 2] if name == weights else b"<!DOCTYPE html><html>Log in</html>"
+        hub.repositories[f"someone/toy{i}"] = Repository(contents={name: content})
+        hub.repositories[f"someone/toy{i}"].commit("main", toy)
+    for name, answer in zip(names, client(*({"model": model} for model in hub.repositories)), strict=True):
+        assert answer["error"] == "CheckpointError"
+        assert name in answer["text"].replace(os.sep, "/")
+        assert "was removed from the cache; try again" in answer["text"]
+    for repository in hub.repositories.values():
+        repository.contents.clear()
+    for name, answer in zip(names, client(*({"model": model} for model in hub.repositories)), strict=True):
+        assert (Path(answer["folder"]) / name).read_bytes() == toy[name]
 
 
 def test_unwanted_models_are_not_fetched(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
