@@ -1,25 +1,50 @@
 # Two commands for a newcomer:
-#   make demo    draw pictures with the model in the package
-#   make test    run the tests
+#   make demo        draw pictures with the model in the package
+#   make test        run the tests: ten minutes on two cores
 # Both make their own .venv. PYTHON chooses the interpreter: make demo PYTHON=python3.13
+# Before a merge: make test-all, everything there is, within forty minutes.
 
 PYTHON ?= python3
-# The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them.
+# The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them. With yes, a
+# reference that is missing is a failure (tests/conftest.py reads the variable).
 # pip's ordinary Linux build of PyTorch is large. To use the CPU build, install it into .venv before `make test`.
 REFERENCE ?= yes
+export REFERENCE
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint parity bench emoji-model clean
+# The newest Python that canvax supports, for which pip chooses the newest JAX. Empty where there is none.
+EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null
+NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13 2>/dev/null) python3.13 $(EXECUTABLE))
+
+# Two processes: most of the time is XLA compiling, on one processor each. A file stays in one of them, which makes its
+# models once.
+PYTEST := -m pytest -n 2 --dist loadfile
+
+.PHONY: demo test test-all test-newest test-tpu lint parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
 		"a Christmas tree" "a clock" --seed 1 --grid --output out/demo
 
-# Two processes: most of the time is XLA compiling, on one processor each.
 test: .venv/test-$(REFERENCE) lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python $(PYTEST)
+
+# The same and the slow ones; the newest Python and JAX; the TPU's compiler. Each ends with its own count of tests.
+test-all: .venv/test-$(REFERENCE) lint
+	$(BIN)/python $(PYTEST) -m ""
+	$(MAKE) test-newest
+	$(MAKE) test-tpu
+
+# Without the references, which have been compared with already.
+test-newest:
+	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
+	$(if $(NEWEST),REFERENCE=no .venv-newest/bin/python $(PYTEST))
+
+# libtpu needs no TPU to compile for one.
+test-tpu: .venv/tpu
+	$(BIN)/python -m pytest tests/test_plan_compiled.py
 
 lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff check .
@@ -65,5 +90,14 @@ out/emoji.zip: | .venv/train
 	$(PIP) --no-deps k-diffusion==0.1.1.post1  # only its formulas: what it imports for training is not needed
 	touch $@ .venv/runtime .venv/test-no
 
+.venv/tpu: pyproject.toml | .venv/test-$(REFERENCE)
+	$(PIP) --editable '.[tpu]'
+	touch $@ .venv/runtime
+
+.venv-newest/test: pyproject.toml
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-newest out

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import tempfile
+from functools import cache
 from typing import TYPE_CHECKING
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -10,7 +14,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
 
+# JAX keeps what it compiles in one folder for a run, its workers and the processes that tests start. The first of them
+# makes it. A program that comes from it counts as compiled (canvax.compile.monitor): tests of recompiling see it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="canvax-compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+if os.environ.get("REFERENCE") == "yes":  # the Makefile has installed all that is compared with: missing is a failure
+    pytest.importorskip = importlib.import_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,23 +36,46 @@ if TYPE_CHECKING:
 AS_FOR_USERS = {"test_cli", "test_kernels", "test_less_work", "test_pipeline"}
 """Modules whose programs are compiled as users' are; so are those of the processes that tests start."""
 
+OWN_CACHES = {"test_bench", "test_cache"}
+"""Modules about caches, where JAX's would answer before canvax's."""
+
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiling(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Elsewhere XLA leaves most optimisations out: the suite is compiling for the most part, and takes two thirds."""
-    import jax
+def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How a module's programs are compiled.
 
-    flag = "jax_disable_most_optimizations"
-    jax.config.update(flag, request.module.__name__.rpartition(".")[2] not in AS_FOR_USERS)
-    yield
-    jax.config.update(flag, False)
+    But for a few modules XLA leaves most optimisations out: the suite is compiling for the most part, and takes two
+    thirds. What a module has compiled goes when it ends: a whole run would hold eight gigabytes of it.
+    """
+    module = request.module.__name__.rpartition(".")[2]
+    with pytest.MonkeyPatch.context() as environment:
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
+        if module in OWN_CACHES:
+            environment.delenv("JAX_COMPILATION_CACHE_DIR")
+            use_folder(None)
+        jax.config.update("jax_disable_most_optimizations", module not in AS_FOR_USERS)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    use_folder(folder)
+    jax.clear_caches()
+    gc.collect()
 
 
-@pytest.fixture(scope="session")
-def emoji() -> canvax.StableDiffusion:
-    """The bundled model on one device."""
-    import jax
+def use_folder(folder: str | None) -> None:
+    """JAX looks for its cache once and remembers, hence the reset."""
+    if jax.config.values["jax_compilation_cache_dir"] != folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        reset_cache()
 
+
+@pytest.fixture(scope="module")
+def emoji(compiling: None) -> canvax.StableDiffusion:
+    """The bundled model on one device, shared by the modules whose programs are compiled alike."""
+    return _emoji(jax.config.values["jax_disable_most_optimizations"])
+
+
+@cache
+def _emoji(quick: bool) -> canvax.StableDiffusion:
     import canvax
     from canvax.parallel.mesh import make_mesh
 

@@ -69,7 +69,7 @@ def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion) -> Non
     np.testing.assert_allclose(among.latents[2], alone.latents[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_same_picture_on_many_devices(emoji: canvax.StableDiffusion, count: int) -> None:
     prompts = ["a cat", "a dog", "a red apple", "a tree", "a car"]
     want = draw(emoji, prompts, seed=40, sampler="Euler a")

@@ -94,7 +94,7 @@ def test_more_than_a_chip_has() -> None:
     """A picture of 4096 x 4096 decoded at once; the compiler's own words are told."""
     job = Job(TINY, "tpu-v5e:2x2", (4, 1), 4, 4096, 4096, True, "bfloat16")
     result = list(compiling._messages(job, ["decode"]))[-1]["result"]
-    assert result["refused"].startswith("Ran out of memory")
+    assert "Ran out of memory" in result["refused"]
     assert "exceeds available HBM (15.75G)" in result["refused"]
 
 

@@ -60,8 +60,16 @@ UNETS = {
 }
 
 
-@pytest.mark.parametrize("name", UNETS)
-@pytest.mark.parametrize("size", [(16, 16), (18, 13)], ids=["even", "odd"])
+ODD = ("one_layer", "no_attention_below", "sd2")
+"""Models that every run of the tests looks at in an odd size, and at the others in an even one. The slow tests swap."""
+CASES = [
+    pytest.param(name, size, id=f"{name}-{kind}", marks=() if (name in ODD) == (kind == "odd") else pytest.mark.slow)
+    for name in UNETS
+    for kind, size in (("even", (16, 16)), ("odd", (18, 13)))
+]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
 def test_unet(name: str, size: tuple[int, int]) -> None:
     cfg = UNETS[name]
     reference = randomise(diffusers.UNet2DConditionModel(**strip(cfg)))

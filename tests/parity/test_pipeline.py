@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from bundled import LATENTS, VOCABULARY  # noqa: E402
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.weights.source import BUNDLED  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
@@ -25,6 +27,7 @@ QUIET = canvax.Options(progress=False)
 SEEDS = [11, 12]
 PROMPTS = ["a red apple", "two cats & a dog"]
 NEGATIVE = "blurry"
+STEPS = 10
 
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddim": ("DDIMScheduler", {}),
@@ -67,14 +70,24 @@ def build(folder: Path, prediction: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["epsilon", "v_prediction"])
+OFTEN = [("epsilon", "ddim"), ("epsilon", "pndm"), ("epsilon", "euler_a"), ("epsilon", "DPM++ 2M Karras")]
+OFTEN += [("v_prediction", "ddpm"), ("v_prediction", "Euler Karras")]
+"""What every run of the tests looks at. The others are slow ones: test_samplers.py compares every coefficient."""
+CASES = [
+    pytest.param(prediction, name, marks=() if (prediction, name) in OFTEN else pytest.mark.slow)
+    for prediction in ("epsilon", "v_prediction")
+    for name in SAMPLERS
+]
+
+
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, canvax.StableDiffusion]:
     folder = build(tmp_path_factory.mktemp("model") / request.param, request.param)
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
-    return theirs, canvax.load(folder, dtype="float32")
+    return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
 def reference_picture(theirs: Any, scheduler: str, changes: dict[str, Any], steps: int, monkeypatch: Any) -> Any:
@@ -101,13 +114,13 @@ def reference_picture(theirs: Any, scheduler: str, changes: dict[str, Any], step
     return nhwc(seen["latents"]), out.images
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("pair", "name"), CASES, indirect=["pair"])
 def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = pair
     scheduler, changes = SAMPLERS[name]
-    latents, images = reference_picture(theirs, scheduler, changes, 20, monkeypatch)
+    latents, images = reference_picture(theirs, scheduler, changes, STEPS, monkeypatch)
     got = ours(
-        PROMPTS, NEGATIVE, num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=name, options=QUIET
+        PROMPTS, NEGATIVE, num_inference_steps=STEPS, guidance_scale=5.0, seed=SEEDS[0], sampler=name, options=QUIET
     )
     assert relative_error(got.latents, latents) <= 1e-3
     assert psnr(got.pixels, images) >= 60
