@@ -139,20 +139,20 @@ def table_of(
 ) -> SamplerTable:
     """The table of rows that stand at levels alpha, std: the one place where prediction types differ."""
     count = len(timesteps)
-    level = std / np.where(alpha > 0, alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
-    c_in, p, q = _reading(schedule, alpha, std, level)
+    c_in, p, q = _reading(schedule, alpha, std)
     table = SamplerTable(
         timestep=np.asarray(timesteps, np.float64),
         c_in=c_in,
         p=p,
         q=q,
         M=M,
-        raw=None if clip is None else (np.zeros((count, SLOTS)) if raw is None else raw),
+        raw=np.zeros((count, SLOTS)) if raw is None else raw,
         guidance=np.ones(count),
         rescale=np.zeros(count),
-        init_scale=init_scale,
-        sigma=level,
+        alpha=alpha,
+        std=std,
         step=np.arange(count) if step is None else step,
+        init_scale=init_scale,
         clip=clip,
     )
     if not table.finite:
@@ -164,11 +164,12 @@ def table_of(
 
 
 def _reading(
-    schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray, level: np.ndarray
+    schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """c_in, p and q of each row."""
-    one = np.ones_like(alpha)
+    unit = np.ones_like(alpha)
     if schedule.sigma_data is not None:
+        level = std / alpha
         total = np.hypot(level, schedule.sigma_data)
         sign = -1 if schedule.prediction_type == "v_prediction" else 1
         return (
@@ -178,9 +179,9 @@ def _reading(
         )
     match schedule.prediction_type:
         case "epsilon":
-            return one, 1 / alpha, -std / alpha
+            return unit, 1 / alpha, -std / alpha
         case "v_prediction":
-            return one, alpha, -std
+            return unit, alpha, -std
         case "flow_prediction":
-            return one, one, -std
-    return one, 0 * one, one
+            return unit, unit, -std
+    return unit, 0 * unit, unit
