@@ -112,7 +112,7 @@ class SamplerTable:
         """
         return self.alpha[row] * x0 + self.std[row] * eps
 
-    def with_guidance(self, scale: float | np.ndarray, rescale: float | np.ndarray = 0.0) -> SamplerTable:
+    def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
         """The same table with other guidance: one number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
@@ -145,6 +145,10 @@ class SamplerTable:
         out["M"][filled:, np.arange(SLOTS), np.arange(SLOTS)] = 1.0
         out["guidance"][filled:] = 1.0
         return out
+
+
+EMPTY = SamplerTable(**{name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS})
+"""A table of no rows; its windows change nothing."""
 
 
 def batched_window(tables: Sequence[SamplerTable], at: Sequence[int], size: int) -> dict[str, np.ndarray]:
