@@ -28,21 +28,21 @@ lint: .venv/test-$(REFERENCE)
 
 # Full-size models against PyTorch: minutes, and 14 GB of memory and of disk.
 parity: .venv/test-yes
-	$(BIN)/python benchmarks/parity_full_size.py
+	$(BIN)/python -m benchmarks.parity_full_size
 
 # Side by side with PyTorch diffusers on this machine.
 bench: .venv/test-yes
-	$(BIN)/canvax bench unet --model sd15 --against torch
-	$(BIN)/canvax bench vae --model sd15 --against torch
+	$(BIN)/python -m benchmarks unet --model sd15 --against torch
+	$(BIN)/python -m benchmarks vae --model sd15 --against torch
 
 # The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
 # as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.
 emoji-model: .venv/train out/emoji.zip
-	$(BIN)/canvax train emoji out/emoji.zip --output out/emoji-model $(TRAIN)
-	$(BIN)/python benchmarks/emoji_quality.py --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality
+	$(BIN)/python -m recipes.emoji train out/emoji.zip --output out/emoji-model $(TRAIN)
+	$(BIN)/python -m recipes.emoji quality --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality
 
 out/emoji.zip: | .venv/train
-	$(BIN)/canvax train emoji-data $@
+	$(BIN)/python -m recipes.emoji data $@
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canvax needs Python 3.11 or newer; make PYTHON=python3.11")'

@@ -48,6 +48,12 @@ class HubImitation:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.after_info: Callable[[], object] | None = None
+        self.etags: dict[str, list[str]] = {}
+        """For each file, what to send in place of its hash: the first time it is asked for, the second, ..."""
+        self.contents: dict[str, bytes] = {}
+        """For each file, what a proxy sends in place of its content."""
+        self.info: bytes | None = None
+        """What to send in place of a repository's description."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -94,7 +100,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
-        if path.startswith("/api/models/"):
+        if path.startswith("/api/models/") and "/tree/" in path:
+            name, _, revision = path.removeprefix("/api/models/").partition("/tree/")
+            self._tree(name, revision)
+        elif path.startswith("/api/models/"):
             name, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self._info(name, revision or "main")
         elif "/resolve/" in path:
@@ -103,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(name, revision, file)
         elif path.startswith("/storage/"):
             owner, model, sha, file = path.removeprefix("/storage/").split("/", 3)
-            self._send(200, self.hub.repositories[f"{owner}/{model}"].commits[sha][file])
+            self._send(200, self._content(f"{owner}/{model}", sha, file))
         else:
             self._send(404, b"{}")
 
@@ -129,9 +138,23 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = [{"rfilename": file} for file in sorted(repository.commits[sha])]
         info = {"id": name, "modelId": name, "sha": sha, "private": False, "siblings": siblings, "tags": []}
-        self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+        body = json.dumps(info).encode() if self.hub.info is None else self.hub.info
+        self._send(200, body, {"Content-Type": "application/json"})
         if self.hub.after_info:
             self.hub.after_info()
+
+    def _tree(self, name: str, sha: str) -> None:
+        repository = self._repository(name, content=False)
+        if repository is None:
+            return
+        files = [
+            {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for file, data in sorted(repository.commits[sha].items())
+        ]
+        self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
+
+    def _content(self, name: str, sha: str, file: str) -> bytes:
+        return self.hub.contents.get(file, self.hub.repositories[name].commits[sha][file])
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repository = self._repository(name, content=True)
@@ -143,8 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
             code = "RevisionNotFound" if files is None else "EntryNotFound"
             self._send(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": sha or ""})
             return
-        data = files[file]
-        etag = hashlib.sha256(data).hexdigest()
+        data = self._content(name, sha or "", file)
+        planned = self.hub.etags.get(file)
+        etag = planned.pop(0) if planned else hashlib.sha256(files[file]).hexdigest()
         headers = {"X-Repo-Commit": sha or "", "ETag": f'"{etag}"'}
         if file.endswith((".safetensors", ".msgpack", ".bin")):  # what the Hub keeps in large-file storage, elsewhere
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data))}

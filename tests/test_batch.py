@@ -35,8 +35,8 @@ class Image(NamedTuple):
 IMAGES = [
     Image("a dog face", 11, "euler_a", 6, 5.0, 0),
     Image("a red apple", 12, "dpmpp_2m karras", 9, 2.0, 0),
-    Image("a lemon", 13, "heun", 4, 1.0, 2),
-    Image("a cat", 14, "unipc", 5, 7.0, 3),
+    Image("a lemon", 13, "heun", 6, 1.0, 2),
+    Image("a cat", 14, "unipc", 8, 4.0, 3),
     Image("a house", 15, "dpmpp_sde", 3, 1.0, 5),
     Image("a tree", 16, "ddim", 7, 3.0, 8),
 ]

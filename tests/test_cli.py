@@ -28,7 +28,7 @@ from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_png
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
-from canvax.weights.hub import BUNDLED
+from canvax.weights.source import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
 FAST = ("--steps", "2", "--quiet")

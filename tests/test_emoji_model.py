@@ -25,12 +25,12 @@ from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train.emoji import drawings
-from canvax.train.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
-from canvax.train.emoji.quality import check_measure, choose_pairs, draw_and_score, nearest, score
-from canvax.train.emoji.recipe import RECIPES, Run, make_model
 from canvax.train.pictures import read_pictures
-from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
+from recipes.emoji import drawings
+from recipes.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
+from recipes.emoji.quality import check_measure, choose_pairs, draw_and_score, nearest, score
+from recipes.emoji.recipe import RECIPES, Run, make_model
+from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
 DATA = Path(__file__).parent / "data" / "drawings.zip"
 
@@ -198,7 +198,7 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
 
 
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
-    from canvax.train.autoencoder import VARIANCE, encode_pictures
+    from recipes.emoji.autoencoder import VARIANCE, encode_pictures
 
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.params is not None

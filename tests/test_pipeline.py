@@ -20,7 +20,7 @@ from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import build_table, from_scheduler_config
-from canvax.weights.hub import BUNDLED
+from canvax.weights.source import BUNDLED
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4

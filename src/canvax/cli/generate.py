@@ -144,24 +144,20 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
     from canvax.pipelines.checks import parse_dtype
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
-    from canvax.weights.hub import resolve
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
         parse_dtype(source.dtype)
     check_kind(source.quantize)
     try:
-        checkout = resolve(
-            source.model,
-            revision=source.revision,
-            variant=source.variant,
-            cache_dir=arguments.cache_dir,
-            local_files_only=True,
-            progress=False,
-            accept=family_of,
+        origin = ModelSource(
+            source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
+        files = open_files(origin, accept=family_of)
     except (CheckpointError, HubError):
         return  # not on disk yet, or not at all: loading will tell
-    model = read_model(checkout, "float32")
+    model = read_model(files, "float32")
     for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
         usual = picture.options.own_steps or model.defaults.num_inference_steps
         steps = usual if picture.steps is None else picture.steps

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.compile.aot import Announce, Build, obtain, slot
+from canvax.compile.aot import Build, BuildCallback, find_entry, load_or_compile
 from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, StepInputs, denoise, insert
-from canvax.kernels.target import compiled_on
+from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders, encode_text
@@ -80,7 +80,9 @@ class Programs:
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def encode_text(self, params: Params, batch: int, announce: Announce | None = None) -> Callable[..., Conditions]:
+    def encode_text(
+        self, params: Params, batch: int, announce: BuildCallback | None = None
+    ) -> Callable[..., Conditions]:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
         text = self.networks.text
         ids = self._batched((batch, text.tokens), jnp.int32)
@@ -99,7 +101,7 @@ class Programs:
         guided: bool,
         clip: Clip | None = None,
         deep_layers: int = 0,
-        announce: Announce | None = None,
+        announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of :mod:`canvax.denoise`.
 
@@ -112,7 +114,7 @@ class Programs:
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
     def insert(
-        self, params: Params, latents: LatentShape, *, guided: bool, announce: Announce | None = None
+        self, params: Params, latents: LatentShape, *, guided: bool, announce: BuildCallback | None = None
     ) -> Callable[..., InFlight]:
         """Program :func:`canvax.denoise.insert`: put one image into a slot of a batch of latents [B, h, w, C]."""
         arguments = (
@@ -126,7 +128,7 @@ class Programs:
         return self._get("insert", partial(insert), arguments, announce)
 
     def decode(
-        self, params: Params, latents: LatentShape, announce: Announce | None = None, *, tiled: bool = False
+        self, params: Params, latents: LatentShape, announce: BuildCallback | None = None, *, tiled: bool = False
     ) -> Callable[..., Array]:
         """Program ``(params["vae"], latents [B, h, w, C] float32) -> images [B, H, W, 3] float32 in 0..1``.
 
@@ -145,7 +147,7 @@ class Programs:
         clip: Clip | None = None,
         deep_layers: int = 0,
         decoder: Literal["whole", "tiled", None] = "whole",
-        announce: Announce | None = None,
+        announce: BuildCallback | None = None,
     ) -> Ready:
         """All programs of a run, made at the same time.
 
@@ -205,7 +207,7 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
 
     def _get(
-        self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: Announce | None
+        self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: BuildCallback | None
     ) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -238,11 +240,11 @@ class Programs:
             return program
 
     def _build(
-        self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: Announce | None
+        self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: BuildCallback | None
     ) -> Callable[..., Any]:
         decisive = {"precision": self.precision, "stacked": self.stacked}
-        entry = slot(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
-        return obtain(name, partial(self._compile, function, arguments), entry, announce or _silent)
+        entry = find_entry(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
+        return load_or_compile(name, partial(self._compile, function, arguments), entry, announce or _silent)
 
     def _describe(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
@@ -262,13 +264,14 @@ class Programs:
             description |= {"guided": inputs.negative is not None, "reuse": inputs.deep is not None}
         return description
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, bool]:
+        """The compiled program, and whether it may be kept for other processes."""
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
             function = _on_each_device(function, self.mesh, arguments)
         with precision:
             out = over_batch(self.mesh)
-            return compiled_on(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
+            return compile_or_fall_back(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
 
 
 def deep_features_shape(
@@ -321,7 +324,9 @@ def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[An
 
     for call, result in zip(calls, made, strict=True):
         # Not a pool's: those are waited for when the process ends.
-        threading.Thread(target=one, args=(call, result), name=_COMPILING, daemon=True).start()
+        # In a copy of the context, so that compilations count for the caller.
+        target = copy_context().run
+        threading.Thread(target=target, args=(one, call, result), name=_COMPILING, daemon=True).start()
     wait(made)
     return [result.result() for result in made]
 

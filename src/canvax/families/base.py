@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number
+from canvax.files import read_json
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
@@ -21,7 +21,7 @@ from canvax.params import Params
 from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
-from canvax.weights.hub import Checkout
+from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component
 from canvax.weights.save import save_checkpoint
 
@@ -63,11 +63,11 @@ class Family(ABC):
     defaults: ClassVar[Defaults]
 
     @abstractmethod
-    def encoders(self, files: Checkout) -> list[str]:
+    def encoders(self, files: ModelFiles) -> list[str]:
         """The text encoders of a checkpoint, in the order of their features."""
 
     @abstractmethod
-    def faults(self, networks: Networks, files: Checkout) -> list[str]:
+    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
         """What is wrong between components that are right by themselves."""
 
     @abstractmethod
@@ -85,10 +85,10 @@ class Family(ABC):
         """Numbers about the image, and about what to keep away from, each [n] float32; None if it is told none."""
 
     @abstractmethod
-    def zeros_for_no_negative(self, files: Checkout) -> bool:
+    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
         """Whether no negative prompt means zeros in place of the features of an empty one."""
 
-    def is_refiner(self, files: Checkout) -> bool:
+    def is_refiner(self, files: ModelFiles) -> bool:
         """Whether the model only finishes images."""
         del files
         return False
@@ -109,7 +109,7 @@ class Model:
         quantize: to what its large weights were quantised, or None.
     """
 
-    files: Checkout
+    files: ModelFiles
     family: Family
     networks: Networks
     tokenizers: Mapping[str, ClipTokenizer]
@@ -121,7 +121,7 @@ class Model:
     @property
     def name(self) -> str:
         """The model as it was asked for."""
-        return self.files.source
+        return self.files.name
 
     @property
     def revision(self) -> str | None:
@@ -213,13 +213,13 @@ class Model:
             params,
             index=self.files.index,
             configs={name: self.files.config(name) for name in names},
-            copy_from=self.files.folder,
+            copy_from=self.files.folder(),
             dtype=dtype,
             overwrite=overwrite,
         )
 
 
-def read_clip_unet_vae(family: Family, files: Checkout) -> Networks:
+def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     """The networks of a family of CLIP encoders, a UNet and a VAE; configs are all that is read.
 
     Raises:
@@ -247,7 +247,7 @@ def read_clip_unet_vae(family: Family, files: Checkout) -> Networks:
     return networks
 
 
-def read_unet(files: Checkout) -> UNetConfig:
+def read_unet(files: ModelFiles) -> UNetConfig:
     """The config of the UNet. Files from before diffusers 0.9 could say 32, its default then, for 64."""
     config = files.config("unet")
     unet = UNetConfig.from_dict(config)
@@ -265,7 +265,7 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
         return usual
     try:
-        defaults = replace(usual, **json.loads(path.read_text(encoding="utf-8")))
+        defaults = replace(usual, **read_json(path))
         check_count("num_inference_steps", defaults.num_inference_steps)
         return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))
     except (ValueError, TypeError, InputError) as error:

@@ -15,7 +15,7 @@ from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType
-from canvax.weights.hub import Checkout
+from canvax.weights.files import ModelFiles
 
 SD, SDXL = StableDiffusionFamily(), StableDiffusionXLFamily()
 FAMILIES: tuple[Family, ...] = (SD, SDXL)
@@ -38,7 +38,7 @@ def family_of(index: Mapping[str, Any]) -> Family:
     )
 
 
-def read_networks(files: Checkout) -> Networks:
+def read_networks(files: ModelFiles) -> Networks:
     """The networks of a checkpoint, from its configs alone.
 
     Raises:
@@ -47,7 +47,7 @@ def read_networks(files: Checkout) -> Networks:
     return read_clip_unet_vae(family_of(files.index), files)
 
 
-def read_model(files: Checkout, dtype: DType, quantize: str | None = None) -> Model:
+def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
     """Configs, tokenizers and schedule of a checkpoint.
 
     Raises:
@@ -63,9 +63,9 @@ def read_model(files: Checkout, dtype: DType, quantize: str | None = None) -> Mo
         files=files,
         family=family,
         networks=networks,
-        tokenizers={name: ClipTokenizer.from_folder(files.folder / TOKENIZERS[name]) for name in networks.text.parts},
+        tokenizers={name: ClipTokenizer.from_folder(files.folder(TOKENIZERS[name])) for name in networks.text.parts},
         scheduler=scheduler,
-        defaults=read_defaults(files.folder / "canvax.json", family.defaults),
+        defaults=read_defaults(files.folder() / "canvax.json", family.defaults),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
     )

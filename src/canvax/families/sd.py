@@ -9,7 +9,7 @@ from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST
 from canvax.samplers import stable_diffusion_config
-from canvax.weights.hub import Checkout
+from canvax.weights.files import ModelFiles
 
 
 class StableDiffusionFamily(Family):
@@ -19,10 +19,10 @@ class StableDiffusionFamily(Family):
     pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline")
     defaults = Defaults()
 
-    def encoders(self, files: Checkout) -> list[str]:
+    def encoders(self, files: ModelFiles) -> list[str]:
         return [FIRST]
 
-    def faults(self, networks: Networks, files: Checkout) -> list[str]:
+    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
         kind = networks.denoiser.cfg.addition_embed_type
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"] if kind else []
 
@@ -35,5 +35,5 @@ class StableDiffusionFamily(Family):
     def size_conditions(self, model: Model, height: int, width: int, options: Mapping[str, Any]) -> None:
         return None
 
-    def zeros_for_no_negative(self, files: Checkout) -> bool:
+    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
         return False

@@ -11,7 +11,7 @@ from canvax.families.base import AESTHETICS, SECOND_PROMPTS, TARGET_SIZES, TOKEN
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND
 from canvax.samplers import stable_diffusion_config
-from canvax.weights.hub import Checkout
+from canvax.weights.files import ModelFiles
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
@@ -23,10 +23,10 @@ class StableDiffusionXLFamily(Family):
     pipelines = ("StableDiffusionXLPipeline", "FlaxStableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
     defaults = Defaults(guidance_scale=5.0)
 
-    def encoders(self, files: Checkout) -> list[str]:
+    def encoders(self, files: ModelFiles) -> list[str]:
         return [FIRST, SECOND] if {FIRST, TOKENIZERS[FIRST]} & files.components.keys() else [SECOND]
 
-    def faults(self, networks: Networks, files: Checkout) -> list[str]:
+    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
         kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.second
         if kind is None or second is None:
             return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
@@ -70,9 +70,9 @@ class StableDiffusionXLFamily(Family):
             np.array([*negative_original, *negative_crop, *negative_target], np.float32),
         )
 
-    def zeros_for_no_negative(self, files: Checkout) -> bool:
+    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
         return bool(files.index.get("force_zeros_for_empty_prompt", True))
 
-    def is_refiner(self, files: Checkout) -> bool:
+    def is_refiner(self, files: ModelFiles) -> bool:
         """It is conditioned on an aesthetic score in place of a target size."""
         return bool(files.index.get("requires_aesthetics_score", False))

@@ -32,8 +32,8 @@ class Memory:
 
     Attributes:
         weights: the parameters that lie on the device, exactly.
-        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder". Estimated
-            from a trace, which knows nothing of the compiler's choices (``docs/devices.md`` says how far that is off).
+        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder"; the
+            compiler's own figures.
         limit: what the device has for them; None if it does not tell.
     """
 

@@ -14,14 +14,15 @@ from canvax.families.base import Model
 from canvax.families.read import family_of, read_model
 from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
-from canvax.parallel.rules import abstract_params, place
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
 from canvax.pipelines.checks import check_precision, default_dtype, parse_dtype
-from canvax.pipelines.estimate import weight_bytes
 from canvax.quantize import check_kind
 from canvax.types import DType
-from canvax.weights.hub import Checkout, resolve
+from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 
 def open_model(
@@ -48,20 +49,23 @@ def open_model(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
 
-    def look(files: Checkout) -> Model:
+    origin = Source(model, **source)
+    models: list[Model] = []
+
+    def look(files: ModelFiles) -> None:
         opened = read_model(files, dtype, quantize)
         if weights:
             needed = weight_bytes(opened, dtype, mesh.shape)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
-        return opened
+        models.append(opened)
 
     def accepted(index: Mapping[str, Any]) -> None:
         family_of(index)
         if accept is not None:
             accept(index)
 
-    files = resolve(model, accept=accepted, look=look, weights=weights, **source)
-    opened = look(files)
+    files = open_files(origin, accept=accepted, look=look, weights=weights)
+    (opened,) = models
     if weights:
         params = load_components(
             files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
@@ -69,3 +73,8 @@ def open_model(
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
     return opened, Programs(opened.networks, mesh, precision), params
+
+
+def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+    return sum(device_bytes(part.spec, dtype, sizes) for part in model.components)

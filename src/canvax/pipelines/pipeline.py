@@ -13,18 +13,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
-from canvax.compile.programs import PROGRAMS, Programs
+from canvax.compile.monitor import counting
+from canvax.compile.programs import PROGRAMS, Programs, Ready
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.parallel import multihost
-from canvax.parallel.memory import Memory, cures, explained, free_bytes
+from canvax.parallel.memory import Memory, cures, explained, free_bytes, program_bytes
 from canvax.parallel.mesh import padded_batch
-from canvax.parallel.rules import check_params, is_on, place_all
+from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines.checks import check_size, is_tiled, parse_dtype
 from canvax.pipelines.display import Display, summary
-from canvax.pipelines.estimate import estimate
-from canvax.pipelines.open import open_model
+from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_layers, make_request
 from canvax.pipelines.result import Result
@@ -129,8 +129,8 @@ class StableDiffusion:
             height=request.height,
             width=request.width,
         )
-        with explained(cure):
-            return text_to_image(self.model, self.programs, params, request, cure)
+        with explained(cure), counting() as counts:
+            return text_to_image(self.model, self.programs, params, request, cure, counts)
 
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
@@ -170,28 +170,26 @@ class StableDiffusion:
         }
 
     def memory(
-        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guided: bool = True
+        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
     ) -> Memory:
-        """What each device needs to generate ``batch`` images at once, estimated in seconds, without compiling.
+        """What each device needs to generate ``batch`` images at once, as the compiler says.
+
+        The programs are made for it, as by :meth:`compile`, and are ready then; nothing runs.
 
         Args:
-            height: pixels, divisible by 8; by default the size the model was trained for.
+            height: pixels; by default the size the model was trained for.
             width: likewise.
             batch: images of one call.
-            guided: whether the guidance scale is above 1.
+            guidance: whether the guidance scale is above 1.
         """
-        found = estimate(
-            self.model,
-            dtype=self.model.dtype,
-            size=(height, width),
-            batch=batch,
-            sizes=self.programs.mesh.shape,
-            platform=self.programs.mesh.devices.flat[0].platform,
-            guided=guided,
-        )
-        free = free_bytes(self.programs.mesh)
-        held = found.weights if self.params is not None else 0
-        return replace(found, limit=None if free is None else free + held)
+        params, mesh = self.params, self.programs.mesh
+        if params is None:
+            params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
+        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
+        weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
+        held = weights if self.params is not None else 0
+        programs = {name: program_bytes(program) or 0 for name, program in ready.named}
+        return Memory(weights, programs, None if free is None else free + held)
 
     def compile(
         self,
@@ -209,7 +207,7 @@ class StableDiffusion:
         They come from the cache if they are there, and are compiled and stored there if not.
 
         Args:
-            height: pixels, divisible by 8; by default the size the model was trained for.
+            height: pixels; by default the size the model was trained for.
             width: likewise.
             batch: number of images, rounded up to the number of devices.
             guidance: with it on; a guidance scale of 1 or less is another program.
@@ -224,24 +222,29 @@ class StableDiffusion:
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
-        params = self._params(params)
-        (tall, wide), factor = self.model.native_size, self.model.vae.factor
-        height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-        images = padded_batch(check_count("batch", batch), self.programs.mesh)
-        table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
-        self.programs.ready(
+        self._ready(self._params(params), (height, width), batch, guidance, display, reuse_layers)
+        return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
+
+    def _ready(
+        self, params: Params, size: tuple[Any, Any], batch: int, guided: bool, display: Display, deep_layers: int = 0
+    ) -> Ready:
+        """The programs of a size in pixels and a batch."""
+        (tall, wide), factor = self.model.native_size, self.model.vae.factor
+        height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
+        images = padded_batch(check_count("batch", batch), self.programs.mesh)
+        table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
+        return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),
-            guided=[guidance],
+            guided=[guided],
             clip=table.clip,
-            deep_layers=reuse_layers,
+            deep_layers=deep_layers,
             decoder="tiled" if is_tiled(height, width) else "whole",
             announce=display.announce,
         )
-        return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _params(self, params: Params | None) -> Params:
         """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""

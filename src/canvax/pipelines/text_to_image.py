@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from canvax.compile.monitor import compilations
+from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
@@ -32,13 +32,15 @@ from canvax.samplers import SamplerTable, build_table
 
 
 def text_to_image(
-    model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str]
+    model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str], counts: Counts
 ) -> Result:
-    """Generate the images of a checked request; ``cure`` says what helps where memory runs out.
+    """Generate the images of a checked request.
+
+    ``cure`` says what helps where memory runs out, ``counts`` what JAX compiles meanwhile.
 
     Where several processes generate together, each returns the images of its own devices.
     """
-    began, compiled_before, clock = time.perf_counter(), compilations(), Clock()
+    began, clock = time.perf_counter(), Clock()
     mesh, count = programs.mesh, len(request.prompts)
     display = Display(shown=request.options.progress and multihost.leads(mesh))
     ids = model.tokenize(request.prompts, request.prompts_2)
@@ -85,7 +87,7 @@ def text_to_image(
         latents=rows[:, 0],
         metadata=[records[i] for i in indices],
         timings=timings,
-        compilations=compilations() - compiled_before,
+        compilations=counts.compilations,
         indices=indices,
     )
 

@@ -27,7 +27,8 @@ from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
-from canvax.weights.hub import BUNDLED, resolve_configs
+from canvax.weights.open import open_files
+from canvax.weights.source import BUNDLED, Source
 
 Announce = Callable[[str, float | None], None]
 """Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
@@ -220,8 +221,8 @@ def plan(
     program is not compiled again.
 
     Args:
-        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which only configs
-            are read.
+        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which no
+            weights are fetched.
         target: such as "tpu-v5e:2x2", of v2, v3, v4, v5e, v5p and v6e, with chips along each axis; or "gpu-h100:8", of
             those in ``canvax.planning.targets.GPUS``, with how many there are.
         batch: pictures at once on all devices together; by default one on each.
@@ -300,7 +301,7 @@ def architecture(model: str | Path, **source: Any) -> Networks:
     if isinstance(model, str) and model in PRESETS:
         return PRESETS[model]
     try:
-        checkout = resolve_configs(model, accept=family_of, **source)
+        files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not Path(model).expanduser().exists():
             names = [*PRESETS, *BUNDLED]
@@ -308,7 +309,7 @@ def architecture(model: str | Path, **source: Any) -> Networks:
                 f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
-    return read_networks(checkout)
+    return read_networks(files)
 
 
 _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}

@@ -21,8 +21,8 @@ from canvax.pipelines.checks import default_dtype, parse_dtype
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
-from canvax.train.autoencoder import encode_pictures
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss
+from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.types import DType

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from canvax.bench.job import Job
+from benchmarks.lab.job import Job
 from canvax.errors import CanvaxError, InputError
 
 _NEEDS = {

@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from canvax.bench.job import PEERS, Job, make_inputs
-from canvax.bench.process import Contender, Process
+from benchmarks.lab.job import PEERS, Job, make_inputs
+from benchmarks.lab.process import Contender, Process
 from canvax.errors import CanvaxError
+from canvax.families.base import Model
+from canvax.families.read import read_model
 from canvax.parallel.memory import available_bytes
 from canvax.params import count
-from canvax.pipelines.checkpoint import Checkpoint, read_checkpoint
-from canvax.weights.hub import resolve
 from canvax.weights.layout import find_weights
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Tell = Callable[[str], None]
 """Told what is being done."""
@@ -50,23 +52,23 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="canvax-bench-") as folder:
         scratch = Path(folder)
-        checkpoint = read_checkpoint(resolve(job.folder), np.float32)
-        files = [path for part in checkpoint.components for path in find_weights(job.folder / part.name, part.kind)]
+        model = read_model(open_files(Source(job.folder)), np.float32)
+        files = [path for part in model.components for path in find_weights(job.folder / part.name, part.kind)]
         inputs = scratch / "inputs.npz"
-        np.savez(inputs, **make_inputs(job, checkpoint))  # type: ignore[arg-type]
+        np.savez(inputs, **make_inputs(job, model))  # type: ignore[arg-type]
         if job.part == "load":
             readers = [Contender("read"), Contender("read and keep")]
             return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, tell)
         if job.part == "start":
             return _start(job, peers, rounds, scratch, inputs, tell)
         contenders = [Contender("canvax"), *peers]
-        run = _turns if _fit_together(job, checkpoint, len(contenders)) else _apart
+        run = _turns if _fit_together(job, model, len(contenders)) else _apart
         return run(job, contenders, rounds, scratch, inputs, tell)
 
 
-def _fit_together(job: Job, checkpoint: Checkpoint, contenders: int) -> bool:
+def _fit_together(job: Job, model: Model, contenders: int) -> bool:
     """Whether the host's memory holds the weights of all contenders, and as much again of the largest for its work."""
-    parts = [part for part in checkpoint.components if job.part == "picture" or part.name.startswith(job.part)]
+    parts = [part for part in model.components if job.part == "picture" or part.name.startswith(job.part)]
     weights = sum(count(part.spec) for part in parts) * np.dtype(job.dtype).itemsize
     available = available_bytes()
     return job.device != "cpu" or available is None or (contenders + 0.5) * weights < available

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.models.presets import PRESETS, Preset
+from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.params import count, flatten, init_param
 from canvax.types import DType
-from canvax.weights.hub import BUNDLED
 from canvax.weights.layout import INDEX, KINDS, STEMS
 from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.source import BUNDLED
 
 _CLASSES = {
     "unet": "UNet2DConditionModel",
@@ -32,7 +33,7 @@ _SCHEDULER = {
 }  # fmt: skip
 
 
-def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, seed: int = 0) -> Path:
+def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, seed: int = 0) -> Path:
     """A checkpoint of ``preset`` with random weights; the tokenizer is the bundled one.
 
     One array at a time is made and written, so that memory does not matter.
@@ -49,8 +50,8 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
     check_space(folder, preset, dtype)
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    configs = {"unet": preset.unet, "vae": preset.vae, **preset.text.parts}
-    for name, spec in preset.specs.items():
+    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
+    for name, spec in preset.specs().items():
         library = KINDS[name]
         kind = {"_class_name": _CLASSES[name]} if library == "diffusers" else {"model_type": "clip_text_model"}
         (folder / name).mkdir()
@@ -62,7 +63,7 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
             for shape in param.checkpoint_shapes[:1]
         ]
         write_safetensors(folder / name / f"{STEMS[library]}.safetensors", arrays, {"format": "pt"})
-    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs}
+    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
     for name in preset.text.parts:
         tokenizer = name.replace("text_encoder", "tokenizer")
         shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / tokenizer)
@@ -79,12 +80,12 @@ def write_random(folder: Path, preset: Preset, *, dtype: DType = np.float32, see
     return folder
 
 
-def preset_bytes(preset: Preset, dtype: DType) -> int:
+def preset_bytes(preset: Networks, dtype: DType) -> int:
     """Bytes of the weights of a preset."""
-    return sum(count(spec) for spec in preset.specs.values()) * np.dtype(dtype).itemsize
+    return sum(count(spec) for spec in preset.specs().values()) * np.dtype(dtype).itemsize
 
 
-def check_space(folder: Path, preset: Preset, dtype: DType) -> None:
+def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
     """Refuse to write what the disk cannot hold.
 
     Raises:
@@ -99,7 +100,7 @@ def check_space(folder: Path, preset: Preset, dtype: DType) -> None:
         )
 
 
-def find_preset(model: str) -> Preset | None:
+def find_preset(model: str) -> Networks | None:
     """The preset of that name that can draw by itself; None if ``model`` is something else."""
     return None if model == "sdxl-refiner" else PRESETS.get(model)
 

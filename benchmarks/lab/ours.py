@@ -1,4 +1,4 @@
-"""canvax as a contender of a benchmark; see :mod:`canvax.bench.worker`. It uses one device."""
+"""canvax as a contender of a benchmark; see :mod:`benchmarks.lab.worker`. It uses one device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import canvax
-from canvax.bench.job import Job, make_inputs
+from benchmarks.lab.job import Job, make_inputs
 from canvax.compile.monitor import compilations, traces
+from canvax.families.base import Model
+from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
@@ -23,10 +25,11 @@ from canvax.models.vae import vae_decode
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
-from canvax.pipelines.checkpoint import Checkpoint, parse_dtype, read_checkpoint
+from canvax.pipelines.checks import parse_dtype
 from canvax.planning.flops import count_flops
-from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 Asked = dict[str, Any]
 """A job as the worker reads it."""
@@ -36,13 +39,13 @@ Once = tuple[dict[str, Any], Callable[[], Any]]
 
 
 def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
-    """Load and compile a part; see :mod:`canvax.bench.worker`."""
+    """Load and compile a part; see :mod:`benchmarks.lab.worker`."""
     began = time.perf_counter()
     if job["part"] == "picture":
         return _picture(job, inputs, began)
-    checkpoint, params, mesh = _load(job)
+    model, params, mesh = _load(job)
     loaded = time.perf_counter()
-    function, arguments = _call(job["part"], checkpoint, params, inputs)
+    function, arguments = _call(job["part"], model, params, inputs)
     arguments = jax.device_put(arguments, mesh.devices.flat[0])
     starts = time.perf_counter()
     compiled = compiled_on(mesh, function, params, *arguments)
@@ -62,32 +65,32 @@ def device_peak(job: Asked) -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _load(job: Asked) -> tuple[Checkpoint, Params, Mesh]:
+def _load(job: Asked) -> tuple[Model, Params, Mesh]:
     """The networks of a part, through the loader that the pipeline uses."""
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
-    checkout = resolve(job["folder"])
-    checkpoint = read_checkpoint(checkout, dtype)
-    names = tuple(checkpoint.text.parts) if job["part"] == "text" else (job["part"],)
-    components = [part for part in checkpoint.components if part.name in names]
-    params = load_components(checkout, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
-    return checkpoint, jax.block_until_ready(params), mesh
+    files = open_files(Source(job["folder"]))
+    model = read_model(files, dtype)
+    names = tuple(model.text.parts) if job["part"] == "text" else (job["part"],)
+    components = [part for part in model.components if part.name in names]
+    params = load_components(files, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
+    return model, jax.block_until_ready(params), mesh
 
 
 def _call(
-    part: str, checkpoint: Checkpoint, params: Params, inputs: dict[str, np.ndarray]
+    part: str, model: Model, params: Params, inputs: dict[str, np.ndarray]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function of a part, and its arguments after the parameters."""
     if part == "text":
-        return partial(encode_text, cfg=checkpoint.text), (inputs, np.int32(0))
+        return partial(encode_text, cfg=model.text), (inputs, np.int32(0))
     dtype = jax.tree.leaves(params)[0].dtype
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
-        return lambda p, z: vae_decode(p["vae"], z, checkpoint.vae), (latents,)
+        return lambda p, z: vae_decode(p["vae"], z, model.vae), (latents,)
     told = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
     if told:
         told["pooled"] = told["pooled"].astype(dtype)
     arguments = (latents, inputs["timesteps"], inputs["text"].astype(dtype), told)
-    return lambda p, x, t, text, told: unet(p["unet"], x, t, text, checkpoint.unet, **told), arguments
+    return lambda p, x, t, text, told: unet(p["unet"], x, t, text, model.unet, **told), arguments
 
 
 def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
@@ -194,7 +197,7 @@ def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
     names = ("folder", "width", "height", "batch", "steps", "dtype", "device")
     total = 0.0
     for part, times in (("text", 2), ("unet", job["steps"]), ("vae", 1)):
-        numbers = make_inputs(Job(part=part, **{name: job[name] for name in names}), pipe.checkpoint)
-        function, arguments = _call(part, pipe.checkpoint, pipe.params, numbers)
+        numbers = make_inputs(Job(part=part, **{name: job[name] for name in names}), pipe.model)
+        function, arguments = _call(part, pipe.model, pipe.params, numbers)
         total += times * _flops(function, pipe.params, arguments)
     return total

@@ -1,7 +1,7 @@
 """Does the emoji model draw what it is told? Trained pairs, held-out pairs, the autoencoder, and the measure itself.
 
-    canvax train emoji-data out/emoji.zip
-    python benchmarks/emoji_quality.py --data out/emoji.zip --model emoji --output out/quality
+    python -m recipes.emoji data out/emoji.zip
+    python -m recipes.emoji quality --data out/emoji.zip --model emoji --output out/quality
 
 The bars: of 300 trained (concept, style) pairs at least 90 % of the concepts and 85 % of concepts with style; of the
 held-out pairs at least 60 % of the concepts; 30 dB for held-out drawings through the autoencoder.
@@ -22,18 +22,18 @@ from PIL import Image
 
 import canvax
 from canvax.images.chart import line_chart
-from canvax.train.autoencoder import reconstruction_psnr
-from canvax.train.emoji.quality import Score, check_measure, choose_pairs, draw_and_score
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
+from recipes.emoji.autoencoder import reconstruction_psnr
+from recipes.emoji.quality import Score, check_measure, choose_pairs, draw_and_score
 
 NOVEL = ("a blue banana", "a cat and a pizza", "a green heart with a rocket", "a purple elephant", "two apples")
 BARS = {"trained, concept": 0.90, "trained, concept and style": 0.85, "held out, concept": 0.60, "VAE dB": 30.0}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, type=Path, help="the file that canvax train emoji-data wrote")
+    parser.add_argument("--data", required=True, type=Path, help="what the task data wrote")
     parser.add_argument("--model", default="emoji")
     parser.add_argument("--trained", type=int, default=300, help="trained pairs (300)")
     parser.add_argument("--held-out", type=int, help="held-out pairs (all)")
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of training, for a chart of losses")
     parser.add_argument("--output", type=Path, help="folder for grids and figures")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     pipe = canvax.load(options.model, progress=False)
     drawings = read_pictures(options.data, pipe.model.native_size[0])
@@ -123,7 +123,3 @@ def _tiled(pictures: np.ndarray, columns: int) -> Image.Image:
     filled = np.concatenate([pictures, np.ones((missing, *pictures.shape[1:]), np.float32)])
     rows = [np.concatenate(list(row), axis=1) for row in filled.reshape(-1, columns, *pictures.shape[1:])]
     return Image.fromarray((255 * np.concatenate(rows, axis=0) + 0.5).astype(np.uint8))
-
-
-if __name__ == "__main__":
-    main()

@@ -28,8 +28,13 @@ from canvax.params import Params, init_params
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
-from canvax.train.autoencoder import (
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.loop import Plan, Session, check_same, facts_of, fit
+from canvax.train.pictures import Pictures, read_pictures
+from canvax.train.state import load_state, save_state
+from canvax.types import DType, HostArray
+from recipes.emoji.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
+from recipes.emoji.autoencoder import (
     KL,
     encode_pictures,
     in_pixel_metric,
@@ -38,14 +43,9 @@ from canvax.train.autoencoder import (
     train_autoencoder,
     train_decoder,
 )
-from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
-from canvax.train.emoji.captions import FORMS
-from canvax.train.emoji.drawings import LICENCES, licences
-from canvax.train.loop import Plan, Session, check_same, facts_of, fit
-from canvax.train.pictures import Pictures, read_pictures
-from canvax.train.state import load_state, save_state
-from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
-from canvax.types import DType, HostArray
+from recipes.emoji.captions import FORMS
+from recipes.emoji.drawings import LICENCES, licences
+from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
 PREVIEW = (
     "a red apple", "a slice of pizza in the style of noto", "a cat face in the style of twemoji", "an octopus",

@@ -13,9 +13,9 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.pipelines.pipeline import StableDiffusion
-from canvax.train.emoji.captions import plain_caption
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
+from recipes.emoji.captions import plain_caption
 
 SIDE = 32
 REACH = 1

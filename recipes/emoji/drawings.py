@@ -25,8 +25,8 @@ from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
 from canvax.files import written
-from canvax.train.emoji.captions import STYLES, captions
 from canvax.train.pictures import METADATA
+from recipes.emoji.captions import STYLES, captions
 
 LICENCES = "LICENCES.txt"
 

@@ -2,10 +2,10 @@
 
     python worker.py JOB.json BEGAN
 
-JOB is what :meth:`canvax.bench.job.Job.write` wrote, BEGAN the time at which the process was started. For ``load`` and
-``start``, whose subject is a fresh process, it does its work once and prints one line of JSON. For the other parts it
-gets ready, runs a few times to warm up, writes its outputs and prints a line of JSON; after that each line on stdin is
-a turn: it runs, and prints the seconds.
+JOB is what :meth:`benchmarks.lab.job.Job.write` wrote, BEGAN the time at which the process was started. For ``load``
+and ``start``, whose subject is a fresh process, it does its work once and prints one line of JSON. For the other parts
+it gets ready, runs a few times to warm up, writes its outputs and prints a line of JSON; after that each line on stdin
+is a turn: it runs, and prints the seconds.
 
 A contender is a module with
 
@@ -119,10 +119,10 @@ def _contender(name: str) -> Any:
     if name in ("read", "read and keep"):
         return SimpleNamespace(once=partial(read, keep=name != "read"))
     if name.startswith("canvax"):
-        sys.path[0] = str(here.parents[2])  # the canvax that was asked, installed or not
-        return importlib.import_module("canvax.bench.ours")
+        sys.path[0] = str(here.parents[2])
+        return importlib.import_module("benchmarks.lab.ours")
     del sys.path[0]
-    spec = importlib.util.spec_from_file_location("canvax_bench_peers", here.with_name("peers.py"))
+    spec = importlib.util.spec_from_file_location("benchmark_peers", here.with_name("peers.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.pipelines.checkpoint import Checkpoint
+from canvax.families.base import Model
 
 PEERS = ("torch", "torch-compile", "flax")
 
@@ -57,7 +57,7 @@ class Job:
         return path
 
 
-def make_inputs(job: Job, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
     """Inputs of a part: ``latents`` [n, h, w, C] and, for the UNet, ``timesteps`` [n] and what it is told; float32.
 
     For the text encoders it is ``ids`` [B, T] of each, by component.
@@ -67,16 +67,16 @@ def make_inputs(job: Job, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, dtype=np.float32)
 
-    text, factor = checkpoint.text, checkpoint.vae.factor
+    text, networks = model.text, model.networks
     if job.part == "text":
-        return {name: one(job.prompts, length=text.tokens) for name, one in checkpoint.tokenizers.items()}
+        return {name: one(job.prompts, length=text.tokens) for name, one in model.tokenizers.items()}
     samples = 2 * job.batch if job.part == "unet" else job.batch
-    inputs = {"latents": normal(samples, job.height // factor, job.width // factor, checkpoint.unet.in_channels)}
+    inputs = {"latents": normal(*networks.latent_shape(samples, job.height, job.width))}
     if job.part == "unet":
         inputs["timesteps"] = np.full(samples, 500, np.float32)
         inputs["text"] = normal(samples, text.tokens, text.width)
         if text.pooled_width:
             inputs["pooled"] = normal(samples, text.pooled_width)
-            size = (job.height, job.width, 0, 0, job.height, job.width)[: checkpoint.unet.time_ids(text.pooled_width)]
+            size = (job.height, job.width, 0, 0, job.height, job.width)[: networks.size_numbers]
             inputs["time_ids"] = np.tile(np.asarray(size, np.float32), (samples, 1))
     return inputs

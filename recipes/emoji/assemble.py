@@ -20,9 +20,10 @@ from canvax.samplers import from_scheduler_config
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer
 from canvax.types import DType
-from canvax.weights.hub import Checkout
-from canvax.weights.layout import DEFAULTS, INDEX, read_json
+from canvax.weights.layout import DEFAULTS, INDEX
+from canvax.weights.open import open_files
 from canvax.weights.save import write_json
+from canvax.weights.source import Source
 
 _VERSION = {"_diffusers_version": "0.42.1"}
 """Of the layout that is written."""
@@ -94,9 +95,7 @@ def write_skeleton(folder: Path, design: Design) -> None:
 
 def open_skeleton(folder: Path, mesh: Mesh) -> StableDiffusion:
     """A pipeline without parameters, which are passed to each call; compiles once whatever they become."""
-    index = read_json(folder / INDEX)
-    components = {name: part[1] for name, part in index.items() if isinstance(part, list) and part[1]}
-    model = read_model(Checkout(str(folder), folder, None, None, index, components, ()), "float32")
+    model = read_model(open_files(Source(folder), weights=False), "float32")
     return StableDiffusion(model, Programs(model.networks, mesh))
 
 
