@@ -24,7 +24,7 @@ from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
 from canvax.params import Params
-from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS, Clip
 from canvax.types import Array
 
 WINDOW = 64
@@ -35,8 +35,7 @@ Rows = dict[str, Any]
 may be at different rows of different tables."""
 
 
-_COLUMNS = dict.fromkeys(("timestep", "c_in", "p", "q", "guidance", "rescale", "sigma", "step"), np.zeros(0))
-IDLE_ROWS = SamplerTable(M=np.zeros((0, SLOTS, SLOTS + 2)), raw=None, init_scale=1.0, **_COLUMNS).window(0, WINDOW)
+IDLE_ROWS = EMPTY.window(0, WINDOW)
 """A window of rows that change nothing, for a slot without an image: each column [WINDOW, ...]."""
 
 
