@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -147,7 +148,8 @@ class SamplerTable:
         return out
 
 
-EMPTY = SamplerTable(**{name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS})
+_no_rows: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
+EMPTY = SamplerTable(**_no_rows)
 """A table of no rows; its windows change nothing."""
 
 
