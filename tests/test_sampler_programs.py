@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from bundled import LATENTS
 
 import canvax
+<<<<<<< HEAD
 from canvax.errors import InputError
 from canvax.samplers import SAMPLERS
+=======
+from canvax.denoise import WINDOW, initial_state, step_noise
+from canvax.errors import InputError
+from canvax.noise import initial_noise, seed_keys
+from canvax.samplers import SAMPLERS, SamplerTable, batched_window, build_table, run
+from canvax.samplers.table import NOISE
+>>>>>>> tests
+
+
+def rows_on_the_host(
+    emoji: canvax.StableDiffusion, sampler: str, steps: list[canvax.Step], x: np.ndarray, seed: int
+) -> np.ndarray:
+    """x after every row [R, 1, h, w, C]: the sampler's table in float64, given the denoised images of a run."""
+    table = build_table(emoji.checkpoint.scheduler, 5, sampler=sampler)
+    assert len(steps) == len(table)
+    noises = [
+        np.asarray(step_noise(seed_keys([seed]), np.int32([row]), x.shape[1:]))  # pyright: ignore
+        for row in range(len(table))
+    ]
+    # With p = 0 and q = 1 the network's output is the denoised image itself.
+    given = dataclasses.replace(table, p=0 * table.p, q=0 * table.q + 1)
+    return run(given, lambda _, __, row: steps[row].denoised.astype(np.float64), x, np.stack(noises))
 
 
 def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) -> None:
-    """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well."""
+    """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well.
+
+    After every row the latents are what the table makes of the denoised images so far and of the noise of each row.
+    """
     counts, drawn = [], []
     side = 40 // emoji.programs.networks.vae.factor
     picture = np.random.default_rng(0).standard_normal((1, side, side, LATENTS[-1])).astype(np.float32)
     for spec in SAMPLERS:
         latents = picture if spec.name == "ddim_inverse" else None
-        options = canvax.Options(progress=False, guidance_interval=(0.0, 0.8), guidance_rescale=0.3)
+        steps: list[canvax.Step] = []
+        options = canvax.Options(
+            progress=False, guidance_interval=(0.0, 0.8), guidance_rescale=0.3, callback=steps.append
+        )
         result = emoji(
             "a cat",
             seed=3,
@@ -31,7 +62,10 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
         )
         counts.append(result.compilations)
         drawn.append(result.pixels)
-        assert np.isfinite(result.latents).all(), spec.name
+        x = initial_noise([3], picture.shape[1:]) if latents is None else latents
+        want = rows_on_the_host(emoji, spec.name, steps, x, 3)
+        np.testing.assert_allclose([step.latents for step in steps], want, rtol=1e-3, atol=1e-3, err_msg=spec.name)
+        np.testing.assert_array_equal(steps[-1].latents, result.latents)
     # Denoisers with guidance and without; another test may have compiled the text encoder, which knows no size.
     assert counts[0] in (3, 4)
     assert counts[1:] == [0] * (len(SAMPLERS) - 1)

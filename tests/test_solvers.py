@@ -18,7 +18,6 @@ from canvax.samplers import (
     SLOTS,
     SamplerTable,
     Scheduler,
-    batched_window,
     build_table,
     find,
     from_scheduler_config,
@@ -481,14 +480,3 @@ def test_align_your_steps() -> None:
     twice = build_table(scheduler(), 20, sampler="dpm++ 2m ays").sigma
     np.testing.assert_allclose(twice[::2], published)
     np.testing.assert_allclose(twice[1:-1:2] ** 2, twice[:-2:2] * twice[2::2])
-
-
-def test_tables_of_several_images() -> None:
-    tables = [build_table(scheduler(), 12, sampler=name) for name in ("euler", "heun", "pndm")]
-    windows = batched_window(tables, [0, 3, 12], 8)
-    for i, (table, lo) in enumerate(zip(tables, (0, 3, 12), strict=True)):
-        for name, column in table.window(lo, 8).items():
-            np.testing.assert_array_equal(windows[name][i], column)
-    clipped = build_table(scheduler(), 12, sampler="ddim", settings={"clip_sample": True})
-    with pytest.raises(InputError, match="separate batches"):
-        batched_window([tables[0], clipped], [0, 0], 8)

@@ -85,6 +85,7 @@ class Batch:
             tables: one for each image, all with the same ``clip``.
             deep: which rows compute the deep features; all images have the same table then.
         """
+        self._check_clip(tables[0], tables)
         runs = [_Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         scales = np.array([table.init_scale for table in tables], np.float32)
@@ -115,10 +116,11 @@ class Batch:
             row: the row to begin with.
 
         Raises:
-            InputError: the slot is taken, or the batch reuses deep features, which images at other rows cannot share.
+            InputError: the slot is taken, the table clips otherwise than those of others, or the batch reuses deep features, which images at other rows cannot share.
         """
         if self._runs[slot] is not None:
             raise InputError(f"slot={slot} holds an image; take it out first, or admit into one of {self.free}")
+        self._check_clip(next((run.table for run in self._runs if run), table), [table])
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         mesh, guided = self._programs.mesh, True in self._denoisers
@@ -187,6 +189,10 @@ class Batch:
         """The state of all slots [B, K, h, w, C] float32 on the devices; slot 0 of K is x."""
         assert self._flight is not None
         return self._flight.state
+
+    def _check_clip(self, first: SamplerTable, tables: Sequence[SamplerTable]) -> None:
+        if any(table.clip != first.clip for table in tables):
+            raise InputError("the tables of one batch clip the denoised image differently; use a batch for each")
 
     def _next(self, active: Sequence[_Run], rows: int) -> tuple[bool, int]:
         """Whether the next call is guided, and for how many rows nothing changes."""

@@ -153,17 +153,6 @@ EMPTY = SamplerTable(**_no_rows)
 """A table of no rows; its windows change nothing."""
 
 
-def batched_window(tables: Sequence[SamplerTable], at: Sequence[int], size: int) -> dict[str, np.ndarray]:
-    """The windows of several images [B, size, ...], each at its own row of its own table.
-
-    All tables must have the same `clip`, which decides the program.
-    """
-    if len({table.clip for table in tables}) != 1:
-        raise InputError("the tables of one batch clip the denoised image differently; draw them in separate batches")
-    windows = [table.window(lo, size) for table, lo in zip(tables, at, strict=True)]
-    return {name: np.stack([window[name] for window in windows]) for name in windows[0]}
-
-
 Denoise = Callable[[np.ndarray, float, int], np.ndarray]
 """(network input, timestep, row) -> network output, guidance already done."""
 
