@@ -9,23 +9,17 @@ import pytest
 from bundled import LATENTS
 
 import canvax
-<<<<<<< HEAD
-from canvax.errors import InputError
-from canvax.samplers import SAMPLERS
-=======
-from canvax.denoise import WINDOW, initial_state, step_noise
+from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
-from canvax.samplers import SAMPLERS, SamplerTable, batched_window, build_table, run
-from canvax.samplers.table import NOISE
->>>>>>> tests
+from canvax.samplers import SAMPLERS, build_table, run
 
 
 def rows_on_the_host(
     emoji: canvax.StableDiffusion, sampler: str, steps: list[canvax.Step], x: np.ndarray, seed: int
 ) -> np.ndarray:
     """x after every row [R, 1, h, w, C]: the sampler's table in float64, given the denoised images of a run."""
-    table = build_table(emoji.checkpoint.scheduler, 5, sampler=sampler)
+    table = build_table(emoji.model.scheduler, 5, sampler=sampler)
     assert len(steps) == len(table)
     noises = [
         np.asarray(step_noise(seed_keys([seed]), np.int32([row]), x.shape[1:]))  # pyright: ignore

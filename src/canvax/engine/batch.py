@@ -116,7 +116,8 @@ class Batch:
             row: the row to begin with.
 
         Raises:
-            InputError: the slot is taken, the table clips otherwise than those of others, or the batch reuses deep features, which images at other rows cannot share.
+            InputError: the slot is taken, the table clips otherwise than those of others, or the batch reuses deep
+                features, which images at other rows cannot share.
         """
         if self._runs[slot] is not None:
             raise InputError(f"slot={slot} holds an image; take it out first, or admit into one of {self.free}")
