@@ -15,8 +15,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # The newest Python that canvax supports, for which pip chooses the newest JAX. Empty where there is none.
-NEWEST ?= $(firstword $(foreach python,python3.13 $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python3.13),\
-	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
+EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null
+NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13 2>/dev/null) python3.13 $(EXECUTABLE))
 
 # Two processes: most of the time is XLA compiling, on one processor each. A file stays in one of them, which makes its
 # models once.
@@ -53,21 +53,21 @@ lint: .venv/test-$(REFERENCE)
 
 # Full-size models against PyTorch: minutes, and 14 GB of memory and of disk.
 parity: .venv/test-yes
-	$(BIN)/python benchmarks/parity_full_size.py
+	$(BIN)/python -m benchmarks.parity_full_size
 
 # Side by side with PyTorch diffusers on this machine.
 bench: .venv/test-yes
-	$(BIN)/canvax bench unet --model sd15 --against torch
-	$(BIN)/canvax bench vae --model sd15 --against torch
+	$(BIN)/python -m benchmarks unet --model sd15 --against torch
+	$(BIN)/python -m benchmarks vae --model sd15 --against torch
 
 # The model in the package, from raw npm packages to the finished folder: minutes on a GPU, many hours on a CPU. Stop it
 # as you like; the same command goes on. TRAIN="--minutes 16" chooses how long, see docs/emoji-model.md.
 emoji-model: .venv/train out/emoji.zip
-	$(BIN)/canvax train emoji out/emoji.zip --output out/emoji-model $(TRAIN)
-	$(BIN)/python benchmarks/emoji_quality.py --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality
+	$(BIN)/python -m recipes.emoji train out/emoji.zip --output out/emoji-model $(TRAIN)
+	$(BIN)/python -m recipes.emoji quality --data out/emoji.zip --model out/emoji-model/model --output out/emoji-quality
 
 out/emoji.zip: | .venv/train
-	$(BIN)/canvax train emoji-data $@
+	$(BIN)/python -m recipes.emoji data $@
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canvax needs Python 3.11 or newer; make PYTHON=python3.11")'

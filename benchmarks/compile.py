@@ -47,10 +47,9 @@ def main() -> None:
         compile_faster()
     model = PRESETS[arguments.model]
     mesh = make_mesh(data=1)
-    programs = Programs(model.text, model.unet, model.vae, mesh)
-    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in model.specs.items()}
-    side = arguments.size // model.vae.factor
-    latents = (arguments.batch, side, side, model.unet.in_channels)
+    programs = Programs(model, mesh)
+    params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in model.specs().items()}
+    latents = model.latent_shape(arguments.batch, arguments.size, arguments.size)
     calls = {
         "text encoder": lambda: programs.encode_text(params, arguments.batch),
         "denoiser": lambda: programs.denoise(params, latents, guided=True),

@@ -95,7 +95,7 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
     from canvax.models.unet import unet, unet_spec
     from canvax.params import init_params
 
-    cfg = PRESETS["sd15"].unet
+    cfg = PRESETS["sd15"].denoiser.cfg
     params = jax.device_put(init_params(unet_spec(cfg), 0))
     points = [("batch", n) for n in TIMED_BATCHES] + [("side", n) for n in TIMED_SIDES]
     program, made = jax.jit(partial(unet, cfg=cfg)), {}
@@ -117,7 +117,7 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
-    """FLOPs of a guided evaluation and bytes that it takes beside the weights: against batch and against size."""
+    """FLOPs of a guided evaluation: against batch and against size."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, AxisType
@@ -125,31 +125,28 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     from canvax.kernels.target import compiling_for
     from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
-    from canvax.parallel.liveness import peak_bytes
     from canvax.parallel.mesh import AXES
     from canvax.parallel.rules import abstract_params
     from canvax.planning.flops import count_flops
 
     preset, dtype = PRESETS[model], jnp.bfloat16
     mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
-    params = abstract_params(unet_spec(preset.unet), dtype, mesh)
-    native = 8 * (preset.unet.sample_size or 64)
+    params = abstract_params(unet_spec(preset.denoiser.cfg), dtype, mesh)
+    native = 8 * (preset.denoiser.cfg.sample_size or 64)
     shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
 
     def one(batch: int, side: int) -> dict[str, float]:
         n, pooled = 2 * batch, preset.text.pooled_width
         told: dict[str, Any] = {}
         if pooled:
-            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.unet.time_ids(pooled)))}
+            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.denoiser.cfg.time_ids(pooled)))}
         arguments = (shape((n, side // 8, side // 8, 4)), shape((n,)), shape((n, 77, preset.text.width)), told)
 
         def evaluate(p: Any, x: Any, t: Any, text: Any, told: Any) -> Any:
-            return unet(p, x, t, text, preset.unet, **told)
+            return unet(p, x, t, text, preset.denoiser.cfg, **told)
 
         with compiling_for("none"):  # the work of the model, not of a kernel
-            flops = count_flops(evaluate, params, *arguments)
-        with compiling_for("cpu"):
-            return {"flops": flops, "bytes": peak_bytes(evaluate, params, *arguments)}
+            return {"flops": count_flops(evaluate, params, *arguments)}
 
     return {
         "batch": {batch: one(batch, native) for batch in BATCHES},

@@ -5,8 +5,7 @@
 Draws 16 prompts with each option, the options taking turns batch by batch, and prints the table of docs/less-work.md:
 PSNR of the pictures against those of the full run with the same sampler, and the time of the denoising against its.
 Writes less-work.png, some of the pictures side by side. --full-size times the UNet of Stable Diffusion 1.5 on random
-weights instead (5 GB): an evaluation in full against one that reuses its deep features, one with merged tokens, and one
-with weights of 8 bits.
+weights instead (5 GB): an evaluation in full against one that reuses its deep features and one with weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -24,22 +23,18 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import canvax
-from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows
-from canvax.models.merging import Merging
+from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.presets import PRESETS
-from canvax.models.unet import unet, unet_spec
+from canvax.models.unet import unet, unet_context, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params, unflatten
 from canvax.quantize import KINDS, quantize, quantized_spec, scale_of
-from canvax.samplers import build_table, from_scheduler_config
 
 PROMPTS = (
     *("a red apple", "a cat", "a dog", "a tree", "a yellow car", "a house", "a slice of pizza", "a blue heart"),
     *("a smiling face", "a rocket", "a guitar", "a green frog", "an umbrella", "a star", "a fish", "a birthday cake"),
 )
 BATCH = 4
-EARLY_9, EARLY_8 = (0, 1, 2, 4, 6, 8, 11, 14, 17), (0, 1, 3, 5, 8, 11, 14, 17)
-"""Evaluations of 20 that compute everything, most of them early, where the picture is decided."""
 RUNS: dict[str, dict[str, Any]] = {
     "full run": {},
     "half the steps": {"halved": True},
@@ -48,22 +43,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "reuse=2": {"reuse": 2},
     "reuse=3": {"reuse": 3},
     "reuse=5": {"reuse": 5},
-    "reuse=3, reuse_order=0": {"reuse": 3, "reuse_order": 0},
     "reuse=3, reuse_layers=3": {"reuse": 3, "reuse_layers": 3},
-    "reuse, 9 of 20": {"reuse": EARLY_9},
-    "reuse, 8 of 20": {"reuse": EARLY_8},
-    "reuse, 9 of 20, guidance_interval=(0, 0.8)": {"reuse": EARLY_9, "guidance_interval": (0.0, 0.8)},
-    "token_merging=0.25": {"token_merging": 0.25},
-    "token_merging=0.5": {"token_merging": 0.5},
     "quantize='int8'": {"quantize": "int8"},
     "quantize='float8'": {"quantize": "float8"},
     "DPM++ 2M: full run": {"sampler": "dpmpp_2m"},
     "DPM++ 2M: half the steps": {"sampler": "dpmpp_2m", "halved": True},
     "DPM++ 2M: reuse=2": {"sampler": "dpmpp_2m", "reuse": 2},
-    "DPM++ 2M: reuse, 9 of 20": {"sampler": "dpmpp_2m", "reuse": EARLY_9},
 }
-MERGED = {f"token_merging={ratio}": ratio for ratio in (0.25, 0.5, 0.75)}
-SHOWN = ("full run", "half the steps", "guidance_interval=(0, 0.8)", "reuse=2", "reuse=3", "reuse, 9 of 20", "reuse=5")
+SHOWN = ("full run", "half the steps", "guidance_interval=(0, 0.8)", "reuse=2", "reuse=3", "reuse=5")
 
 
 def psnr(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -124,54 +111,49 @@ def grid(drawn: dict[str, np.ndarray], cell: int = 96, label: int = 200, shown: 
 
 def full_size(rounds: int = 3) -> None:
     """Print what an evaluation of the UNet takes at 512 x 512, guided, in full and with its deep features reused."""
-    cfg = PRESETS["sd15"].unet
+    cfg = PRESETS["sd15"].denoiser.cfg
     params = jax.device_put(init_params(unet_spec(cfg), 0))
-    table = build_table(from_scheduler_config({"_class_name": "EulerDiscreteScheduler"}), 20, guidance=7.5)
-    noise = np.random.default_rng(0).standard_normal((1, 64, 64, 4)).astype(np.float32)
-    text = {"text": np.zeros((1, 77, cfg.cross_attention_dim), np.float32)}
-    rows, noisy = window_rows(table, 0, WINDOW, 1)
-    program = jax.jit(denoise, static_argnames=("cfg", "layers"))
+    x = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
+    arguments = (x, np.full(2, 500.0, np.float32), np.zeros((2, 77, cfg.cross_attention_dim), np.float32))
+
+    def outer(p: Any, x: Any, times: Any, text: Any, deep: Any, layers: int) -> Any:
+        context = unet_context(p, x, times, text, cfg)
+        return unet_reusing(p, x, context, cfg, layers=layers, recall=lambda compute: (deep, None))[0]
+
     for layers in (1, 2, 3):
-        kept = np.zeros(features_shape(cfg, noise.shape, layers, guided=True), np.float32)
-        weights = np.tile(np.array([1, 0], np.float32), (WINDOW, 1))
+        deep = np.zeros(deep_shape(cfg, x.shape, layers), np.float32)
+        programs = {
+            True: jax.jit(partial(unet, cfg=cfg)).lower(params, *arguments).compile(),
+            False: jax.jit(partial(outer, layers=layers)).lower(params, *arguments, deep).compile(),
+        }
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(rounds + 1):
-            for full in (True, False):
-                reuse = Reuse(kept, np.full(WINDOW, full), weights)
-                state = initial_state(noise, np.ones(1))
+            for full, program in programs.items():
                 began = time.perf_counter()
-                jax.block_until_ready(
-                    program(
-                        params, state, text, text, rows, np.zeros((1, 2), np.uint32), noisy, np.int32(1), reuse,
-                        cfg=cfg, layers=layers,
-                    )
-                )  # fmt: skip
-                if turn:  # the first one compiles
+                jax.block_until_ready(program(params, *arguments, *([] if full else [deep])))
+                if turn:
                     seconds[full].append(time.perf_counter() - began)
-        all_of_it, rest = (statistics.median(seconds[full]) for full in (True, False))
+        whole, rest = (statistics.median(seconds[full]) for full in (True, False))
         print(
-            f"reuse_layers={layers}: {all_of_it:.2f} s in full, {rest:.2f} s reusing, {rest / all_of_it:.3f} of it; "
-            f"20 evaluations, 9 in full: {20 * all_of_it / (9 * all_of_it + 11 * rest):.2f} x as fast, "
-            f"8 in full: {20 * all_of_it / (8 * all_of_it + 12 * rest):.2f} x",
+            f"reuse_layers={layers}: {whole:.2f} s in full, {rest:.2f} s reusing, {rest / whole:.3f} of it; 20 "
+            f"evaluations, 8 of them in full: {20 * whole / (8 * whole + 12 * rest):.2f} x as fast",
             flush=True,
         )
 
 
 def variants(rounds: int = 3) -> None:
-    """Print time and memory of the same evaluation with tokens merged and with weights of 8 bits, taking turns."""
-    cfg = PRESETS["sd15"].unet
+    """Print time and memory of the same evaluation with weights of 8 bits, taking turns."""
+    cfg = PRESETS["sd15"].denoiser.cfg
     spec = unet_spec(cfg)
     noise = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     text = np.zeros((2, 77, cfg.cross_attention_dim), np.float32)
     arguments = (noise, np.full(2, 500.0, np.float32), text)
     whole = init_params(spec, 0)
     placed = jax.device_put(whole)
-    keys = np.zeros((2, 2), np.uint32)
     made: dict[str, tuple[Any, Any]] = {}
-    for kind in ("as it is", *MERGED, *KINDS):
+    for kind in ("as it is", *KINDS):
         params = jax.device_put(_narrowed(whole, quantized_spec(spec, kind))) if kind in KINDS else placed
-        more = {"merging": Merging(MERGED[kind], keys)} if kind in MERGED else {}
-        made[kind] = jax.jit(partial(unet, cfg=cfg, **more)).lower(params, *arguments).compile(), params
+        made[kind] = jax.jit(partial(unet, cfg=cfg)).lower(params, *arguments).compile(), params
     seconds: dict[str, list[float]] = {kind: [] for kind in made}
     for turn in range(rounds + 1):
         for kind, (program, params) in made.items():

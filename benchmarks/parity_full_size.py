@@ -21,14 +21,16 @@ import numpy as np
 import torch
 import transformers
 
-from canvax.bench.models import write_random
+from benchmarks.lab.models import write_random
+from canvax.families.base import Model
+from canvax.families.read import read_model
 from canvax.models.presets import PRESETS
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
-from canvax.pipelines.checkpoint import Checkpoint, read_checkpoint
-from canvax.weights.hub import resolve
 from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
 rng = np.random.default_rng(0)
 
@@ -50,13 +52,13 @@ def nhwc(x: torch.Tensor) -> np.ndarray:
     return np.moveaxis(x.numpy(), 1, -1)
 
 
-def load(checkpoint: Checkpoint, *names: str) -> dict[str, Any]:
+def load(checkpoint: Model, *names: str) -> dict[str, Any]:
     """Parameters of some components."""
     components = [c for c in checkpoint.components if c.name in names]
-    return load_components(checkpoint.checkout, components, dtype=np.float32, place=lambda _, a: jax.device_put(a))
+    return load_components(checkpoint.files, components, dtype=np.float32, place=lambda _, a: jax.device_put(a))
 
 
-def text(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+def text(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     """All encoders of the model at once: features side by side, and the pooled output where there is one."""
     cfg = checkpoint.text
     ids = {name: rng.integers(0, part.vocab_size, (2, 77)) for name, part in cfg.parts.items()}
@@ -74,7 +76,7 @@ def text(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
         yield "pooled text", difference(got["pooled"], pooled)
 
 
-def vae(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+def vae(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     """Decoder and encoder at 512 x 512."""
     cfg = checkpoint.vae
     latents, image = normal(1, 64, 64, 4), np.clip(normal(1, 512, 512, 3), -1, 1)
@@ -86,9 +88,9 @@ def vae(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
     yield "VAE encoder", difference(jax.jit(vae_encode, static_argnums=2)(params, image, cfg)[0], encoded)
 
 
-def denoiser(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]]:
+def denoiser(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     """The UNet: a batch of 2 at the native size; one image at half of it for XL, which is large."""
-    cfg, xl = checkpoint.unet, checkpoint.is_xl
+    cfg, xl = checkpoint.unet, checkpoint.text.second is not None
     side, batch = ((cfg.sample_size or 64) // 2, 1) if xl else (cfg.sample_size or 64, 2)
     x, features = normal(batch, side, side, 4), normal(batch, 77, cfg.cross_attention_dim)
     t = np.array([981, 21], np.float32)[:batch]
@@ -107,7 +109,7 @@ def denoiser(checkpoint: Checkpoint, folder: Path) -> Iterator[tuple[str, float]
     yield f"UNet {8 * side}x{8 * side}", difference(got, want)
 
 
-PARTS: list[Callable[[Checkpoint, Path], Iterator[tuple[str, float]]]] = [text, vae, denoiser]
+PARTS: list[Callable[[Model, Path], Iterator[tuple[str, float]]]] = [text, vae, denoiser]
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
     for family in parser.parse_args().families:
         with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():
             folder = write_random(Path(scratch) / family, PRESETS[family])
-            checkpoint = read_checkpoint(resolve(folder), np.float32)
+            checkpoint = read_model(open_files(Source(folder)), np.float32)
             for part in PARTS:
                 for model, figure in part(checkpoint, folder):
                     print(f"{family} {model}: {figure:.1e}", flush=True)

@@ -73,7 +73,7 @@ def convergence(pipe: canvax.StableDiffusion) -> dict[str, list[tuple[float, flo
         settings = {"set_alpha_to_one": True} if "set_alpha_to_one" in spec.settings else {}
         label = spec.label.replace("-Solver", "") if "sigmas" in implied else f"{spec.label}, trailing"
         for steps in CONVERGENCE_STEPS:
-            evaluations = len(build_table(pipe.checkpoint.scheduler, steps, sampler=name))
+            evaluations = len(build_table(pipe.model.scheduler, steps, sampler=name))
             latents = draw(pipe, name, steps, **settings).latents
             distance = float(np.sqrt(np.mean((latents - solution) ** 2) / np.mean(solution**2)))
             lines.setdefault(label, []).append((evaluations, distance))

@@ -16,12 +16,21 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repository:
-    """One model: commits by sha, branches by name, and who may read it."""
+    """One model: commits by sha, branches by name, who may read it, and what a proxy makes of it.
+
+    Attributes:
+        info: sent in place of its description.
+        etags: for each file, sent in place of its hash: the first time it is asked for, the second, ...
+        contents: for each file, sent in place of its content.
+    """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     token: str | None = None
     gated: bool = False
+    info: bytes | None = None
+    etags: dict[str, list[str]] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
         """Add a commit and point a branch at it; returns the sha."""
@@ -94,7 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
-        if path.startswith("/api/models/"):
+        if path.startswith("/api/models/") and "/tree/" in path:
+            name, _, revision = path.removeprefix("/api/models/").partition("/tree/")
+            self._tree(name, revision)
+        elif path.startswith("/api/models/"):
             name, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self._info(name, revision or "main")
         elif "/resolve/" in path:
@@ -103,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(name, revision, file)
         elif path.startswith("/storage/"):
             owner, model, sha, file = path.removeprefix("/storage/").split("/", 3)
-            self._send(200, self.hub.repositories[f"{owner}/{model}"].commits[sha][file])
+            self._send(200, self._content(f"{owner}/{model}", sha, file))
         else:
             self._send(404, b"{}")
 
@@ -129,9 +141,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = [{"rfilename": file} for file in sorted(repository.commits[sha])]
         info = {"id": name, "modelId": name, "sha": sha, "private": False, "siblings": siblings, "tags": []}
-        self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+        body = json.dumps(info).encode() if repository.info is None else repository.info
+        self._send(200, body, {"Content-Type": "application/json"})
         if self.hub.after_info:
             self.hub.after_info()
+
+    def _tree(self, name: str, sha: str) -> None:
+        repository = self._repository(name, content=False)
+        if repository is None:
+            return
+        files = [
+            {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for file, data in sorted(repository.commits[sha].items())
+        ]
+        self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
+
+    def _content(self, name: str, sha: str, file: str) -> bytes:
+        repository = self.hub.repositories[name]
+        return repository.contents.get(file, repository.commits[sha][file])
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repository = self._repository(name, content=True)
@@ -143,8 +170,9 @@ class _Handler(BaseHTTPRequestHandler):
             code = "RevisionNotFound" if files is None else "EntryNotFound"
             self._send(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": sha or ""})
             return
-        data = files[file]
-        etag = hashlib.sha256(data).hexdigest()
+        data = self._content(name, sha or "", file)
+        planned = repository.etags.get(file)
+        etag = planned.pop(0) if planned else hashlib.sha256(files[file]).hexdigest()
         headers = {"X-Repo-Commit": sha or "", "ETag": f'"{etag}"'}
         if file.endswith((".safetensors", ".msgpack", ".bin")):  # what the Hub keeps in large-file storage, elsewhere
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data))}

@@ -15,10 +15,10 @@ from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
-from canvax.weights.hub import BUNDLED
 from canvax.weights.layout import FLAX_FILES
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
+from canvax.weights.source import BUNDLED
 
 UNET = UNetConfig(
     sample_size=8,

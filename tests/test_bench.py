@@ -1,4 +1,4 @@
-"""``canvax bench``: small models, real processes; and that it refuses to time different work."""
+"""``python -m benchmarks``: small models, real processes; and that it refuses to time different work."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ import numpy as np
 import pytest
 from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
-from canvax.bench import measure as measuring
-from canvax.bench.chips import peak_flops
-from canvax.bench.job import Job, make_inputs
-from canvax.bench.measure import _compare, measure
-from canvax.bench.models import preset_bytes, write_random
-from canvax.bench.process import Contender
+from benchmarks.command import run
+from benchmarks.lab import measure as measuring
+from benchmarks.lab.job import Job, make_inputs
+from benchmarks.lab.measure import _compare, measure
+from benchmarks.lab.models import preset_bytes, write_random
+from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.errors import CanvaxError, InputError
-from canvax.models.presets import Preset
+from canvax.families.read import read_model
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
-from canvax.pipelines.checkpoint import open_checkpoint, read_checkpoint
+from canvax.pipelines.open import open_model
+from canvax.planning.chips import peak_flops
 from canvax.weights.cast import cast_into
-from canvax.weights.hub import resolve
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 
-SMALL = Preset(UNET, VAE, TextEncoders(TEXT))
+SMALL = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
 Bench = Callable[..., dict[str, Any]]
 
 
@@ -41,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command that must be refused as bad input; what it says."""
 
     def call(*arguments: object) -> str:
-        assert main(["bench", *map(str, arguments)]) == BAD_INPUT
+        assert main([*map(str, arguments)], run=run) == BAD_INPUT
         return capsys.readouterr().err
 
     return call
@@ -52,7 +56,7 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
     """Runs a benchmark that must succeed; its report."""
 
     def call(*arguments: object) -> dict[str, Any]:
-        code = main(["bench", *map(str, arguments), "--device", "cpu", "--rounds", "2", "--json", "--quiet"])
+        code = main([*map(str, arguments), "--device", "cpu", "--rounds", "2", "--json", "--quiet"], run=run)
         out, err = capsys.readouterr()
         assert code == 0, err
         return json.loads(out)
@@ -131,7 +135,7 @@ def test_starting(bench: Bench, small: Path) -> None:
 
 
 def test_a_table_for_people(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "text", "--model", str(small), "--device", "cpu", "--rounds", "1", "--quiet"]) == 0
+    assert main(["text", "--model", str(small), "--device", "cpu", "--rounds", "1", "--quiet"], run=run) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "text: float32, 1 prompts;" in lines[0]
     assert lines[2].split("  ")[0] == ""
@@ -204,7 +208,7 @@ def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
 
 
 def test_ended_from_outside_it_leaves_nothing(small: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "canvax", "bench", "unet", "--model", str(small), "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks", "unet", "--model", str(small), "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert process.stderr is not None
     assert any("loading and compiling" in line for line in process.stderr)
@@ -243,7 +247,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
     folder = write_random(tmp_path / "model", SMALL, dtype=dtype)
-    checkpoint, _, params = open_checkpoint(folder, dtype="float32")
+    checkpoint, _, params = open_model(folder, dtype="float32")
     assert (checkpoint.unet, checkpoint.vae, checkpoint.text) == (UNET, VAE, SMALL.text)
     weight = np.asarray(params["unet"]["conv_in"]["weight"])
     assert weight.std() == pytest.approx((9 * 4) ** -0.5, rel=0.1)
@@ -252,7 +256,7 @@ def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_inputs(tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(resolve(write_small_checkpoint(tmp_path / "model")), np.float32)
+    checkpoint = read_model(open_files(Source(write_small_checkpoint(tmp_path / "model"))), np.float32)
     job = Job("unet", tmp_path, 64, 32, 3, 1, "float32", "cpu")
     shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
     assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}

@@ -28,7 +28,7 @@ from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_png
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
-from canvax.weights.hub import BUNDLED
+from canvax.weights.source import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
 FAST = ("--steps", "2", "--quiet")
@@ -206,7 +206,7 @@ def test_stopping_keeps_what_is_finished(draw: Run, emoji: Any, monkeypatch: pyt
         return emoji(*arguments, **keywords)
 
     class Stoppable:
-        checkpoint, programs = emoji.checkpoint, emoji.programs
+        model, programs = emoji.model, emoji.programs
         __call__ = staticmethod(stop)
 
     monkeypatch.setattr(canvax, "load", lambda *_, **__: Stoppable())
@@ -270,7 +270,6 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("x", "--reuse", "4,4"), "reuse='4,4'"),
         (("x", "--steps", "8", "--reuse", "0,9"), "the run has 8"),
         (("x", "--reuse-layers", "9"), "reuse_layers=9"),
-        (("x", "--token-merging", "0.8"), "token_merging=0.8"),
         (("x", "--vae-tiling", "yes"), "tiling='yes'"),
         (("x", "--guidance-steps", "1,2,3", "--steps", "4"), "4 steps"),
         (("x", "--sampler", "DDIM inversion"), "result.latents"),
@@ -514,6 +513,51 @@ def test_the_variant_is_kept(run: Run, tmp_path: Path) -> None:
     assert (pixels("a.png") == pixels("b.png")).all()
 
 
+def keywords_of_load(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[str, dict[str, Any]]:
+    """What ``canvax generate`` hands to ``canvax.load``: the model and the keywords."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def load(model: str, **keywords: Any) -> None:
+        calls.append((model, keywords))
+        raise canvax.CheckpointError("far enough")
+
+    monkeypatch.setattr(canvax, "load", load)
+    code, _, err = run("generate", *arguments)
+    assert (code, "far enough" in err) == (FAILED, True)
+    ((model, keywords),) = calls
+    keywords["mesh"] = dict(keywords["mesh"].shape)
+    return model, keywords
+
+
+def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ("a cat", "-m", "someone/model", "--quiet")
+    usual = {
+        "revision": None, "variant": None, "token": None, "cache_dir": None, "local_files_only": False, "dtype": None,
+        "quantize": None, "mesh": {"data": 8, "model": 1}, "progress": False,
+    }  # fmt: skip
+    assert keywords_of_load(run, monkeypatch, *call) == ("someone/model", usual)
+    flags = (
+        "--revision", "v2", "--variant", "fp16", "--token", "hf_x", "--cache-dir", "files", "--local-files-only",
+        "--dtype", "bfloat16", "--quantize", "int8", "--mesh", "data=2,model=2",
+    )  # fmt: skip
+    given = {
+        "revision": "v2", "variant": "fp16", "token": "hf_x", "cache_dir": "files", "local_files_only": True,
+        "dtype": "bfloat16", "quantize": "int8", "mesh": {"data": 2, "model": 2}, "progress": False,
+    }  # fmt: skip
+    assert keywords_of_load(run, monkeypatch, *call, *flags) == ("someone/model", given)
+    assert keywords_of_load(run, monkeypatch, *call[:-1])[1] == usual | {"progress": True}
+
+
+def test_the_model_of_a_picture_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = {"revision": "v2", "variant": "fp16", "dtype": "bfloat16", "quantize": "int8"}
+    metadata = {"prompt": "a cat", "canvax": "1", "model": "someone/model", **recorded}
+    save_png("a.png", Image.new("RGB", (8, 8)), metadata)
+    model, keywords = keywords_of_load(run, monkeypatch, "--from-image", "a.png", "-q")
+    assert (model, {name: keywords[name] for name in recorded}) == ("someone/model", recorded)
+    _, keywords = keywords_of_load(run, monkeypatch, "--from-image", "a.png", "-q", "--dtype", "float32")
+    assert {name: keywords[name] for name in recorded} == recorded | {"dtype": "float32"}
+
+
 def test_an_empty_negative_prompt_of_others_is_none(draw: Run) -> None:
     info = PngInfo()
     info.add_text("parameters", "a cat\nNegative prompt:\nSteps: 2, Sampler: Euler, CFG scale: 2, Seed: 1, Size: 64x64")
@@ -522,15 +566,33 @@ def test_an_empty_negative_prompt_of_others_is_none(draw: Run) -> None:
     assert picture.negative is None
 
 
-@pytest.mark.parametrize(
-    ("metadata", "code"),
-    [({"options": "x"}, 0), ({"options": {"original_size": []}}, 0), ({"other": [1]}, 0)],
-)
-def test_odd_metadata(draw: Run, metadata: dict[str, Any], code: int) -> None:
+ODD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
+    "options no dict": ({"options": "x"}, "canvax generate --prompt 'a cat'"),
+    "an empty option": ({"options": {"original_size": []}}, "canvax generate --prompt 'a cat'"),
+    "other no dict": ({"other": [1]}, "canvax generate --prompt 'a cat'"),
+    "prompt a number": ({"prompt": 5}, "canvax generate --prompt 5"),
+    "prompt null": ({"prompt": None}, "canvax generate"),
+    "seed a list": ({"seed": [1, 2]}, "canvax generate --prompt 'a cat' --seed 1,2"),
+    "seed a text": ({"seed": "; rm -r ~"}, "canvax generate --prompt 'a cat' --seed '; rm -r ~'"),
+    "model a list": ({"model": []}, "canvax generate --prompt 'a cat'"),
+    "unknown names": ({"x": {"y": [None]}, "": 1}, "canvax generate --prompt 'a cat'"),
+    "lists": (
+        {"options": {"sigmas": [3.0, 0], "original_size": [8, 9]}},
+        "canvax generate --prompt 'a cat' --sigmas 3.0,0 --original-size 8 9",
+    ),
+    "grid a number": ({"grid": 3}, "canvax generate --prompt 'a cat'"),
+}
+"""What a PNG's own text may hold, and the command to draw it again that is shown."""
+
+
+@pytest.mark.parametrize("name", ODD_METADATA)
+def test_odd_metadata(run: Run, name: str) -> None:
+    metadata, command = ODD_METADATA[name]
     info = PngInfo()
     info.add_text("canvax", json.dumps({"canvax": "1", "prompt": "a cat", **metadata}))
     Image.new("RGB", (8, 8)).save("odd_one.png", pnginfo=info)
-    assert main(["info", "odd_one.png"]) == code
+    code, out, err = run("info", "odd_one.png")
+    assert (code, out.splitlines()[-1:], err) == (0, [command], "")
 
 
 def test_no_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,12 +25,12 @@ from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train.emoji import drawings
-from canvax.train.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
-from canvax.train.emoji.quality import check_measure, choose_pairs, draw_and_score, nearest, score
-from canvax.train.emoji.recipe import RECIPES, Run, make_model
 from canvax.train.pictures import read_pictures
-from canvax.train.vocabulary import learn_vocabulary, save_vocabulary
+from recipes.emoji import drawings
+from recipes.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
+from recipes.emoji.quality import check_measure, choose_pairs, draw_and_score, nearest, score
+from recipes.emoji.recipe import RECIPES, Run, make_model
+from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
 DATA = Path(__file__).parent / "data" / "drawings.zip"
 
@@ -192,18 +192,18 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_recipe_makes_a_model(smoke: Path) -> None:
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
-    assert pipe.checkpoint.native_size == (32, 32)
+    assert pipe.model.native_size == (32, 32)
     assert pipe("a red apple", seed=1, options=canvax.Options(progress=False)).images[0].size == (32, 32)
     assert (smoke / "previews" / "0000008.png").is_file()
 
 
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
-    from canvax.train.autoencoder import VARIANCE, encode_pictures
+    from recipes.emoji.autoencoder import VARIANCE, encode_pictures
 
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.params is not None
     train = read_pictures(DATA, 32).split("train")
-    latents = encode_pictures(pipe.params["vae"], train.pixels, pipe.checkpoint.vae, pipe.programs.mesh)
+    latents = encode_pictures(pipe.params["vae"], train.pixels, pipe.model.vae, pipe.programs.mesh)
     covariance = np.cov(latents.reshape(-1, latents.shape[-1]), rowvar=False)
     np.testing.assert_allclose(np.diag(covariance).mean(), VARIANCE, rtol=0.05)  # weights are float16 on disk
     np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=0.02 * covariance.max())
@@ -293,7 +293,7 @@ def test_pairs_are_chosen_once_and_for_all() -> None:
 
 def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.StableDiffusion) -> None:
     """A small version of benchmarks/emoji_quality.py: among twelve concepts, chance is one in twelve."""
-    pictures = read_pictures(DATA, emoji.checkpoint.native_size[0])
+    pictures = read_pictures(DATA, emoji.model.native_size[0])
     asked = list(range(0, 48, 3))
     options = canvax.Options(progress=False)
     drawn = draw_and_score(emoji, pictures, asked, num_inference_steps=15, options=options)

@@ -24,6 +24,7 @@ from canvax.params import flatten
 from canvax.train.finetune import FineTuning, finetune
 from canvax.train.loop import LOG, Plan, read_log
 from canvax.train.pictures import read_pictures
+from recipes.emoji.__main__ import run as recipe
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0)
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -185,7 +186,7 @@ def test_only_the_unet_changes(model: Path, done: Path) -> None:
     changed = [(a != b).any() for (_, a), (_, b) in
                zip(flatten(before.params["unet"]), flatten(after.params["unet"]), strict=True)]  # fmt: skip
     assert all(changed)
-    assert after.checkpoint.scheduler.config == before.checkpoint.scheduler.config
+    assert after.model.scheduler.config == before.model.scheduler.config
 
 
 @pytest.mark.slow
@@ -260,6 +261,6 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert told.err.index("fine-tuning: compiling\n") < told.err.index("fine-tuning: step")
     assert main([*words, "--lr", "0"]) == 2
     assert "learning_rate = 0.0 must be more than 0" in capsys.readouterr().err
-    assert main(["train", "emoji", str(pictures), "-o", str(tmp_path / "e"), "--recipe", "cpus"]) == 2
+    assert main(["train", str(pictures), "-o", str(tmp_path / "e"), "--recipe", "cpus"], run=recipe) == 2
     assert "did you mean 'cpu'?" in capsys.readouterr().err
     assert not (tmp_path / "e").exists()

@@ -157,6 +157,24 @@ def test_guidance_in_every_form(old: Old, copies: Params) -> None:
     np.testing.assert_allclose(draw(np.array([[1.0], [3.0]]))[0], off[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["call", "_generate"])
+def test_every_image_has_its_own_guidance(ahead: bool, old: Old, copies: Params) -> None:
+    """Guidance [D, B]: each image is the one that a call with its scale for all images draws in its place."""
+    pipeline, _ = old
+    scales = np.array([[3.0, 9.0], [5.0, 2.0]], np.float32)
+    mapped = jax.pmap(pipeline._generate, static_broadcasted_argnums=[3, 4, 5, 9])
+
+    def draw(guidance: Any) -> np.ndarray:
+        if not ahead:
+            return pipeline(ids(pipeline), copies, keys(), STEPS, guidance_scale=guidance, jit=True).images
+        return np.asarray(mapped(ids(pipeline), copies, keys(), STEPS, 64, 64, guidance, None, None, False))
+
+    mixed = draw(scales)
+    for at, scale in np.ndenumerate(scales):
+        np.testing.assert_allclose(mixed[at], draw(np.full_like(scales, scale))[at], atol=1e-5)
+    assert np.abs(draw(scales[:, ::-1]) - mixed).max((2, 3, 4)).min() > 0.01
+
+
 def test_output(old: Old) -> None:
     pipeline, params = old
     some = pipeline.prepare_inputs(["a fox"] * B)
@@ -354,7 +372,7 @@ def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Pat
     # Options of the old classes, which they wrote into the file and which decide nothing.
     also = {"_diffusers_version": version, "split_head_dim": True, "use_memory_efficient_attention": True}
     (model / "unet" / "config.json").write_text(json.dumps(config | also))
-    assert canvax.load(model, progress=False).checkpoint.native_size == (side, side)
+    assert canvax.load(model, progress=False).model.native_size == (side, side)
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model)
     some = pipeline.prepare_inputs("a fox")
     shape = jax.eval_shape(lambda key: pipeline._generate(some, params, key, STEPS), jax.random.key(0)).shape

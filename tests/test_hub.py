@@ -14,46 +14,51 @@ from typing import Any
 
 import pytest
 from bundled import TEXT_WIDTH
-from checkpoints import INDEX, toy_params, write_checkpoint, write_frame, write_json
+from checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
 from hub_imitation import HubImitation, Repository, folder_files
 
 from canvax.errors import CheckpointError, InputError
-from canvax.weights.hub import BUNDLED, resolve
+from canvax.weights.open import open_files
+from canvax.weights.source import BUNDLED, Source
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
 SCRIPT = """
 import json, sys, warnings
 from canvax.errors import CanvaxError
-from canvax.weights.hub import resolve, resolve_component, resolve_configs
+from canvax.weights.open import open_files, open_network, read_config
+from canvax.weights.source import Source
 def refuse(index):
     raise CanvaxError("not wanted: " + index["_class_name"])
-def look(checkout):
-    raise CanvaxError("looked: " + checkout.config("unet")["_class_name"])
+def look(files):
+    raise CanvaxError("looked: " + files.config("unet")["_class_name"])
 answers = []
 for call in json.load(sys.stdin):
+    options = {}
     if call.pop("refuse", False):
-        call["accept"] = refuse
+        options["accept"] = refuse
     if call.pop("look", False):
-        call["look"] = look
+        options["look"] = look
     without = call.pop("without", False)
+    config = call.pop("config", None)
+    network = call.pop("network", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            if call.pop("configs", False):
-                found = resolve_configs(**call)
-                answers.append({"sha": found.revision, "unet": found.config("unet")})
+            source = Source(**call)
+            if config:
+                answers.append(read_config(source, config))
                 continue
-            if call.pop("component", False):
-                found = resolve_component(**call)
-                files = sorted(path.name for path in found.folder.iterdir())
-                answers.append({"sha": found.revision, "files": files})
+            if network:
+                files = open_network(source)
+                names = sorted(path.name for path in files.folder().iterdir())
+                answers.append({"sha": files.revision, "files": names, "arrays": len(files.entries(""))})
                 continue
-            found = resolve(**call, weights=not without)
+            files = open_files(source, weights=not without, **options)
             if without:
-                answers.append({"sha": found.revision})
+                answers.append({"sha": files.revision, "unet": files.config("unet")})
                 continue
-            answer = {"folder": str(found.folder), "sha": found.revision, "name": str(found),
-                      "unread": found.unread, "weights": {n: [p.name for p in found.weights(n)]
+            answer = {"folder": str(files.folder()), "sha": files.revision, "name": str(files),
+                      "unread": files.unread, "weights": {n: sorted({e.path.name for e in files.entries(n)})
                       for n in ("unet", "vae", "text_encoder")}}
         except CanvaxError as error:
             answer = {"error": type(error).__name__, "text": str(error)}
@@ -63,7 +68,7 @@ print(json.dumps(answers))
 
 
 class Client:
-    """Calls ``resolve`` in a fresh process that knows no hub but the imitation."""
+    """Opens models in a fresh process that knows no hub but the imitation."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home
@@ -142,9 +147,9 @@ def test_one_commit_and_only_needed_files(hub: HubImitation, client: Client, toy
     assert answer["unread"] == ["safety_checker", "feature_extractor"]
     assert hub.fetched() == NEEDED
     assert hub.revisions_used() == {sha}
-    assert [path for _, path in hub.requests if path.startswith("/api/")] == ["/api/models/someone/toy/revision/main"]
+    assert [path for _, path in hub.requests if "main" in path] == ["/api/models/someone/toy/revision/main"]
     assert folder_files(Path(answer["folder"])).keys() == set(NEEDED)
-    assert "diffusion_pytorch_model.safetensors: 100%" in client.stderr
+    assert "Fetching 3 files: 100%" in client.stderr
 
 
 def test_a_second_time_asks_for_the_commit_only(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
@@ -173,10 +178,9 @@ def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes])
     bare = {name: data for name, data in toy.items() if not name.endswith(".safetensors")}
     hub.repositories["someone/toy"] = Repository()
     sha = hub.repositories["someone/toy"].commit("main", bare)
-    (answer,) = client({"model": "someone/toy", "configs": True})
+    (answer,) = client({"model": "someone/toy", "without": True})
     assert (answer["sha"], answer["unet"]) == (sha, json.loads(toy["unet/config.json"]))
-    configs = [f"{name}/config.json" for name in ("text_encoder", "unet", "vae")]
-    assert hub.fetched() == sorted(["model_index.json", *configs])
+    assert hub.fetched() == [name for name in NEEDED if not name.endswith(".safetensors")]
     assert hub.revisions_used() == {sha}
     (whole,) = client({"model": "someone/toy", "local_files_only": True})
     assert whole["error"] in ("HubError", "CheckpointError")
@@ -184,19 +188,31 @@ def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes])
 
 def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
     """A repository without model_index.json; the second time it is in the cache, also offline."""
-    files = {"config.json": b"{}", "diffusion_pytorch_model.safetensors": b"weights"}
+    files = {"config.json": b"{}", "diffusion_pytorch_model.safetensors": raw_safetensors({})}
     hub.repositories["someone/tiny"] = Repository()
     more = {"diffusion_pytorch_model.bin": b"PK", "other/diffusion_pytorch_model.safetensors": b"?"}
     sha = hub.repositories["someone/tiny"].commit("main", files | more)
-    call = {"model": "someone/tiny", "component": True}
-    assert client(call) == [{"sha": sha, "files": sorted(files)}]
+    call = {"model": "someone/tiny", "network": True}
+    assert client(call) == [{"sha": sha, "files": sorted(files), "arrays": 0}]
     assert hub.fetched() == sorted(files)
     hub.requests.clear()
-    assert client(call | {"local_files_only": True}) == [{"sha": sha, "files": sorted(files)}]
+    assert client(call | {"local_files_only": True}) == [{"sha": sha, "files": sorted(files), "arrays": 0}]
     assert hub.requests == []
     assert client(call | {"model": "someone/nothing"})[0]["error"] == "HubError"
     hub.repositories["someone/tiny"].commit("main", {"config.json": b"{}", "diffusion_pytorch_model.bin": b"PK"})
     assert "pickle" in client(call)[0]["text"]
+    branch = hub.repositories["someone/tiny"].commit("other", files | {"config.json": b'{"a": 1}'})
+    assert client(call | {"revision": "other"})[0]["sha"] == branch
+
+
+def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    hub.repositories["someone/toy"] = Repository()
+    hub.repositories["someone/toy"].commit("main", toy)
+    name = "scheduler/scheduler_config.json"
+    assert client({"model": "someone/toy", "config": name}) == [{"_class_name": "DDIMScheduler"}]
+    assert hub.fetched() == [name]
+    (absent,) = client({"model": "someone/toy", "config": "scheduler_config.json"})
+    assert "has no file scheduler_config.json" in absent["text"]
 
 
 def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
@@ -304,6 +320,74 @@ def test_a_hub_that_accepts_and_never_answers(hub: HubImitation, client: Client,
     assert "cannot be reached" in cached["warnings"][0]
 
 
+def test_hashes_that_are_paths(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """The Hub library makes the name of a file of a hash; nothing may be written there."""
+    evil = client.home.parent / "evil"
+    for i, etag in enumerate(["../../../../evil", str(evil), "..", ""]):
+        repository = hub.repositories[f"someone/evil{i}"] = Repository(etags={"unet/config.json": [etag] * 9})
+        repository.commit("main", toy)
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "not with those of a Hub" in answer["text"]
+        assert "unet/config.json" in answer["text"]
+    assert not any(name.endswith("config.json") for name in hub.fetched())
+    assert not list(client.home.parent.rglob("evil"))
+    # A Hub that answers well the first time cannot be stopped, but neither goes it unnoticed.
+    hub.repositories["someone/two"] = Repository(etags={"unet/config.json": ["0" * 64, str(evil)]})
+    hub.repositories["someone/two"].commit("main", toy)
+    assert f"written to {evil}, outside of the cache" in client({"model": "someone/two"})[0]["text"]
+
+
+def test_names_outside_the_repository(hub: HubImitation, client: Client) -> None:
+    for i, name in enumerate(["../evil.json", "/evil.json", "unet/../../evil.json", "..\\evil.json", "C:evil.json"]):
+        hub.repositories[f"someone/evil{i}"] = Repository()
+        hub.repositories[f"someone/evil{i}"].commit("main", {"model_index.json": b"{}", name: b"{}"})
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "no name inside a folder" in answer["text"]
+    assert hub.fetched() == []
+
+
+def test_descriptions_that_are_none(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """Those of a login page, of an empty proxy, and of no Hub."""
+    evil = b'{"id": "a/b", "sha": "../../../../evil", "siblings": []}'
+    pages = [
+        b"<html>log in</html>",
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"id": "a/b", "siblings": [{}]}',
+        evil,
+        b"[" * 60_000,
+    ]
+    for i, info in enumerate(pages):
+        hub.repositories[f"someone/toy{i}"] = Repository(info=info)
+        hub.repositories[f"someone/toy{i}"].commit("main", toy)
+    for answer in client(*({"model": name} for name in hub.repositories)):
+        assert answer["error"] == "HubError"
+        assert "not that of a Hub" in answer["text"] or "not with that of a Hub" in answer["text"]
+    assert hub.fetched() == []
+
+
+def test_bad_downloads_are_not_kept(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    """What a proxy sent once, a login page or half a file, is downloaded again the next time."""
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    names = ["model_index.json", "unet/config.json", "tokenizer/merges.txt", weights]
+    for i, name in enumerate(names):
+        content = toy[name][: len(toy[name]) // 2] if name == weights else b"<!DOCTYPE html><html>Log in</html>"
+        hub.repositories[f"someone/toy{i}"] = Repository(contents={name: content})
+        hub.repositories[f"someone/toy{i}"].commit("main", toy)
+    for name, answer in zip(names, client(*({"model": model} for model in hub.repositories)), strict=True):
+        assert answer["error"] == "CheckpointError"
+        assert name in answer["text"].replace(os.sep, "/")
+        assert "was removed from the cache; try again" in answer["text"]
+    for repository in hub.repositories.values():
+        repository.contents.clear()
+    for name, answer in zip(names, client(*({"model": model} for model in hub.repositories)), strict=True):
+        assert (Path(answer["folder"]) / name).read_bytes() == toy[name]
+
+
 def test_unwanted_models_are_not_fetched(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
     hub.repositories["someone/toy"] = Repository()
     hub.repositories["someone/toy"].commit("main", toy)
@@ -336,19 +420,19 @@ def test_what_is_wrong_is_seen_before_weights_are_fetched(
 
 
 def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundled = resolve("emoji")
-    assert bundled.folder == BUNDLED["emoji"]
+    bundled = open_files(Source("emoji"))
+    assert bundled.folder() == BUNDLED["emoji"]
     assert bundled.components["scheduler"] == "DDIMScheduler"
     assert bundled.config("unet")["cross_attention_dim"] == TEXT_WIDTH
     write_checkpoint(tmp_path / "emoji", toy_params())
     monkeypatch.chdir(tmp_path)
-    assert resolve("emoji").folder == BUNDLED["emoji"]
-    own = resolve("./emoji")
-    assert own.folder.resolve() == tmp_path / "emoji"
+    assert open_files(Source("emoji")).folder() == BUNDLED["emoji"]
+    own = open_files(Source("./emoji"))
+    assert own.folder().resolve() == tmp_path / "emoji"
     assert own.unread == ("safety_checker", "feature_extractor")
-    assert resolve(Path("emoji")).folder.resolve() == tmp_path / "emoji"
+    assert open_files(Source(Path("emoji"))).folder().resolve() == tmp_path / "emoji"
     with pytest.warns(UserWarning, match="'bf16' is ignored"):
-        resolve("./emoji", revision="bf16")
+        open_files(Source("./emoji", revision="bf16"))
 
 
 @pytest.mark.parametrize(
@@ -361,33 +445,73 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
         ("model.ckpt", "does not open pickles"),
         ("unet/diffusion_pytorch_model.bin", "does not open pickles"),
         ("someone/../other", "no such folder"),
+        ("a" * 5000, "cannot be a folder's name|no such folder"),
+        ("~nobody-of-that-name/x", "cannot be a folder's name|no such folder"),
+        ("a\0b", "cannot be a folder's name|no such folder"),
     ],
 )
 def test_names_that_mean_nothing(model: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        resolve(model)
+        open_files(Source(model))
 
 
 def test_files_instead_of_folders(tmp_path: Path) -> None:
     single = tmp_path / "model.safetensors"
     single.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is a single file"):
-        resolve(single)
+        open_files(Source(single))
     with pytest.raises(CheckpointError, match=r"not a checkpoint in the diffusers layout.*single-file"):
-        resolve(tmp_path)
+        open_files(Source(tmp_path))
     (tmp_path / "model.ckpt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="does not open pickles"):
-        resolve(tmp_path)
+        open_files(Source(tmp_path))
     with pytest.raises(CheckpointError, match="does not open pickles"):
-        resolve(tmp_path / "model.ckpt")
+        open_files(Source(tmp_path / "model.ckpt"))
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"model": ""}, {"model": "emoji", "variant": "../x"}, {"model": "a/b", "revision": "../x"}]
+    "arguments",
+    [
+        {"model": ""},
+        {"model": 5},
+        {"model": "emoji", "variant": "../x"},
+        {"model": "emoji", "variant": 16},
+        {"model": "a/b", "revision": "../x"},
+        {"model": "a/b", "revision": 5},
+        {"model": "a/b", "token": 5},
+        {"model": "a/b", "cache_dir": 5},
+    ],
 )
-def test_arguments_that_mean_nothing(arguments: dict[str, str]) -> None:
+def test_arguments_that_mean_nothing(arguments: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=list(arguments)[-1]):
-        resolve(**arguments)
+        Source(**arguments)
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, what: str) -> None:
+    """A pipe would be waited for, and a device read without an end."""
+    write_checkpoint(tmp_path, toy_params())
+    for name in ("unet/config.json", "vae/diffusion_pytorch_model.safetensors"):
+        (tmp_path / name).unlink()
+        if what == "pipe":
+            os.mkfifo(tmp_path / name)
+        elif what == "device":
+            (tmp_path / name).symlink_to("/dev/zero")
+        else:
+            (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"unet/config.json: cannot be read"):
+        open_files(Source(tmp_path))
+    (tmp_path / "unet/config.json").unlink() if what != "folder" else (tmp_path / "unet/config.json").rmdir()
+    write_json(tmp_path / "unet/config.json", {})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_files(Source(tmp_path)).entries("vae")
+
+
+def test_look_is_called_once_before_weights_are_opened(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, toy_params())
+    seen: list[Any] = []
+    files = open_files(Source(tmp_path), look=seen.append)
+    assert seen == [files]
 
 
 def test_missing_components_are_reported_together(tmp_path: Path) -> None:
@@ -397,7 +521,7 @@ def test_missing_components_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "text_encoder" / "config.json").unlink()
     shutil.rmtree(tmp_path / "tokenizer")
     with pytest.raises(CheckpointError) as caught:
-        resolve(tmp_path)
+        open_files(Source(tmp_path))
     text = str(caught.value)
     assert "unet: the folder is missing" in text
     assert "vae: no weights found" in text
@@ -410,10 +534,10 @@ def test_damaged_index(tmp_path: Path) -> None:
     for content, message in (("{", "not valid JSON"), ("[]", "not a JSON object"), ("[" * 100000, "not valid JSON")):
         (tmp_path / "model_index.json").write_text(content)
         with pytest.raises(CheckpointError, match=message):
-            resolve(tmp_path)
+            open_files(Source(tmp_path))
     write_json(tmp_path / "model_index.json", {**INDEX, "unet": "UNet"})
     with pytest.raises(CheckpointError, match="describes 'unet' as UNet"):
-        resolve(tmp_path)
+        open_files(Source(tmp_path))
 
 
 def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
@@ -423,7 +547,7 @@ def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
     for name in ("../../etc/secret.safetensors", "..\\..\\secret.safetensors", "C:secret.safetensors"):
         write_json(index, {"weight_map": {"a": name}})
         with pytest.raises(CheckpointError, match="not a safetensors file name"):
-            resolve(tmp_path)
+            open_files(Source(tmp_path))
     write_json(index, {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}})
     with pytest.raises(CheckpointError, match="1 of 1 shards are missing"):
-        resolve(tmp_path)
+        open_files(Source(tmp_path))

@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from canvax.images.convert import from_pil, to_pil, to_uint8
 from canvax.images.grid import make_grid
 from canvax.images.infotext import from_infotext, to_infotext
 from canvax.images.metadata import read_metadata, save_numbered, save_png, unique_path
-from canvax.samplers import SAMPLERS, find
+from canvax.samplers import CURVES, SAMPLERS, find
 
 METADATA: dict[str, Any] = {
     "prompt": 'café 🍎, "quoted": 日本\nsecond line',
@@ -258,6 +259,27 @@ def test_samplers_come_back_from_infotext(spec: Any, curve: str) -> None:
         assert implied.get("sigmas", "") == curve.strip("_")
 
 
+@pytest.mark.parametrize(
+    "curve", [curve for curve in CURVES if curve.name != "automatic"], ids=lambda curve: curve.name
+)
+def test_curves_come_back_from_infotext(curve: Any) -> None:
+    """By their name, by A1111's and by every other; as an option and behind a sampler's name."""
+    for spelling in (curve.name, *curve.also):
+        if spelling == "discrete":
+            continue  # what other programs call no curve at all
+        for metadata in (
+            {"sampler": "Heun", "options": {"sigmas": spelling}},
+            {"sampler": f"Heun {spelling}", "options": {}},
+            {"sampler": f"heun_{spelling.lower().replace(' ', '_')}", "options": {}},
+        ):
+            text = to_infotext({"prompt": "x", "num_inference_steps": 4, "seed": 1, **metadata})
+            assert f"Schedule type: {curve.also[0]}," in text, spelling
+            back = from_infotext(text)
+            spec, implied = find(back["sampler"])
+            assert spec.name == "heun"
+            assert back["options"].get("sigmas", implied.get("sigmas")) == curve.name
+
+
 def test_label_is_what_other_programs_read() -> None:
     text = to_infotext(METADATA | {"sampler_label": "DPM++ 2M Karras"})
     assert "Sampler: DPM++ 2M, Schedule type: Karras," in text
@@ -333,6 +355,13 @@ def test_texts_that_are_no_settings(text: str) -> None:
 def test_hostile_infotext_is_quick() -> None:
     for text in ("a" * 1_000_000, "a:" * 300_000, 'a: "' * 200_000, "a, " * 300_000, "\n" * 1_000_000):
         from_infotext(text)
+
+
+def test_blanks_and_networks_take_linear_time() -> None:
+    began = time.process_time()
+    for text in (" " * 1_000_000 + "x", "x\n" + " " * 1_000_000 + "\nx", "<lora:a:1>" * 100_000, "<lora:a " * 100_000):
+        assert len(from_infotext(f"a{text}")["prompt"]) <= len(text) + 1
+    assert time.process_time() - began < 5.0
 
 
 def test_latin_1_text(tmp_path: Path) -> None:

@@ -14,26 +14,27 @@ SRC = Path(__file__).parent.parent / "src" / "canvax"
 
 # Each row may import only rows above it, and its own package.
 ROWS: list[set[str]] = [
-    {"types", "errors", "files", "_version"},
+    {"types", "errors", "_version"},
+    {"files"},
     {"kernels"},
     {"params", "noise"},
     {"quantize"},
     {"nn"},
-    {"models", "samplers", "tokenizers", "images"},
+    {"models", "samplers", "tokenizers"},
+    {"images"},
     {"guidance"},
     {"denoise"},
     {"weights"},
+    {"families"},
     {"parallel"},
     {"compile"},
+    {"engine"},
     {"pipelines"},
     {"planning"},
     {"flax_api", "train"},
-    {"bench"},
     {"cli"},
 ]
-FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate"}
-PEERS = SRC / "bench" / "peers.py"
-"""Runs in a process of its own, in the Python that has them; nothing may import it."""
+FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate", "benchmarks", "recipes", "tests"}
 
 
 def modules() -> list[Path]:
@@ -48,20 +49,22 @@ def row_of(name: str) -> int:
     return next(i for i, row in enumerate(ROWS) if name in row)
 
 
+def is_module(name: str) -> bool:
+    place = SRC.parent.joinpath(*name.split("."))
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
 def imports(path: Path) -> set[str]:
-    """Modules a file imports, those for type checkers alone left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    skipped = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    inside = {id(child) for node in skipped for child in ast.walk(node)}
+    """Modules a file imports, at its top, in its functions and for type checkers."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in inside:
-            continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            for alias in node.names:  # a module of its own, or a name in one
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if is_module(inner) else node.module or "")
     return found
 
 
@@ -69,12 +72,26 @@ def imports(path: Path) -> set[str]:
 def test_import_direction(path: Path) -> None:
     here = home(path.relative_to(SRC).parts)
     for name in imports(path):
-        assert name.split(".")[0] not in FOREIGN or path == PEERS, f"{path} imports {name}"
-        assert name != "canvax.bench.peers", f"{path} imports the peers of a benchmark"
+        assert name.split(".")[0] not in FOREIGN, f"{path} imports {name}"
         if not name.startswith("canvax.") or here in ("__init__", "__main__"):
             continue
         there = home(tuple(name.split(".")[1:]))
         assert there == here or row_of(there) < row_of(here), f"{here} may not import {there}"
+
+
+def test_no_circle() -> None:
+    """Files import each other in one direction, within a folder as well; the package's own name leads everywhere."""
+    names = {path: ".".join(("canvax", *path.relative_to(SRC).with_suffix("").parts)) for path in modules()}
+    known = {name.removesuffix(".__init__") for name in names.values()}
+    graph = {
+        name.removesuffix(".__init__"): {there for there in imports(path) & known if there != "canvax"}
+        for path, name in names.items()
+        if name != "canvax.__init__"
+    }
+    assert sum(map(len, graph.values())) > 300  # the graph is there
+    while leaves := {name for name, there in graph.items() if not there & graph.keys()}:
+        graph = {name: there for name, there in graph.items() if name not in leaves}
+    assert not graph, f"files that import each other in a circle, or lead into one: {', '.join(sorted(graph))}"
 
 
 def test_import_is_light() -> None:

@@ -16,18 +16,21 @@ import small_sdxl
 from bundled import LATENTS, TEXT_WIDTH
 
 import canvax
-from canvax.compile import programs
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
+from canvax.engine import batch
+from canvax.engine.segments import DeepPlan, guided_rows, segments
 from canvax.kernels import convolution
+from canvax.models import decode as decode_module
+from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.presets import PRESETS
-from canvax.models.unet import deep_shape, skip_connections, unet, unet_reusing
+from canvax.models.unet import skip_connections, unet, unet_context
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh, over_batch
 from canvax.parallel.rules import place_all
 from canvax.params import init_params
-from canvax.pipelines.request import is_tiled
-from canvax.pipelines.work import Stretch, Work
+from canvax.pipelines import text_to_image
+from canvax.pipelines.checks import is_tiled
 from canvax.samplers import SamplerTable, build_table
 
 QUIET = canvax.Options(progress=False)
@@ -42,10 +45,11 @@ def draw(pipe: canvax.StableDiffusion, prompts: Any = "a cat", **changes: Any) -
 def all_guided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row computes both halves, whatever its scale."""
 
-    def of(table: SamplerTable, **_: Any) -> Work:
-        return Work(table, (Stretch(0, len(table), guided=True),))
+    def every(table: SamplerTable, **_: Any) -> np.ndarray:
+        return np.ones(len(table), bool)
 
-    monkeypatch.setattr(Work, "of", of)
+    monkeypatch.setattr(text_to_image, "guided_rows", every)
+    monkeypatch.setattr(batch, "guided_rows", every)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,8 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
 
 
 def stretches(emoji: canvax.StableDiffusion, steps: int, *, guided: bool = True, **settings: Any) -> list[Any]:
-    work = Work.of(build_table(emoji.checkpoint.scheduler, steps, **settings), guided=guided)
-    return [(one.start, one.stop, one.guided) for one in work.stretches]
+    rows = guided_rows(build_table(emoji.model.scheduler, steps, **settings), guided=guided)
+    return [(start, stop, bool(rows[start])) for start, stop in segments(rows)]
 
 
 def test_rows_of_scale_1_need_one_half(emoji: canvax.StableDiffusion) -> None:
@@ -125,65 +129,68 @@ def reusing(**changes: Any) -> canvax.Options:
     return dataclasses.replace(QUIET, **{"reuse": 3} | changes)
 
 
-def full_rows(emoji: canvax.StableDiffusion, steps: int, reuse: Any, order: int = 1, **settings: Any) -> list[int]:
-    table = build_table(emoji.checkpoint.scheduler, steps, guidance=5.0, **settings)
-    work = Work.of(table, guided=True, reuse=reuse, order=order)
-    return list(range(len(table))) if work.full is None else np.flatnonzero(work.full).tolist()
+def full_rows(emoji: canvax.StableDiffusion, steps: int, reuse: int, **settings: Any) -> list[int]:
+    table = build_table(emoji.model.scheduler, steps, guidance=5.0, **settings)
+    plan = DeepPlan.of(table, guided_rows(table), reuse, layers=1)
+    return list(range(len(table))) if plan is None else np.flatnonzero(plan.full).tolist()
 
 
 def test_rows_that_compute_everything(emoji: canvax.StableDiffusion) -> None:
     assert full_rows(emoji, 10, 1) == list(range(10))
     assert full_rows(emoji, 10, 3) == [0, 1, 4, 7]
-    assert full_rows(emoji, 10, 3, order=0) == [0, 3, 6, 9]
-    assert full_rows(emoji, 10, (2, 5)) == [0, 2, 5]
-    assert full_rows(emoji, 10, (0, 9)) == [0, 9]
     # A stretch of another program has nothing to reuse.
     assert full_rows(emoji, 10, 4, guidance_interval=(0.0, 0.5)) == [0, 1, 5, 6]
     # Evaluations are counted, of which Heun takes two a step and one at last.
-    assert full_rows(emoji, 4, 2, sampler="heun", order=0) == [0, 2, 4, 6]
+    assert full_rows(emoji, 4, 2, sampler="heun") == [0, 1, 3, 5]
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "heun", "pndm", "dpmpp_2m karras"])
 def test_weights_follow_a_line(emoji: canvax.StableDiffusion, sampler: str) -> None:
     """Features that are linear in the timestep are forecast exactly, from the third full row on."""
-    table = build_table(emoji.checkpoint.scheduler, 12, sampler=sampler, guidance=5.0)
-    work = Work.of(table, guided=True, reuse=3)
-    assert work.full is not None
-    assert work.weights is not None
-    truth, kept = 0.3 - 2.0 * table.timestep, [0.0, 0.0]
+    table = build_table(emoji.model.scheduler, 12, sampler=sampler, guidance=5.0)
+    plan = DeepPlan.of(table, guided_rows(table), 3, layers=1)
+    assert plan is not None
+    truth, held = 0.3 - 2.0 * table.timestep, [0.0, 0.0]
     for row in range(len(table)):
-        if work.full[row]:
-            kept = [truth[row], kept[0]]
-        got = work.weights[row] @ kept
-        apart = len(set(table.timestep[: row + 1][work.full[: row + 1]][-2:])) == 2
+        if plan.full[row]:
+            held = [truth[row], held[0]]
+        got = plan.weights[row] @ held
+        apart = len(set(table.timestep[: row + 1][plan.full[: row + 1]][-2:])) == 2
         # Weights are float32, and take differences of features as large as the first timestep.
-        assert got == pytest.approx(truth[row] if apart or work.full[row] else kept[0], rel=1e-5, abs=1e-3)
+        assert got == pytest.approx(truth[row] if apart or plan.full[row] else held[0], rel=1e-5, abs=1e-3)
 
 
 def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
-    cfg = emoji.programs.unet
+    cfg = emoji.programs.networks.denoiser.cfg
     for layers in range(1, skip_connections(cfg) + 1):
         for latents in ((2, *LATENTS), (1, 13, 10, LATENTS[-1])):
             shape = deep_shape(cfg, latents, layers)
 
             def network(params: Any, x: Any, layers: int = layers) -> Any:
                 times, text = jnp.zeros(len(x)), jnp.zeros((len(x), 77, TEXT_WIDTH))
-                return unet_reusing(params, x, times, text, cfg, layers=layers, recall=lambda f: (f(), f()))
+                context = unet_context(params, x, times, text, cfg)
+                return unet_reusing(params, x, context, cfg, layers=layers, recall=lambda f: (f(), f()))
 
             output, deep = jax.eval_shape(network, emoji.params["unet"], jax.ShapeDtypeStruct(latents, jnp.float32))  # type: ignore[index]
             assert (output.shape, deep.shape) == (latents, shape)
 
 
 @pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M", "Heun"])
-def test_all_rows_in_full_draw_the_same(emoji: canvax.StableDiffusion, sampler: str) -> None:
-    """The program that can reuse, in whose run nothing is reused but by the last row, up to that row."""
-    seen: dict[Any, list[np.ndarray]] = {}
-    for reuse in (1, tuple(range(7))):
-        seen[reuse] = []
-        options = reusing(reuse=reuse, callback=lambda step, of=seen[reuse]: of.append(step.latents))
-        draw(emoji, sampler=sampler, num_inference_steps=4 if sampler == "Heun" else 8, options=options)
-    all_of_it, most = seen.values()
-    np.testing.assert_allclose(most[5], all_of_it[5], atol=1e-4)
+def test_all_rows_in_full_draw_the_same(
+    emoji: canvax.StableDiffusion, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that can reuse, in whose run every row is computed in full."""
+
+    def in_full(table: SamplerTable, guided: np.ndarray, every: int, layers: int) -> DeepPlan:
+        plan = DeepPlan.of(table, guided, 2, layers)
+        assert plan is not None
+        first = np.tile(np.array([1, 0], np.float32), (len(table), 1))
+        return dataclasses.replace(plan, full=np.ones(len(table), bool), weights=first)
+
+    want = draw(emoji, sampler=sampler, num_inference_steps=4)
+    monkeypatch.setattr(text_to_image, "DeepPlan", type("InFull", (), {"of": staticmethod(in_full)}))
+    got = draw(emoji, sampler=sampler, num_inference_steps=4)
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
 def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
@@ -197,13 +204,12 @@ def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
 
     assert psnr(reuse=6) < psnr(reuse=3) < psnr(reuse=2) < 60
     assert psnr(reuse=3) > 25
-    assert 20 < psnr(reuse=3, reuse_order=0) != psnr(reuse=3)
 
 
 def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
-    """How often, when, in what order and in which sampler compiles nothing; how deep does, once."""
+    """How often and in which sampler compiles nothing; how deep does, once."""
     draw(emoji, options=reusing())
-    for options in (reusing(reuse=2), reusing(reuse=(0, 4)), reusing(reuse_order=0), reusing(reuse=5)):
+    for options in (reusing(reuse=2), reusing(reuse=5)):
         assert draw(emoji, options=options).compilations == 0
     assert draw(emoji, sampler="Heun", num_inference_steps=20, options=reusing()).compilations == 0
     assert draw(emoji, options=reusing(reuse_layers=2)).compilations == 1
@@ -239,10 +245,10 @@ def test_reuse_in_sdxl_and_in_bfloat16(sdxl: canvax.StableDiffusion) -> None:
 
 
 def test_metadata_draws_a_reusing_picture_again(emoji: canvax.StableDiffusion) -> None:
-    want = draw(emoji, options=reusing(reuse=(0, 1, 4), reuse_layers=2))
+    want = draw(emoji, options=reusing(reuse=4, reuse_layers=2))
     said = want.metadata[0]["options"]
-    assert said == {"reuse": (0, 1, 4), "reuse_layers": 2}
-    again = draw(emoji, options=canvax.Options(progress=False, **{**said, "reuse": [0, 1, 4]}))
+    assert said == {"reuse": 4, "reuse_layers": 2}
+    again = draw(emoji, options=canvax.Options(progress=False, **said))
     np.testing.assert_array_equal(again.latents, want.latents)
 
 
@@ -254,7 +260,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
         texts.append(jax.jit(function).lower(*arguments).as_text())
 
     monkeypatch.setattr(Programs, "_compile", lowered)
-    programs = dataclasses.replace(pipe.programs, _compiled={})
+    programs = dataclasses.replace(pipe.programs, _compiled={}, _building={})
     programs.denoise(pipe.params, (1, *LATENTS), guided=False, **flags)  # type: ignore[arg-type]
     names = ("convolution", "dot_general", "case", "func.func", "while")
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
@@ -262,10 +268,10 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
 
 def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without reuse the program has the network once, and no condition but the one of noise; with it, one more."""
-    cfg, params = emoji.programs.unet, emoji.params["unet"]  # type: ignore[index]
+    cfg, params = emoji.programs.networks.denoiser.cfg, emoji.params["unet"]  # type: ignore[index]
     x, text = jnp.zeros((1, *LATENTS)), jnp.zeros((1, 77, TEXT_WIDTH))
     alone = jax.jit(lambda p: unet(p, x, jnp.zeros(1), text, cfg)).lower(params).as_text()
-    plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, layers=1)
+    plain, more = operations(emoji, monkeypatch), operations(emoji, monkeypatch, deep_layers=1)
     for name in ("convolution", "dot_general"):
         assert plain[name] == more[name] == alone.count(f"stablehlo.{name}")
     assert (plain["case"], more["case"]) == (1, 2)
@@ -281,21 +287,14 @@ def test_reuse_saves_the_work(emoji: canvax.StableDiffusion) -> None:
     assert seconds[reusing(reuse=8)] < 0.75 * seconds[QUIET]
 
 
-@pytest.mark.parametrize("reuse", [0, -1, 2.5, True, (), (1, 1), (3, 2), (-1, 4), "a", ",", "3,,", "x,2", None])
+@pytest.mark.parametrize("reuse", [0, -1, 2.5, True, (), (0, 2), "a", "3", None])
 def test_reuse_that_makes_no_sense(reuse: Any) -> None:
     with pytest.raises(canvax.InputError, match="reuse="):
         canvax.Options(reuse=reuse)
 
 
-def test_reuse_that_the_run_or_the_model_has_not(emoji: canvax.StableDiffusion) -> None:
-    typed: tuple[Any, Any] = ("0,2,5", "4")
-    assert [canvax.Options(reuse=one).reuse for one in typed] == [(0, 2, 5), 4]
-    for order in (2, -1, True):
-        with pytest.raises(canvax.InputError, match="reuse_order"):
-            canvax.Options(reuse_order=order)
-    with pytest.raises(canvax.InputError, match="the run has 8"):
-        draw(emoji, options=reusing(reuse=(0, 8)))
-    most = skip_connections(emoji.programs.unet)
+def test_reuse_that_the_model_has_not(emoji: canvax.StableDiffusion) -> None:
+    most = skip_connections(emoji.programs.networks.denoiser.cfg)
     for layers in (0, True, 1.0):
         with pytest.raises(canvax.InputError, match=r"reuse_layers=.* a whole number of at least 1"):
             reusing(reuse_layers=layers)
@@ -317,7 +316,7 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     On latents of pictures of the bundled model, and on noise through random weights with Stable Diffusion's channels.
     """
     if model == "emoji":
-        params, cfg = emoji.params["vae"], emoji.programs.vae  # type: ignore[index]
+        params, cfg = emoji.params["vae"], emoji.programs.networks.vae  # type: ignore[index]
         latents = draw(emoji, height=192, width=128, num_inference_steps=6, options=QUIET).latents
         tile, overlap = 96, 48
     else:
@@ -346,14 +345,14 @@ def test_a_large_batch_is_decoded_in_turns(
     """By each device on its own pictures, as many at once as divide them: the same pictures in less memory."""
     monkeypatch.setenv("CANVAX_CACHE_DIR", "off")
     monkeypatch.setattr(convolution, "SUMS", 2**40)  # no loops of its own
-    checkpoint, mesh = emoji.checkpoint, make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+    model, mesh = emoji.model, make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
     latents = np.random.default_rng(0).standard_normal((48, *LATENTS)).astype(np.float32)
     params = jax.tree.map(np.asarray, emoji.params["vae"])  # type: ignore[index]
-    placed = {"vae": place_all(vae_spec(checkpoint.vae), params, mesh)}
+    placed = {"vae": place_all(vae_spec(model.vae), params, mesh)}
     drawn, memory = [], []
     for most in (100, 4):  # of which 3 divide the 6 of each of eight devices
-        monkeypatch.setattr(programs, "DECODED", most * 64 * 64)
-        decode = Programs(checkpoint.text, checkpoint.unet, checkpoint.vae, mesh).decode(placed, latents.shape)
+        monkeypatch.setattr(decode_module, "DECODE_PIXELS", most * 64 * 64)
+        decode = Programs(model.networks, mesh).decode(placed, latents.shape)
         text = decode.as_text()  # type: ignore[attr-defined]
         assert ("while" in text) == (most == 4)
         assert not collectives(text) or sizes.get("model", 1) > 1

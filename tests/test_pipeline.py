@@ -20,7 +20,7 @@ from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import build_table, from_scheduler_config
-from canvax.weights.hub import BUNDLED
+from canvax.weights.source import BUNDLED
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4
@@ -40,6 +40,37 @@ def test_result(emoji: canvax.StableDiffusion) -> None:
     assert [meta["seed"] for meta in result.metadata] == [5, 6, 7, 8]
     assert [meta["prompt"] for meta in result.metadata] == ["a cat", "a cat", "a pear", "a pear"]
     assert result.timings.keys() == {"compile", "encode", "denoise", "decode", "step", "first_step", "total"}
+
+
+def test_metadata_is_this_and_nothing_else(emoji: canvax.StableDiffusion) -> None:
+    options = dataclasses.replace(QUIET, clip_skip=1)
+    (got,) = draw(emoji, "a cat", "red", seed=5, guidance_scale=3, sampler="Euler a", options=options).metadata
+    assert got == {
+        "prompt": "a cat",
+        "negative_prompt": "red",
+        "seed": 5,
+        "height": 64,
+        "width": 64,
+        "num_inference_steps": STEPS,
+        "guidance_scale": 3.0,
+        "sampler": "euler_a",
+        "sampler_label": "Euler a",
+        "model": "emoji",
+        "revision": None,
+        "dtype": "float32",
+        "noise": "philox",
+        "canvax": canvax.__version__,
+        "options": {"clip_skip": 1},
+    }
+
+
+def test_metadata_names_the_weights(emoji: canvax.StableDiffusion) -> None:
+    checkout = dataclasses.replace(emoji.checkpoint.checkout, variant="fp16", revision="0a1b")
+    checkpoint = dataclasses.replace(emoji.checkpoint, checkout=checkout, dtype="bfloat16", quantize="int8")
+    (usual,) = draw(emoji, "a cat", seed=1).metadata
+    (got,) = draw(dataclasses.replace(emoji, checkpoint=checkpoint), "a cat", seed=1).metadata
+    weights = {"variant": "fp16", "revision": "0a1b", "dtype": "bfloat16", "quantize": "int8"}
+    assert got == usual | weights
 
 
 def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
@@ -63,10 +94,13 @@ def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, "a dog").compilations == 0
 
 
-def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion) -> None:
-    alone = draw(emoji, "a red apple", seed=42, sampler="Euler a")
-    among = draw(emoji, ["a cat", "a dog", "a red apple", "a tree", "a car"], seed=40, sampler="Euler a")
-    np.testing.assert_allclose(among.latents[2], alone.latents[0], atol=1e-4)
+@pytest.mark.parametrize("sampler", ["Euler a", "DDPM", "DPM++ 2M Karras", "DPM++ SDE", "UniPC", "LMS", "PNDM"])
+def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion, sampler: str) -> None:
+    prompts, negatives = ["a cat", "a dog", "a red apple", "a tree", "a car"], ["", "red", "blue", "", "a cat"]
+    among = draw(emoji, prompts, negatives, seed=40, sampler=sampler)
+    for i in (0, 2, 4):
+        alone = draw(emoji, prompts[i], negatives[i], seed=40 + i, sampler=sampler)
+        np.testing.assert_allclose(among.latents[i], alone.latents[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
@@ -93,8 +127,8 @@ def test_seed_decides(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(listed.latents[1], first.latents[0], atol=1e-4)
 
 
-def test_step_noise_depends_on_the_step(emoji: canvax.StableDiffusion) -> None:
-    """A stochastic sampler cut into windows of one row by a callback draws what it draws in one go."""
+def test_rows_one_by_one_draw_what_they_draw_in_one_go(emoji: canvax.StableDiffusion) -> None:
+    """Also with noise in each row: a callback cuts the run into windows of one."""
     whole = draw(emoji, "a cat", seed=7, sampler="DDPM")
     steps = dataclasses.replace(QUIET, callback=lambda step: None)
     np.testing.assert_allclose(
@@ -117,7 +151,7 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
 def test_any_size(emoji: canvax.StableDiffusion) -> None:
     result = draw(emoji, "a cat", height=72, width=40, seed=1)
     assert result.images[0].size == (40, 72)
-    factor = emoji.programs.vae.factor
+    factor = emoji.programs.networks.vae.factor
     assert result.latents.shape == (1, 72 // factor, 40 // factor, LATENTS[-1])
 
 
@@ -140,7 +174,7 @@ def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
 def test_recorded_sampler_draws_the_same(
     emoji: canvax.StableDiffusion, config: dict[str, Any], sampler: str | None
 ) -> None:
-    checkpoint = dataclasses.replace(emoji.checkpoint, scheduler=from_scheduler_config(config))
+    checkpoint = dataclasses.replace(emoji.model, scheduler=from_scheduler_config(config))
     recorded, _ = checkpoint.sampler_names(sampler)
     used, again = (build_table(checkpoint.scheduler, 10, sampler=name) for name in (sampler, recorded))
     np.testing.assert_array_equal(used.M, again.M)
@@ -155,7 +189,7 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
         return len(steps) < 3
 
     options = dataclasses.replace(QUIET, callback=stop_after_three)
-    with pytest.raises(canvax.Cancelled, match="step 3 of 4"):
+    with pytest.raises(canvax.Cancelled, match="evaluation 3 of 4"):
         draw(emoji, ["a cat", "a dog"], options=options)
     assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
     with pytest.raises(canvax.Cancelled, match="step 1 of 4"):
@@ -239,7 +273,7 @@ def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
         ({"clip_skip": 1.5}, "clip_skip=1.5"),
         ({"clip_skip": [1]}, r"clip_skip=\[1\]"),
         ({"callback": 5}, "callback=5 is not a function"),
-        ({"reuse_order": 1.0}, "reuse_order=1.0"),
+        ({"reuse": (0, 2)}, "reuse="),
         ({"guidance_interval": 0.5}, "two fractions of the run"),
     ],
 )

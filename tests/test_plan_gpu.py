@@ -21,6 +21,7 @@ from canvax.cli.plan import lines
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.kernels.target import compiled_on
+from canvax.models.denoiser import UNetDenoiser
 from canvax.models.presets import PRESETS
 from canvax.nn import group_norm, layer_norm
 from canvax.parallel.mesh import AXES
@@ -60,10 +61,10 @@ def test_plan(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 def denoiser() -> str:
     """The text of a denoiser for two GPUs, whose heads are 8 wide."""
     unet = replace(UNET, block_out_channels=(64,), attention_head_dim=8, norm_num_groups=4, **SHALLOW)
-    model = replace(TINY, unet=unet)
+    model = replace(TINY, denoiser=UNetDenoiser(unet))
     mesh = Mesh(np.asarray(gpus(2), dtype=object).reshape(2, 1), AXES)
-    params = {name: abstract_params(spec, jnp.dtype("bfloat16"), mesh) for name, spec in model.specs.items()}
-    return Programs(model.text, unet, model.vae, mesh).denoise(params, (2, 32, 32, 4), guided=True).as_text()
+    params = {name: abstract_params(spec, jnp.dtype("bfloat16"), mesh) for name, spec in model.specs().items()}
+    return Programs(model, mesh).denoise(params, (2, 32, 32, 4), guided=True).as_text()
 
 
 def test_attention_is_cudnn_s(denoiser: str) -> None:

@@ -16,6 +16,7 @@ from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
 from canvax.params import Params, count, flatten
+from canvax.pipelines.open import weight_bytes
 from canvax.quantize import KINDS, quantize, quantized_specs
 
 PROMPTS = ["a red apple", "a cat"]
@@ -76,6 +77,19 @@ def test_which_weights() -> None:
     assert 2.57e9 < bytes_of["unet"] < 2.7e9  # 5.14 GB in bfloat16
 
 
+def test_what_stays_whole_in_text_encoders() -> None:
+    """The projection of pooled text and the embeddings, which every number of a prompt passes through."""
+    specs = PRESETS["sdxl"].specs
+    narrow = quantized_specs(specs, "int8")
+    for name in ("text_encoder", "text_encoder_2"):
+        whole = {key for key, param in flatten(narrow[name]) if key.endswith(".weight") and param.dtype != "int8"}
+        embeddings = {f"text_model.embeddings.{kind}_embedding.weight" for kind in ("token", "position")}
+        projection = {"text_projection.weight"} if name == "text_encoder_2" else set()
+        assert {key for key in whole if "norm" not in key} == embeddings | projection
+        scales = {key for key, _ in flatten(narrow[name]) if key.endswith(".scale")}
+        assert len(scales) == sum(param.dtype == "int8" for _, param in flatten(narrow[name])) > 12 * 6 - 1
+
+
 @pytest.mark.parametrize(("kind", "least"), [("int8", 40), ("float8", 28)])
 def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> None:
     pipe = canvax.load("emoji", quantize=kind)
@@ -84,7 +98,7 @@ def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> 
     assert unet["mid_block.resnets.0.conv1.weight"].dtype == jnp.dtype(KINDS[kind])
     assert unet["conv_in.weight"].dtype == np.float32
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(pipe.params))
-    assert held == pipe.checkpoint.weight_bytes(np.float32, {"data": 1, "model": 1}) == pipe.memory().weights
+    assert held == weight_bytes(pipe.model, np.float32, {"data": 1, "model": 1}) == pipe.memory().weights
     assert psnr(draw(pipe), whole) > least
 
 
@@ -105,10 +119,10 @@ def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
     assert psnr(one, whole) > 40
 
 
-def test_half_precision_does_not_overflow() -> None:
+def test_half_precision_does_not_overflow(whole: np.ndarray) -> None:
     """Weights of up to 127 are widened by their scales before they are multiplied."""
     pipe = canvax.load("emoji", dtype="float16", quantize="int8")
-    assert np.isfinite(draw(pipe)).all()
+    assert psnr(draw(pipe), whole) > 38
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:

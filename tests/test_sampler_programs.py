@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from bundled import LATENTS
 
 import canvax
-from canvax.denoise import WINDOW, initial_state
+from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
-from canvax.samplers import SAMPLERS, SamplerTable, batched_window, build_table
-from canvax.samplers.table import NOISE
+from canvax.samplers import SAMPLERS, build_table, run
+
+
+def rows_on_the_host(
+    emoji: canvax.StableDiffusion, sampler: str, steps: list[canvax.Step], x: np.ndarray, seed: int
+) -> np.ndarray:
+    """x after every row [R, 1, h, w, C]: the sampler's table in float64, given the denoised images of a run."""
+    table = build_table(emoji.model.scheduler, 5, sampler=sampler)
+    assert len(steps) == len(table)
+    noises = [
+        np.asarray(step_noise(seed_keys([seed]), np.int32([row]), x.shape[1:]))  # pyright: ignore
+        for row in range(len(table))
+    ]
+    # With p = 0 and q = 1 the network's output is the denoised image itself.
+    given = dataclasses.replace(table, p=0 * table.p, q=0 * table.q + 1)
+    return run(given, lambda _, __, row: steps[row].denoised.astype(np.float64), x, np.stack(noises))
 
 
 def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) -> None:
-    """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well."""
+    """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well.
+
+    After every row the latents are what the table makes of the denoised images so far and of the noise of each row.
+    """
     counts, drawn = [], []
-    side = 40 // emoji.programs.vae.factor
+    side = 40 // emoji.programs.networks.vae.factor
     picture = np.random.default_rng(0).standard_normal((1, side, side, LATENTS[-1])).astype(np.float32)
     for spec in SAMPLERS:
         latents = picture if spec.name == "ddim_inverse" else None
-        options = canvax.Options(progress=False, guidance_interval=(0.0, 0.8), guidance_rescale=0.3)
+        steps: list[canvax.Step] = []
+        options = canvax.Options(
+            progress=False, guidance_interval=(0.0, 0.8), guidance_rescale=0.3, callback=steps.append
+        )
         result = emoji(
             "a cat",
             seed=3,
@@ -34,7 +56,10 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
         )
         counts.append(result.compilations)
         drawn.append(result.pixels)
-        assert np.isfinite(result.latents).all(), spec.name
+        x = initial_noise([3], picture.shape[1:]) if latents is None else latents
+        want = rows_on_the_host(emoji, spec.name, steps, x, 3)
+        np.testing.assert_allclose([step.latents for step in steps], want, rtol=1e-3, atol=1e-3, err_msg=spec.name)
+        np.testing.assert_array_equal(steps[-1].latents, result.latents)
     # Denoisers with guidance and without; another test may have compiled the text encoder, which knows no size.
     assert counts[0] in (3, 4)
     assert counts[1:] == [0] * (len(SAMPLERS) - 1)
@@ -44,31 +69,3 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
 def test_inversion_wants_a_picture(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(InputError, match=r"result\.latents"):
         emoji("a cat", sampler="DDIM inversion", options=canvax.Options(progress=False))
-
-
-def rows_of(emoji: canvax.StableDiffusion, tables: list[SamplerTable], at: list[int], count: int) -> np.ndarray:
-    """x of each image after `count` rows, each image at its own row of its own table."""
-    shape = (len(tables), *LATENTS)
-    noise = initial_noise(list(range(len(tables))), shape[1:])
-    program = emoji.programs.denoise(emoji.params, shape, guided=False)  # type: ignore[arg-type]
-    text = emoji.programs.text_params(emoji.params)  # type: ignore[arg-type]
-    ids = emoji._tokenize(["a cat"] * len(tables), ["a cat"] * len(tables))
-    conditions = emoji.programs.encode_text(emoji.params, len(tables), print)(text, ids, np.int32(0))  # type: ignore
-    rows = batched_window(tables, at, WINDOW)
-    noisy = rows["M"][:, :, :, NOISE].any(axis=(0, 2))
-    state = initial_state(noise, np.array([table.init_scale for table in tables]))
-    keys = seed_keys(list(range(len(tables))))
-    state, *_ = program(emoji.params["unet"], state, conditions, None, rows, keys, noisy, np.int32(count), None)  # type: ignore
-    return np.asarray(state)[:, 0]
-
-
-def test_images_of_one_batch_follow_their_own_tables(emoji: canvax.StableDiffusion) -> None:
-    tables = [
-        build_table(emoji.checkpoint.scheduler, steps, sampler=name)
-        for name, steps in (("euler", 12), ("dpmpp_sde", 7), ("unipc", 9))
-    ]
-    at = [4, 0, 2]
-    together = rows_of(emoji, tables, at, 5)
-    for i, (table, lo) in enumerate(zip(tables, at, strict=True)):
-        alone = rows_of(emoji, [table] * 3, [lo] * 3, 5)
-        np.testing.assert_allclose(together[i], alone[i], atol=1e-4)

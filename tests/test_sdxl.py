@@ -25,6 +25,8 @@ from canvax.models.configs import (
     SDXL_UNET,
     SDXL_VAE,
 )
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_decode, vae_spec
@@ -79,8 +81,8 @@ def test_defaults(base: canvax.StableDiffusion) -> None:
     assert result.metadata[0]["guidance_scale"] == 5.0
     assert result.metadata[0]["negative_prompt"] is None
     assert draw(base, negative_prompt="").metadata[0]["negative_prompt"] == ""
-    assert base.checkpoint.defaults.num_inference_steps == 50
-    assert base.checkpoint.scheduler.config["clip_sample"] is False
+    assert base.model.defaults.num_inference_steps == 50
+    assert base.model.scheduler.config["clip_sample"] is False
 
 
 def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", SCHEDULER | {"steps_offset": 0})
     pipe = load(tmp_path / "copy")
-    assert pipe.checkpoint.scheduler.options.steps_offset == 0
+    assert pipe.model.scheduler.options.steps_offset == 0
 
 
 @pytest.mark.parametrize("sampler", ["DDIM", "DDPM"])
@@ -98,7 +100,7 @@ def test_latents_are_not_clipped_unless_the_config_says_so(folder: Path, tmp_pat
         shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
         write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", config)
         pipe = load(tmp_path / "copy")
-        table = build_table(pipe.checkpoint.scheduler, 4, sampler=sampler)
+        table = build_table(pipe.model.scheduler, 4, sampler=sampler)
         assert (table.clip is not None) == clipped
 
 
@@ -258,7 +260,7 @@ def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
         conv = params["decoder"]["up_blocks"][block]["upsamplers"]["0"]["conv"]
         conv["weight"] = conv["weight"] * 200
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
-    programs = Programs(TEXT, UNET, cfg, make_mesh(jax.devices()[:1]))
+    programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), make_mesh(jax.devices()[:1]))
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
     images = np.asarray(programs.decode({"vae": params}, latents.shape)(params, latents))
     overflows = dtype == "float16" and not upcast

@@ -113,3 +113,17 @@ def test_text_encoders(cfg: TextEncoders, millions: float) -> None:
     last = "text_encoder.text_model.final_layer_norm"
     unread = {f"{last}.weight", f"{last}.bias"} if len(cfg.parts) == 2 else set()
     assert read == {leaf for leaf, _ in flatten(cfg.specs)} - unread
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    "text",
+    [TextEncoders(SD15_TEXT), TextEncoders(SDXL_TEXT, SDXL_TEXT_2), TextEncoders(None, SDXL_TEXT_2)],
+    ids=["sd", "sdxl", "refiner"],
+)
+def test_conditions_have_the_shapes_that_are_declared(text: TextEncoders, dtypes: tuple[str, ...]) -> None:
+    mine = [jnp.dtype(dtype) for dtype in dtypes[: len(text.parts)]]
+    params = {name: abstract(spec, dtype) for (name, spec), dtype in zip(text.specs.items(), mine, strict=True)}
+    ids = dict.fromkeys(text.parts, floats(3, 77, dtype=jnp.int32))
+    got = jax.eval_shape(lambda p, ids, skip: encode_text(p, ids, skip, cfg=text), params, ids, floats(dtype=jnp.int32))
+    assert got == text.conditions(3, mine)

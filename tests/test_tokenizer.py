@@ -17,7 +17,7 @@ from bundled import VOCABULARY
 
 from canvax.errors import CheckpointError, InputError
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
-from canvax.weights.hub import BUNDLED
+from canvax.weights.source import BUNDLED
 
 EMOJI = BUNDLED["emoji"] / "tokenizer"
 

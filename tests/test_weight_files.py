@@ -26,11 +26,13 @@ from safetensors.numpy import load_file, save_file
 from canvax.errors import CheckpointError
 from canvax.params import Param, flatten
 from canvax.weights import flax_msgpack, safetensors
+from canvax.weights.files import open_weights
 from canvax.weights.flax_msgpack import open_flax_msgpack
-from canvax.weights.hub import resolve
-from canvax.weights.load import Scratch, materialise, open_weights
+from canvax.weights.load import Scratch, materialise
 from canvax.weights.names import flax_name, spec_name
+from canvax.weights.open import open_files
 from canvax.weights.safetensors import open_safetensors
+from canvax.weights.source import Source
 
 # Sound files ----------------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ def test_what_does_not_turn_is_not_taken_over_from_scratch(tmp_path: Path) -> No
 
 
 def test_bundled_model_is_read_exactly() -> None:
-    folder = resolve("emoji").folder
+    folder = open_files(Source("emoji")).folder()
     for path in folder.glob("*/*.safetensors"):
         wanted = load_file(path)
         entries = open_safetensors(path)

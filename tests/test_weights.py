@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -27,12 +28,14 @@ from checkpoints import (
 from safetensors.numpy import load_file, save_file
 
 from canvax.errors import CheckpointError, InputError
-from canvax.params import Param, flatten
+from canvax.params import Param, flatten, map_spec
+from canvax.quantize import quantized_spec
 from canvax.types import Array, HostArray
-from canvax.weights.hub import resolve
 from canvax.weights.load import THREADS, Component, load_components
+from canvax.weights.open import open_files
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
+from canvax.weights.source import Source
 
 UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
 
@@ -43,7 +46,7 @@ def put(param: Param, array: HostArray) -> Array:
 
 
 def load(folder: Path, dtype: Any = np.float32) -> dict[str, Any]:
-    return load_components(resolve(folder), toy_components(), dtype=dtype, place=put)
+    return load_components(open_files(Source(folder)), toy_components(), dtype=dtype, place=put)
 
 
 def assert_same(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -114,7 +117,10 @@ def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     placed: list[Param] = []
     with pytest.raises(CheckpointError) as caught:
         load_components(
-            resolve(tmp_path), toy_components(), dtype=np.float32, place=lambda param, _: placed.append(param)
+            open_files(Source(tmp_path)),
+            toy_components(),
+            dtype=np.float32,
+            place=lambda param, _: placed.append(param),
         )
     message = str(caught.value)
     assert not placed
@@ -150,6 +156,54 @@ def test_missing_in_flax_files_names_the_flax_path(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("leaf", ["scale", "alpha"])
+@pytest.mark.parametrize("form", ["torch", "flax"])
+def test_scale_and_alpha_are_names_like_others(tmp_path: Path, leaf: str, form: str) -> None:
+    """A parameter of that name is loaded; an array of that name that no config asks for is a fault."""
+    part, params = toy_components()[0], toy_params()
+    write_checkpoint(tmp_path, params, form=form)
+    own = np.arange(6, dtype=np.float32)
+    with_leaf = dataclasses.replace(part, spec={**part.spec, "q_norm": {leaf: Param((6,), (None,))}})
+    values = {**params["unet"], "q_norm": {leaf: own}}
+    path = tmp_path / "unet" / ("diffusion_flax_model.msgpack" if form == "flax" else UNET.name)
+    if form == "flax":
+        path.write_bytes(flax_bytes({**flax_tree(part, params["unet"]), "q_norm": {leaf: own}}))
+    else:
+        save_file(file_arrays(with_leaf, values), path)
+    loaded = load_components(open_files(Source(tmp_path)), [with_leaf], dtype=np.float32, place=put)
+    assert_same(loaded["unet"], values)
+    with pytest.raises(CheckpointError, match=rf"1 unused(.|\n)*q_norm[./]{leaf}"):
+        load(tmp_path)
+
+
+def test_scales_of_quantised_weights_are_in_no_file(tmp_path: Path) -> None:
+    """They are made while loading, and found in a file they are a fault."""
+    part, params = toy_components()[0], toy_params()
+    quantised = dataclasses.replace(part, spec=quantized_spec(part.spec, "int8"))
+    write_checkpoint(tmp_path, params)
+    loaded = load_components(open_files(Source(tmp_path)), [quantised], dtype=np.float32, place=put)["unet"]
+    leaf = loaded["down_blocks"]["0"]["attentions"]["0"]["proj_in"]
+    assert (leaf["weight"].dtype, leaf["scale"].dtype) == (np.int8, np.float32)
+    arrays = load_file(tmp_path / UNET)
+    save_file(arrays | {"down_blocks.0.attentions.0.proj_in.scale": np.ones(6, np.float32)}, tmp_path / UNET)
+    with pytest.raises(CheckpointError, match=r"1 unused(.|\n)*proj_in\.scale"):
+        load_components(open_files(Source(tmp_path)), [quantised], dtype=np.float32, place=put)
+
+
+def test_a_dtype_of_its_own_is_not_quantised(tmp_path: Path) -> None:
+    part, params = toy_components()[0], toy_params()
+    spec = {
+        **part.spec,
+        "conv_in": map_spec(lambda param: dataclasses.replace(param, dtype="float32"), part.spec["conv_in"]),
+    }
+    write_checkpoint(tmp_path, params)
+    own = dataclasses.replace(part, spec=spec)
+    loaded = load_components(open_files(Source(tmp_path)), [own], dtype=BFLOAT16, place=put)["unet"]
+    assert loaded["conv_in"]["weight"].dtype == np.float32
+    assert loaded["time_embedding"]["linear_1"]["weight"].dtype == BFLOAT16
+    np.testing.assert_array_equal(loaded["conv_in"]["weight"], params["unet"]["conv_in"]["weight"])
+
+
 def test_long_lists_of_faults_are_cut(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, toy_params())
     arrays = {f"extra.{i}": np.zeros(1, np.float32) for i in range(1000)}
@@ -167,7 +221,8 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from canvax.nn import conv2d_spec, linear_spec
-from canvax.weights.hub import resolve
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
 from canvax.weights.load import Component, load_components
 
 def status(field):
@@ -175,11 +230,11 @@ def status(field):
 
 kinds = {"unet": "diffusers", "vae": "diffusers", "text_encoder": "transformers"}
 parts = [Component(n, {str(i): SPEC for i in range(12)}, k) for n, k in kinds.items()]
-checkout = resolve(Path(sys.argv[1]))
+files = open_files(Source(sys.argv[1]))
 token = jax.block_until_ready(jnp.zeros(()))
 place = (lambda param, array: token) if sys.argv[2] == "elsewhere" else (lambda param, array: jax.device_put(array))
 before = status("VmRSS")
-params = load_components(checkout, parts, dtype=np.dtype(sys.argv[3]), place=place)
+params = load_components(files, parts, dtype=np.dtype(sys.argv[3]), place=place)
 jax.block_until_ready(params)
 print(status("VmHWM") - before)
 """
@@ -277,8 +332,8 @@ def test_saving_in_another_dtype_and_in_shards(tmp_path: Path) -> None:
     (whole / UNET).unlink()
     for path in written:
         (whole / "unet" / path.name).write_bytes(path.read_bytes())
-    checkout = resolve(whole, variant="bf16")
-    loaded = load_components(checkout, toy_components(), dtype=np.float32, place=put)
+    files = open_files(Source(whole, variant="bf16"))
+    loaded = load_components(files, toy_components(), dtype=np.float32, place=put)
     assert_same(loaded["unet"], jax.tree.map(lambda leaf: leaf.astype(BFLOAT16).astype(np.float32), params["unet"]))
 
 
@@ -367,19 +422,19 @@ def test_pytorch_loads_what_is_saved(tmp_path: Path) -> None:
     from canvax.models.unet import unet_spec
     from canvax.models.vae import vae_spec
 
-    checkout = resolve("emoji")
-    configs = {name: checkout.config(name) for name in ("unet", "vae", "text_encoder", "scheduler")}
+    files = open_files(Source("emoji"))
+    configs = {name: files.config(name) for name in ("unet", "vae", "text_encoder", "scheduler")}
     parts = [
         Component("unet", unet_spec(UNetConfig.from_dict(configs["unet"])), "diffusers"),
         Component("vae", vae_spec(VaeConfig.from_dict(configs["vae"])), "diffusers"),
         Component("text_encoder", text_encoder_spec(ClipTextConfig.from_dict(configs["text_encoder"])), "transformers"),
     ]
-    params = load_components(checkout, parts, dtype=np.float32, place=put)
+    params = load_components(files, parts, dtype=np.float32, place=put)
     saved = save_checkpoint(
-        tmp_path / "saved", parts, params, index=checkout.index, configs=configs, copy_from=checkout.folder
+        tmp_path / "saved", parts, params, index=files.index, configs=configs, copy_from=files.folder()
     )
     ours = diffusers.StableDiffusionPipeline.from_pretrained(saved)
-    theirs = diffusers.StableDiffusionPipeline.from_pretrained(checkout.folder)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(files.folder())
     for name in ("unet", "vae", "text_encoder"):
         got, wanted = getattr(ours, name).state_dict(), getattr(theirs, name).state_dict()
         assert got.keys() == wanted.keys()

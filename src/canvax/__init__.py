@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
-    from canvax.pipelines.load import load
     from canvax.pipelines.options import Options, Step
+    from canvax.pipelines.pipeline import StableDiffusion, load
     from canvax.pipelines.preview import Preview, load_preview
     from canvax.pipelines.result import Result
-    from canvax.pipelines.text_to_image import StableDiffusion
     from canvax.planning.plan import Plan, plan
 
 _HOMES = {
@@ -36,9 +35,9 @@ _HOMES = {
     "Plan": "canvax.planning.plan",
     "Preview": "canvax.pipelines.preview",
     "Result": "canvax.pipelines.result",
-    "StableDiffusion": "canvax.pipelines.text_to_image",
+    "StableDiffusion": "canvax.pipelines.pipeline",
     "Step": "canvax.pipelines.options",
-    "load": "canvax.pipelines.load",
+    "load": "canvax.pipelines.pipeline",
     "load_preview": "canvax.pipelines.preview",
     "make_mesh": "canvax.parallel.mesh",
     "plan": "canvax.planning.plan",

@@ -6,13 +6,13 @@ A sampler is a table of numbers (``samplers/table.py``); this loop reads one row
     D        = p * x + q * output                       the denoised image
     state'   = M @ [state; D; noise]                    slot 0 of the state is x
 
-Everything a user changes between pictures is in the rows, the keys and the text, so nothing here compiles again.
+Everything a user changes between images is in the rows, the keys and the conditions, so nothing here compiles again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.guidance import guide
-from canvax.models.configs import UNetConfig
-from canvax.models.merging import Merging
+from canvax.models.deep_features import Recall
+from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
-from canvax.models.unet import Recall, deep_shape, text_keys, unet, unet_reusing
 from canvax.params import Params
-from canvax.samplers.table import DENOISED, NOISE, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS, Clip
 from canvax.types import Array
 
 WINDOW = 64
@@ -36,8 +35,12 @@ Rows = dict[str, Any]
 may be at different rows of different tables."""
 
 
-class Reuse(NamedTuple):
-    """What a run needs that does not compute the deep features of the UNet in each row.
+IDLE_ROWS = EMPTY.window(0, WINDOW)
+"""A window of rows that change nothing, for a slot without an image: each column [WINDOW, ...]."""
+
+
+class DeepFeatures(NamedTuple):
+    """What a run needs that does not compute the deep features of the network in each row.
 
     Attributes:
         features: those of the last two rows that did, newest first [B, 2, h', w', C'], [2 B, ...] with guidance.
@@ -50,63 +53,73 @@ class Reuse(NamedTuple):
     weights: Any
 
 
-def denoise(
-    params: Params,
-    state: Array,
-    conditions: Conditions,
-    negative: Conditions | None,
-    rows: Rows,
-    keys: Array,
-    noisy: Array,
-    count: Array,
-    reuse: Reuse | None = None,
-    *,
-    cfg: UNetConfig,
-    clip: Clip | None = None,
-    layers: int = 0,
-    merging: float = 0.0,
-) -> tuple[Array, Array, Array | None]:
-    """Run the first ``count`` rows of a window.
+class StepInputs(NamedTuple):
+    """Everything of a call of :func:`denoise` but the parameters.
 
-    Args:
-        params: the UNet's parameters; their dtype is the dtype computed in.
+    Attributes:
         state: [B, K, h, w, C] float32; slot 0 is x.
-        conditions: what the UNet is told about each image, above all the features of its prompt.
+        conditions: what each image is conditioned on, above all the features of its prompt.
         negative: the same of the negative prompts, or None: no guidance, half the work.
         rows: the window.
         keys: threefry key words of each image [B, 2] uint32; step noise depends on the key and the row alone.
         noisy: [WINDOW] bool, whether a row uses noise for any image; a host-side fact, so that no device has to ask
             the others.
         count: rows to run, an int32 scalar.
-        reuse: deep features, and which rows reuse them; None: every row computes all.
-        cfg: the UNet's config.
+        deep: deep features, and which rows reuse them; None: every row computes all.
+    """
+
+    state: Any
+    conditions: Conditions
+    negative: Conditions | None
+    rows: Rows
+    keys: Any
+    noisy: Any
+    count: Any
+    deep: DeepFeatures | None = None
+
+
+class InFlight(NamedTuple):
+    """The part of :class:`StepInputs` that belongs to the images of a batch and lies on the devices between calls."""
+
+    state: Any
+    conditions: Conditions
+    negative: Conditions | None
+    keys: Any
+
+
+def denoise(
+    params: Params, inputs: StepInputs, *, denoiser: Denoiser, clip: Clip | None = None, deep_layers: int = 0
+) -> tuple[Array, Array, Array | None]:
+    """Run the first ``count`` rows of a window.
+
+    Args:
+        params: the denoiser's parameters; their dtype is the dtype computed in.
+        inputs: the batch.
+        denoiser: the network.
         clip: limits on D, a static property of the few models that want them.
-        layers: with ``reuse``, what is computed in any case; see :func:`canvax.models.unet.unet_reusing`.
-        merging: the part of the tokens that is merged for self-attention; see :class:`canvax.models.merging.Merging`.
+        deep_layers: with ``inputs.deep``, what is computed in any case: ``layers`` of
+            :func:`canvax.models.deep_features.unet_reusing`.
 
     Returns:
-        The state after the last row run, D at that row [B, h, w, C] float32, and ``reuse.features`` as they are then.
+        The state after the last row run, D at that row [B, h, w, C] float32, and ``deep.features`` as they are then.
     """
-    dtype = params["conv_in"]["weight"].dtype
-    told = conditions if negative is None else jax.tree.map(_side_by_side, negative, conditions)
-    # In each step alike. Of the blocks, which are calls on the CPU, the compiler would not move it out of the loop.
-    told = {**told, "text": text_keys(params, told["text"].astype(dtype), cfg)}
+    guided, rows, deep = inputs.negative is not None, inputs.rows, inputs.deep
+    conditions = inputs.conditions
+    if inputs.negative is not None:
+        conditions = jax.tree.map(_side_by_side, inputs.negative, conditions)
+    prepared = denoiser.prepare(params, conditions)
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
-        x, timestep = (_per_image(row["c_in"]) * x).astype(dtype), row["timestep"]
-        more: dict[str, Any] = {**told}
-        if negative is not None:
+        x, timestep = _per_image(row["c_in"]) * x, row["timestep"]
+        if guided:
             x, timestep = jnp.repeat(x, 2, axis=0), jnp.repeat(timestep, 2)
-        if merging:
-            words = _merging_keys(keys, row["row"])
-            more["merging"] = Merging(merging, words if negative is None else jnp.repeat(words, 2, axis=0))
-        if reuse is None or features is None:
-            output = unet(params, x, timestep, cfg=cfg, **more)
+        if deep is None or features is None:
+            output = denoiser.apply(params, x, timestep, prepared)
         else:
-            recall = _recall(features, reuse.full[i], reuse.weights[i])
-            output, features = unet_reusing(params, x, timestep, cfg=cfg, **more, layers=layers, recall=recall)
+            recall = _recall(features, deep.full[i], deep.weights[i])
+            output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)
         output = output.astype(jnp.float32)
-        if negative is None:
+        if not guided:
             return output, features
         output = output.reshape(-1, 2, *output.shape[1:])
         return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"]), features
@@ -118,15 +131,17 @@ def denoise(
         output, features = network(x, row, i, features)
         raw = _per_image(row["p"]) * x + _per_image(row["q"]) * output
         denoised = raw if clip is None else _clip(raw, clip)
-        noise = jax.lax.cond(noisy[i], lambda: step_noise(keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x))
+        noise = jax.lax.cond(
+            inputs.noisy[i], lambda: step_noise(inputs.keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x)
+        )
         state = _combine(row["M"], state, denoised, noise)
         if clip is not None:
             state = state + row["raw"][:, :, None, None, None] * raw[:, None]
         return state, denoised, features
 
     with jax.named_scope("denoise"):
-        first = (state, jnp.zeros_like(state[:, 0]), reuse and reuse.features)
-        return jax.lax.fori_loop(0, count, step, first)
+        first = (inputs.state, jnp.zeros_like(inputs.state[:, 0]), deep and deep.features)
+        return jax.lax.fori_loop(0, inputs.count, step, first)
 
 
 def _recall(features: Array, full: Array, weights: Array) -> Recall:
@@ -136,11 +151,21 @@ def _recall(features: Array, full: Array, weights: Array) -> Recall:
         def fresh() -> Array:
             return jnp.stack([compute(), features[:, 0]], axis=1)
 
-        kept = jax.lax.cond(full, fresh, lambda: features)
-        deep = weights[0] * kept[:, 0].astype(jnp.float32) + weights[1] * kept[:, 1].astype(jnp.float32)
-        return deep.astype(features.dtype), kept
+        last = jax.lax.cond(full, fresh, lambda: features)
+        deep = weights[0] * last[:, 0].astype(jnp.float32) + weights[1] * last[:, 1].astype(jnp.float32)
+        return deep.astype(features.dtype), last
 
     return recall
+
+
+def insert(batch: InFlight, image: InFlight, slot: Array) -> InFlight:
+    """``batch`` with ``image``, a batch of one, in ``slot``. No device needs what the others hold."""
+
+    def put(whole: Array, single: Array) -> Array:
+        here = jnp.arange(whole.shape[0]) == slot
+        return jnp.where(here.reshape(-1, *[1] * (whole.ndim - 1)), single, whole)
+
+    return jax.tree.map(put, batch, image)
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -154,28 +179,8 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
 
     with jax.threefry_partitionable(True):
-        return jax.vmap(one)(_row_keys(keys, rows))
-
-
-def _row_keys(keys: Array, rows: Array) -> Array:
-    """A key for each image [B], of its own key words [B, 2] and the index of its row [B]."""
-    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
-
-
-def _merging_keys(keys: Array, rows: Array) -> Array:
-    """Key words that decide which tokens stay [B, 2]; the noise of the row is made of others."""
-    return jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 1)))(_row_keys(keys, rows))
-
-
-def window_rows(table: SamplerTable, start: int, length: int, batch: int) -> tuple[Rows, np.ndarray]:
-    """``length`` rows of a table from ``start``, the same for each image of a batch, on the host.
-
-    Returns:
-        The rows, each column [B, length, ...], and which of them use noise, [length] bool.
-    """
-    rows = table.window(start, length)
-    noisy = np.asarray(rows["M"][:, :, NOISE].any(axis=1))
-    return {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in rows.items()}, noisy
+        row_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
+        return jax.vmap(one)(row_keys)
 
 
 def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
@@ -183,12 +188,6 @@ def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
     state = np.zeros((noise.shape[0], SLOTS, *noise.shape[1:]), np.float32)
     state[:, 0] = noise * init_scale.astype(np.float32)[:, None, None, None]
     return state
-
-
-def features_shape(cfg: UNetConfig, latents: Sequence[int], layers: int, *, guided: bool) -> tuple[int, ...]:
-    """Shape of ``Reuse.features`` for latents of shape [B, h, w, C]; before the first full row they are zeros."""
-    batch, *deep = deep_shape(cfg, latents, layers)
-    return (2 * batch if guided else batch, 2, *deep)
 
 
 def _side_by_side(negative: Array, positive: Array) -> Array:

@@ -6,10 +6,11 @@ Every message names the argument, the value it got and the cure, so that the com
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -55,6 +56,24 @@ def check_count(name: str, value: Any) -> int:
         raise InputError(f"{name}={value!r} is not a whole number of at least 1")
     return int(value)
 
+
+def check_number(name: str, value: Any, cure: str = "") -> float:
+    """``value`` as a float, if it is a finite number that float32 can hold.
+
+    Raises:
+        InputError: it is not; ``cure`` follows.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= FLOAT32_MAX:
+        raise InputError(f"{name}={str(value)[:80]} is not a finite number{cure}")
+    return number
+
+
+FLOAT32_MAX = 3.4028235e38
+"""The largest number that float32 holds."""
 
 LISTED = 20
 """Names that an error lists at most."""

@@ -65,6 +65,9 @@ def test_scheduler_from_the_hub(tmp_path: Path) -> None:
     hub, printed = run(["-c", online], files, tmp_path)
     assert hub.fetched() == ["scheduler/scheduler_config.json"]
     assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"]
-    whole = f'from canvax.weights.hub import resolve; resolve("{MODEL}", revision="bf16")'
+    whole = (
+        "from canvax.weights.open import open_files; from canvax.weights.source import Source; "
+        f'open_files(Source("{MODEL}", revision="bf16"))'
+    )
     _, printed = run(["-c", whole + SCHEDULER], files, tmp_path)
     assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"] * 2

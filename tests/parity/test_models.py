@@ -98,6 +98,7 @@ VAES = {
         use_post_quant_conv=False,
         mid_block_add_attention=False,
         norm_num_groups=8,
+        shift_factor=0.6,
     ),
 }
 
@@ -109,7 +110,7 @@ def test_vae(name: str) -> None:
     params = params_of(reference, vae_spec(cfg))
     z, image = normal(2, 6, 9, 4), normal(2, 48, 72, 3)
     with torch.no_grad():
-        decoded = nhwc(reference.decode(nchw(z) / cfg.scaling_factor).sample)
+        decoded = nhwc(reference.decode(nchw(z) / cfg.scaling_factor + (cfg.shift_factor or 0.0)).sample)
         posterior = reference.encode(nchw(image)).latent_dist
     assert relative_error(jax.jit(vae_decode, static_argnums=2)(params, z, cfg), decoded) <= TOLERANCE
     mean, logvar = jax.jit(vae_encode, static_argnums=2)(params, image, cfg)
@@ -189,3 +190,89 @@ def test_upsample(size: tuple[int, int]) -> None:
     with torch.no_grad():
         want = nhwc(reference(nchw(x), output_size=size))
     assert relative_error(blocks.upsample(params, jnp.asarray(x), *size), want) <= TOLERANCE
+
+
+# Epsilons
+
+
+LOUD = ("norm", "to_q", "to_k", "to_v", "ff.net.0", "proj_out")
+"""What keeps its size in :func:`make_quiet`: else a branch after a normalisation would be too faint to be compared."""
+
+
+def make_quiet(module: torch.nn.Module) -> torch.nn.Module:
+    """Scale what makes the inputs of normalisations down by 1,000: their variances are then as small as an epsilon.
+
+    With inputs of unit variance an epsilon of 1e-5 in place of 1e-6 is lost in the tolerance.
+    """
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if not any(part in name for part in LOUD):
+                p.mul_(1e-3)
+    return module
+
+
+def without_epsilon(config: object) -> dict[str, object]:
+    """Arguments of the reference class, whose own epsilons are then used."""
+    return {name: value for name, value in strip(config).items() if not name.endswith("eps")}
+
+
+def test_epsilon_of_unet() -> None:
+    """1e-5 in its residual blocks and layer normalisations, 1e-6 where a transformer begins."""
+    cfg = dataclasses.replace(
+        UNETS["one_layer"], block_out_channels=(32, 32), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    reference = make_quiet(randomise(diffusers.UNet2DConditionModel(**without_epsilon(cfg))))
+    params = params_of(reference, unet_spec(cfg))
+    x, text, t = normal(1, 8, 8, 4), normal(1, 7, 48), np.array([500.0], np.float32)
+    with torch.no_grad():
+        want = nhwc(reference(nchw(x), torch.from_numpy(t), torch.from_numpy(text)).sample)
+    got = jax.jit(unet, static_argnums=4)(params, x, t, text, cfg)
+    assert relative_error(got, want) <= TOLERANCE
+
+
+def test_epsilon_of_transformer() -> None:
+    from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+    reference = make_quiet(
+        randomise(
+            Transformer2DModel(
+                num_attention_heads=4, attention_head_dim=8, in_channels=32, norm_num_groups=8, cross_attention_dim=24
+            )
+        )
+    )
+    params = params_of(reference, blocks.transformer_spec(32, 24, 1, heads=4, linear_projection=False))
+    x, text = 1e-3 * normal(2, 5, 6, 32), normal(2, 7, 24)
+    with torch.no_grad():
+        want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
+    seen = blocks.attended_text(params, jnp.asarray(text), 4)
+    got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=False)
+    # Of what the block adds: x itself passes beside it.
+    assert relative_error(got - x, want - x) <= TOLERANCE
+
+
+def test_epsilon_of_vae() -> None:
+    """1e-6 in every group normalisation, in residual blocks, attention and heads alike."""
+    cfg = dataclasses.replace(VAES["sd"], block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2,
+                              up_block_types=("UpDecoderBlock2D",) * 2, layers_per_block=1)  # fmt: skip
+    reference = make_quiet(randomise(diffusers.AutoencoderKL(**without_epsilon(cfg))))
+    params = params_of(reference, vae_spec(cfg))
+    z, image = normal(1, 4, 5, 4), normal(1, 8, 10, 3)
+    with torch.no_grad():
+        decoded = nhwc(reference.decode(nchw(z) / cfg.scaling_factor).sample)
+        mean = nhwc(reference.encode(nchw(image)).latent_dist.mean)
+    assert relative_error(jax.jit(vae_decode, static_argnums=2)(params, z, cfg), decoded) <= TOLERANCE
+    assert relative_error(jax.jit(vae_encode, static_argnums=2)(params, image, cfg)[0], mean) <= TOLERANCE
+
+
+def test_epsilon_of_text_encoder() -> None:
+    cfg = ClipTextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    reference = make_quiet(randomise(transformers.CLIPTextModel(transformers.CLIPTextConfig(**without_epsilon(cfg)))))
+    params = params_of(reference, text_encoder_spec(cfg), prefix="text_model.")
+    ids = rng.integers(0, 300, (2, 77))
+    with torch.no_grad():
+        want = reference(torch.from_numpy(ids)).last_hidden_state
+    got = jax.jit(text_encoder, static_argnums=2)(params, ids, cfg)
+    assert relative_error(got, want.numpy()) <= TOLERANCE

@@ -16,12 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from canvax.denoise import WINDOW, Reuse, denoise, features_shape, initial_state, window_rows  # noqa: E402
+from canvax.denoise import WINDOW, StepInputs, denoise  # noqa: E402
+from canvax.engine.segments import DeepPlan, guided_rows  # noqa: E402
 from canvax.models.configs import UNetConfig  # noqa: E402
+from canvax.models.denoiser import UNetDenoiser  # noqa: E402
 from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
-from canvax.pipelines.work import Work  # noqa: E402
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
-from canvax.samplers.table import run  # noqa: E402
+from canvax.samplers.table import SLOTS, run  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
 from .test_models import SMALL_UNET, strip  # noqa: E402
@@ -34,23 +35,23 @@ rng = np.random.default_rng(0)
 class Overlooking:
     """diffusers' UNet with guidance, whose deep features are kept and forecast as a published schedule says."""
 
-    def __init__(self, cfg: UNetConfig, layers: int, reuse: int, order: int) -> None:
+    def __init__(self, cfg: UNetConfig, layers: int, reuse: int) -> None:
         self.unet: Any = randomise(diffusers.UNet2DConditionModel(**strip(cfg)))
         resnets: list[Any] = [resnet for block in self.unet.up_blocks for resnet in block.resnets]
         widths = [cfg.block_out_channels[-1], *(resnet.out_channels for resnet in resnets)]
         self.channels = widths[len(resnets) - layers]
         resnets[-layers].register_forward_pre_hook(self.overlook)
-        self.reuse, self.order = reuse, order
+        self.reuse = reuse
         self.row, self.time = 0, 0.0
         self.past: list[tuple[float, Any]] = []
 
     def overlook(self, _: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         deep, skip = inputs[0].split((self.channels, inputs[0].shape[1] - self.channels), dim=1)
-        if self.row == 0 or (self.row >= self.order and (self.row - self.order) % self.reuse == 0):
+        if self.row == 0 or (self.row - 1) % self.reuse == 0:
             self.past = [(self.time, deep), *self.past[:1]]
         else:
             (last, deep), (before, older) = self.past[0], self.past[-1]
-            if self.order and last != before:
+            if last != before:
                 deep = deep + (deep - older) * (self.time - last) / (last - before)
         return (torch.cat((deep, skip), dim=1), *inputs[1:])
 
@@ -64,38 +65,36 @@ class Overlooking:
 
 
 def ours(
-    params: Any, cfg: UNetConfig, layers: int, work: Work, noise: np.ndarray, text: np.ndarray, negative: np.ndarray
+    params: Any, cfg: UNetConfig, plan: DeepPlan, table: SamplerTable, noise: np.ndarray, *texts: np.ndarray
 ) -> np.ndarray:
     """x after each row, the loop called for one row at a time."""
-    table, batch = work.table, len(noise)
-    program = jax.jit(denoise, static_argnames=("cfg", "layers"))
-    state: Any = initial_state(noise, np.full(batch, table.init_scale))
-    features: Any = np.zeros(features_shape(cfg, noise.shape, layers, guided=True), np.float32)
-    keys, seen = np.zeros((batch, 2), np.uint32), []
+    batch, denoiser = len(noise), UNetDenoiser(cfg)
+    program = jax.jit(denoise, static_argnames=("denoiser", "deep_layers"))
+    state: Any = np.zeros((batch, SLOTS, *noise.shape[1:]), np.float32)
+    state[:, 0] = noise * table.init_scale
+    features: Any = np.zeros((2 * batch, 2, *denoiser.deep_shape(noise.shape, plan.layers)[1:]), np.float32)
+    text, negative = ({"text": one} for one in texts)
+    keys, noisy, seen = np.zeros((batch, 2), np.uint32), np.zeros(WINDOW, bool), []
     for row in range(len(table)):
-        rows, noisy = window_rows(table, row, WINDOW, batch)
-        reuse = work.reuse(row, features)
-        assert isinstance(reuse, Reuse)
-        told: Any = ({"text": text}, {"text": negative})
-        count: Any = np.int32(1)
-        state, _, features = program(
-            params, state, *told, rows, keys, noisy, count, reuse, cfg=cfg, layers=layers  # type: ignore[arg-type]
-        )  # fmt: skip
+        columns = table.window(row, WINDOW)
+        rows = {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in columns.items()}
+        inputs = StepInputs(state, text, negative, rows, keys, noisy, np.int32(1), plan.window(row, features))
+        state, _, features = program(params, inputs, denoiser=denoiser, deep_layers=plan.layers)
         seen.append(np.asarray(state)[:, 0])
     return np.stack(seen)
 
 
-def compare(cfg: UNetConfig, layers: int, reuse: int, order: int, sampler: str, size: tuple[int, int]) -> None:
-    reference = Overlooking(cfg, layers, reuse, order)
+def compare(cfg: UNetConfig, layers: int, reuse: int, sampler: str, size: tuple[int, int]) -> None:
+    reference = Overlooking(cfg, layers, reuse)
     params = params_of(reference.unet, unet_spec(cfg))
     table: SamplerTable = build_table(SCHEDULER, STEPS, sampler=sampler, guidance=GUIDANCE)
     noise = rng.standard_normal((2, *size, 4)).astype(np.float32)
     text, negative = (rng.standard_normal((2, 77, 48)).astype(np.float32) for _ in range(2))
     want = run(table, lambda x, time, row: reference(x, time, row, text, negative), noise)
-    work = Work.of(table, guided=True, reuse=reuse, order=order)
-    assert work.full is not None
-    assert not work.full.all()
-    got = ours(params, cfg, layers, work, noise, text, negative)
+    plan = DeepPlan.of(table, guided_rows(table), reuse, layers)
+    assert plan is not None
+    assert not plan.full.all()
+    got = ours(params, cfg, plan, table, noise, text, negative)
     for row in range(len(table)):
         assert relative_error(got[row], want[row]) <= 1e-4, row
 
@@ -109,14 +108,12 @@ OFTEN = (1, 4, 9)
 )
 def test_every_depth(layers: int) -> None:
     assert skip_connections(SMALL_UNET) == 9
-    compare(SMALL_UNET, layers, 3, 1, "ddim", (8, 8))
+    compare(SMALL_UNET, layers, 3, "ddim", (8, 8))
 
 
-@pytest.mark.parametrize(
-    ("reuse", "order", "sampler"), [(2, 0, "ddim"), (4, 1, "dpmpp_2m"), (2, 1, "heun"), (3, 1, "pndm"), (3, 0, "unipc")]
-)
-def test_schedules_and_samplers(reuse: int, order: int, sampler: str) -> None:
-    compare(SMALL_UNET, 2, reuse, order, sampler, (8, 8))
+@pytest.mark.parametrize(("reuse", "sampler"), [(2, "ddim"), (4, "dpmpp_2m"), (2, "heun"), (3, "pndm")])
+def test_schedules_and_samplers(reuse: int, sampler: str) -> None:
+    compare(SMALL_UNET, 2, reuse, sampler, (8, 8))
 
 
 def test_odd_sizes_and_other_blocks() -> None:
@@ -127,4 +124,4 @@ def test_odd_sizes_and_other_blocks() -> None:
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
     )
     for layers in (2, 4):
-        compare(cfg, layers, 3, 1, "euler", (14, 9))
+        compare(cfg, layers, 3, "euler", (14, 9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import takewhile
 from typing import Any
@@ -19,8 +19,17 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes; 0 is success."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C."""
+Command = Callable[[list[str], dict[str, Any]], None]
+"""Does what some arguments say, and puts what it has to report into a dict, of use even when it fails halfway."""
+
+
+def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
+    """Run a command line and return the exit code: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
+
+    Args:
+        argv: the arguments, by default those of the process.
+        run: the command, by default ``canvax`` with its subcommands.
+    """
     if argv is None:
         compile_faster()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -30,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            code, error = _run(arguments, report)
+            code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
             hush_stdout()
             return FAILED
@@ -53,12 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Run a command; what it has to report is in ``report`` even when it fails halfway."""
+def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
+    chosen = parse(arguments)
+    import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+
+
+def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Run a command: its exit code, and what went wrong."""
     debug = os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
     try:
-        chosen = parse(arguments)
-        import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+        run(arguments, report)
     except KeyboardInterrupt:
         return INTERRUPTED, _error("Cancelled", "cancelled; pictures finished so far are kept")
     except BrokenPipeError:

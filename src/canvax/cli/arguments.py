@@ -36,10 +36,8 @@ examples:
 """
 _BENCH_EXAMPLES = """
 examples:
-  canvax bench unet --model sd15 --size 512x512 --against torch
-  canvax bench picture --model sdxl --steps 30 --dtype bfloat16 --against torch --against torch-compile
-  canvax bench vae --model sd15 --against torch --against flax --flax-python ./old/bin/python --json
-  canvax bench load --model sdxl --dtype bfloat16 --against torch --cold
+  canvax bench
+  canvax bench owner/name --size 1024x1024 --batch 4 --steps 30 --dtype bfloat16
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
@@ -164,9 +162,8 @@ def build_parser() -> Parser:
     ))  # fmt: skip
     _bench(commands.add_parser(
         "bench",
-        help="measure canvax beside PyTorch diffusers on this machine",
-        description="Measure a part of a model: same weights, same inputs, same work, outputs compared first. "
-        "Contenders are processes that take turns; what they need is installed by you.",
+        help="how fast this machine generates images",
+        description="Time whole images, text to pixels, on this machine. Compiling is told apart.",
         epilog=_BENCH_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
@@ -186,7 +183,6 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
     parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
-    parser.add_argument("--token-merging", type=float, default=0.0, metavar="X", help="for generate --token-merging")
     _dtype(parser)
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -265,14 +261,10 @@ def _how_to_draw(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1); less work")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument(
-        "--reuse", metavar="N|I,I,...", help="all of the UNet in every N-th evaluation alone (1), or in those listed"
+        "--reuse", type=int, metavar="N", help="compute all of the UNet in every N-th evaluation alone (1)"
     )
     group.add_argument(
         "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
-    )
-    group.add_argument("--reuse-order", type=int, metavar="0|1", help="of --reuse: take the last, or extrapolate (1)")
-    group.add_argument(
-        "--token-merging", type=float, metavar="X", help="0..0.75, tokens merged for self-attention (0); compiles once"
     )
     group.add_argument(
         "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
@@ -318,12 +310,12 @@ def _devices(parser: argparse.ArgumentParser) -> None:
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", action="store_true", help="estimate what each device needs; compiles nothing")
+    group.add_argument("--memory", action="store_true", help="what each device needs, by compiling")
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images drawn at once (1 for each of data)")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (1 for each of data)")
     _dtype(group)
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2, of any devices (data over those there are)")
+    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
 
 def _dtype(group: Any) -> None:
@@ -368,31 +360,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "part", metavar="PART", choices=["unet", "vae", "text", "picture", "load", "start"],
-        help="unet (one guided evaluation), vae (decoding), text (encoding), picture (all of it), load (a checkpoint "
-        "from files), start (from the start of a process to a picture on disk)",
-    )  # fmt: skip
-    parser.add_argument(
-        "-m", "--model", default="emoji", metavar="MODEL",
-        help="sd14, sd15, sd21 or sdxl: full size, random weights; emoji (the default) or a folder",
-    )  # fmt: skip
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
-    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="pictures at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of a picture (20; 4 for start)")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
-    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
-    parser.add_argument(
-        "--against", action="append", default=[], choices=["torch", "torch-compile", "flax"],
-        help="a peer: PyTorch diffusers, the same compiled, or its old Flax classes; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
-    parser.add_argument("--flax-python", metavar="PATH", help="the Python that has the old Flax classes (this one)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")
-    parser.add_argument(
-        "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
-    )
-    parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
+    parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's own)")
+    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of the sampler (the model's own)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often it is timed (3)")
+    parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
+    _dtype(parser)
+    _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 

@@ -1,229 +1,111 @@
-"""``canvax bench``: canvax beside its peers on this machine, outputs compared first."""
+"""``canvax bench``: how fast this machine generates images, compiling apart."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import signal
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import statistics
+from typing import Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import complain, say, table
-from canvax.errors import InputError, check_count, nearest
+from canvax.errors import check_count
 
-if TYPE_CHECKING:
-    from canvax.bench.job import Job
-
-BUSY = 0.25
-"""Load average for each processor from which on other work is in the way."""
-
-_WITHOUT = {"torch-compile": ("load", "start"), "flax": ("text", "picture", "load", "start")}
-"""Parts that a peer does not take part in."""
+PROMPT = "a red apple"
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Measure a part, and print a table."""
-    from canvax.bench.chips import peak_flops
-    from canvax.bench.job import PEERS
-    from canvax.bench.measure import measure
-    from canvax.bench.process import Contender, check_peer, probe
-
+    """Time whole images, text to pixels, and print a table."""
     width, height = parse_size(arguments.size)
-    check_count("--rounds", arguments.rounds)
-    pythons = {"torch": arguments.torch_python, "torch-compile": arguments.torch_python, "flax": arguments.flax_python}
-    peers = [Contender(name, pythons[name] or sys.executable) for name in dict.fromkeys(arguments.against)]
-    for peer in peers:
-        if arguments.part in _WITHOUT.get(peer.name, ()):
-            raise InputError(f"--against {peer.name}: it does not take part in {arguments.part}; use --against torch")
-        check_peer(peer)
-    platform, kind = probe(arguments.device)
-    if platform == "tpu" and peers:
-        raise InputError("--against: peers run on CPU and GPU, and canvax would run on a TPU; add --device cpu")
-    load = _load()[0]
-    if load / (os.cpu_count() or 1) > BUSY:
-        complain(f"other programs use this machine (load average {load:.1f}); trust ratios alone",
-                 label="warning: ")  # fmt: skip
-    tell = (lambda text: None) if arguments.quiet else complain
-    with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
-        job = _job(arguments, folder, width, height, platform)
-        report |= _about(arguments, job, platform, kind)
-        found = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
-    ours = found["canvax"]["median_s"]
-    theirs = {name: one["median_s"] for name, one in found.items() if name in PEERS}
-    peer = min(theirs, key=lambda name: theirs[name]) if theirs else None
-    peak = peak_flops(kind, job.dtype)
-    for one in found.values():
-        one["ratio"] = ours / one["median_s"]
-        one["ratio_of_fastest"] = found["canvax"]["min_s"] / one["min_s"]
-        if "flops" in found["canvax"]:  # the same work, so the same count
-            one["flops_per_s"] = found["canvax"]["flops"] / one["median_s"]
-            one["share_of_peak"] = peak and one["flops_per_s"] / peak
-        if job.part == "picture":
-            one["pictures_per_s"] = job.batch / one["median_s"]
+    rounds, batch = check_count("--rounds", arguments.rounds), check_count("--batch", arguments.batch)
+    import canvax
+    from canvax.parallel.mesh import mesh_of
+    from canvax.planning.chips import peak_flops
+
+    if not arguments.quiet:
+        complain(f"loading {arguments.model}")
+    pipe = canvax.load(
+        arguments.model,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        revision=arguments.revision,
+        variant=arguments.variant,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        mesh=mesh_of(arguments.mesh),
+        progress=not arguments.quiet,
+    )
+    options, results = canvax.Options(progress=False), []
+    for turn in range(rounds + 1):  # the first one compiles
+        if not arguments.quiet:
+            complain("compiling" if turn == 0 else f"round {turn} of {rounds}")
+        results.append(
+            pipe([PROMPT] * batch, height=height, width=width, num_inference_steps=arguments.steps, seed=0,
+                 options=options)
+        )  # fmt: skip
+    first, *warm = [result.timings for result in results]
+    seconds = [timings["total"] for timings in warm]
+    devices, meta = pipe.programs.mesh.devices, results[0].metadata[0]
+    kind, median = devices.flat[0].device_kind, statistics.median(seconds)
+    peak = peak_flops(kind, pipe.model.dtype)
+    flops = picture_flops(pipe, meta["height"], meta["width"], batch, round(warm[0]["denoise"] / warm[0]["step"]))
     report |= {
-        "unit": "s", "ours": ours, "theirs": theirs[peer] if peer else None, "peer": peer,
-        "ratio": ours / theirs[peer] if peer else None, "peak_flops_per_s": peak, "contenders": found,
+        "model": pipe.model.name, "dtype": pipe.model.dtype, "width": meta["width"], "height": meta["height"],
+        "batch": batch, "steps": meta["num_inference_steps"], "sampler": meta["sampler"],
+        "guidance_scale": meta["guidance_scale"], "mesh": dict(pipe.programs.mesh.shape),
+        "device": {"platform": devices.flat[0].platform, "kind": kind, "count": devices.size},
+        "compile_s": first["compile"], "seconds": seconds, "median_s": median, "images_per_s": batch / median,
+        "step_s": statistics.median(timings["step"] for timings in warm), "flops_per_s": flops / median,
+        "share_of_peak": flops / median / (peak * devices.size) if peak else None,
+        "memory_bytes": pipe.memory(meta["height"], meta["width"], batch, guidance=meta["guidance_scale"] > 1).total,
+        "versions": versions(),
     }  # fmt: skip
     if not arguments.json:
         for line in lines(report):
             say(line)
 
 
-@contextmanager
-def _tidy_when_ended() -> Iterator[None]:
-    """Let SIGTERM stop this like Ctrl-C: else it would leave gigabytes of random weights behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def picture_flops(pipe: Any, height: int, width: int, batch: int, evaluations: int) -> float:
+    """FLOPs of the denoising of a batch with guidance, by the model as it is written down, whatever the kernels."""
+    import jax
+    import jax.numpy as jnp
 
+    from canvax.kernels.target import compiling_for
+    from canvax.planning.flops import count_flops
 
-@contextmanager
-def _checkpoint(model: str, stored: str, tell: Any) -> Iterator[Path]:
-    """The folder of a model; that of a preset lasts as long as it is needed."""
-    from canvax.bench.models import find_preset, write_random
-    from canvax.models.presets import PRESETS
-    from canvax.weights.hub import BUNDLED, resolve
-
-    preset = find_preset(model)
-    if preset is None:
-        if "/" not in model and model not in BUNDLED and not Path(model).expanduser().exists():
-            raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*PRESETS, *BUNDLED])}")
-        yield resolve(model).folder
-        return
-    with tempfile.TemporaryDirectory(prefix="canvax-model-") as scratch:
-        tell(f"writing {model} with random weights to {scratch}")
-        yield write_random(Path(scratch) / model, preset, dtype=stored)
-
-
-def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height: int | None, platform: str) -> Job:
-    """What is to be done, checked."""
-    import numpy as np
-
-    from canvax.bench.job import Job
-    from canvax.pipelines.checkpoint import parse_dtype, read_checkpoint
-    from canvax.pipelines.request import check_size
-    from canvax.weights.hub import resolve
-
-    usual = "float32" if platform == "cpu" else "bfloat16"
-    dtype = parse_dtype(arguments.dtype or usual).name
-    checkpoint = read_checkpoint(resolve(folder), np.float32)
-    side = checkpoint.native_size
-    if arguments.part == "vae" and dtype == "float16" and checkpoint.vae.force_upcast:
-        raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
-    steps = arguments.steps or (4 if arguments.part == "start" else 20)
-    return Job(
-        part=arguments.part,
-        folder=folder,
-        width=check_size("width", width, side[1]),
-        height=check_size("height", height, side[0]),
-        batch=check_count("--batch", arguments.batch),
-        steps=check_count("--steps", steps),
-        dtype=dtype,
-        device=platform,
+    networks = pipe.model.networks
+    shape = networks.latent_shape(2 * batch, height, width)
+    conditions = pipe.programs.step_inputs(pipe.params, shape, guided=False).conditions
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pipe.params[networks.denoiser.component]
     )
+    arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), conditions)
 
+    def network(p: Any, x: Any, timestep: Any, conditions: Any) -> Any:
+        return networks.denoiser.apply(p, x, timestep, networks.denoiser.prepare(p, conditions))
 
-def _about(arguments: argparse.Namespace, job: Job, platform: str, kind: str) -> dict[str, Any]:
-    return {
-        "part": job.part, "model": arguments.model, "stored": arguments.stored, "width": job.width,
-        "height": job.height, "batch": job.batch, "steps": job.steps, "dtype": job.dtype, "rounds": arguments.rounds,
-        "cold": arguments.cold, "device": {"platform": platform, "kind": kind, "processors": os.cpu_count(),
-        "processor": _processor()}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load_average": _load(), "versions": versions(),
-    }  # fmt: skip
-
-
-def _load() -> list[float]:
-    """The load average of 1, 5 and 15 minutes; zeros where the system has none."""
-    return list(os.getloadavg()) if hasattr(os, "getloadavg") else [0.0] * 3
-
-
-def _processor() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1] if match else None
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    with compiling_for("none"):
+        each = count_flops(network, weights, x, jax.ShapeDtypeStruct(shape[:1], jnp.float32), arguments)
+    return evaluations * each
 
 
 def lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    part, device, found = report["part"], report["device"], report["contenders"]
-    work = {
-        "unet": f"one guided evaluation, {2 * report['batch']} samples",
-        "vae": f"decoding {report['batch']}",
-        "text": f"{report['batch']} prompts",
-        "picture": f"{report['batch']} at once, {report['steps']} guided steps",
-        "load": "files out of the page cache" if report["cold"] else "files in the page cache",
-        "start": f"from the start of the process to a picture on disk, {report['steps']} guided steps",
-    }[part]
-    size = "" if part in ("text", "load") else f" {report['width']} x {report['height']},"
-    where = device["kind"] if device["platform"] != "cpu" else f"{device['processors']} x {device['processor']}"
-    head = f"{report['model']} {part}:{size} {report['dtype']}, {work}; {where}; {report['date'][:10]}"
-    columns = [column for column in _COLUMNS if any(column[1](one) for one in found.values())]
-    rows = [("", *(title for title, _ in columns))]
-    rows += [(name, *(cell(one) for _, cell in columns)) for name, one in found.items()]
-    told = [head, "", *table(rows, right=range(1, len(columns) + 1)), ""]
-    if part == "start":
-        told += [*_moments(found), ""]
-    for name, one in found.items():
-        if "versions" in one:
-            told.append(f"{name}: {', '.join(f'{what} {number}' for what, number in one['versions'].items())}")
-    rounds = f"{report['rounds']} round{'s' * (report['rounds'] != 1)}, contenders taking turns"
-    told.append(f"python {report['versions']['python']}; {rounds}; load average {report['load_average'][0]:.1f}")
-    return told
-
-
-def _moments(found: dict[str, Any]) -> list[str]:
-    """When each thing was done, in seconds since the start of the process."""
-    names = list(found["canvax"]["moments"])
-    rows = [("", *(name.replace("_", " ") for name in names), "traces", "compilations")]
-    for name, one in found.items():
-        cells = [_spread(one["moments"][moment]) if moment in one["moments"] else "" for moment in names]
-        rows.append((name, *cells, str(one.get("traces", "")), str(one.get("compilations", ""))))
-    return table(rows, right=range(1, len(rows[0])))
-
-
-def _spread(one: dict[str, Any]) -> str:
-    return f"{_time(one['median_s'])} ({_time(one['min_s'])}-{_time(one['max_s'])})"
-
-
-def _time(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _gigabytes(one: dict[str, Any], name: str) -> str:
-    return f"{one[name] / 1e9:.2f}" if one.get(name) else ""
-
-
-def _number(one: dict[str, Any], name: str, form: str) -> str:
-    return f"{one[name]:{form}}" if one.get(name) is not None else ""
-
-
-_COLUMNS: list[tuple[str, Any]] = [
-    ("median s (min-max)", _spread),
-    ("canvax / it", lambda one: f"{one['ratio']:.2f}"),
-    ("fastest", lambda one: f"{one['ratio_of_fastest']:.2f}"),
-    ("it / reading", lambda one: _number(one, "over_reading", ".2f")),
-    ("pictures/s", lambda one: _number(one, "pictures_per_s", ".3g")),
-    ("GFLOP/s", lambda one: f"{one['flops_per_s'] / 1e9:.0f}" if "flops_per_s" in one else ""),
-    ("of peak", lambda one: _number(one, "share_of_peak", ".0%")),
-    ("compile s", lambda one: _number(one, "compile_s", ".1f")),
-    ("first run s", lambda one: _number(one, "first_s", ".2f")),
-    ("load s", lambda one: _number(one, "load_s", ".1f")),
-    ("peak host GB", lambda one: _gigabytes(one, "host_peak_bytes")),
-    ("/ weights", lambda one: _number(one, "peak_over_weights", ".2f")),
-    ("peak device GB", lambda one: _gigabytes(one, "device_peak_bytes")),
-    ("differs by", lambda one: _number(one, "differs_by", ".1e")),
-]
+    device, share = report["device"], report["share_of_peak"]
+    rows = [
+        ("images a second", f"{report['images_per_s']:.3g}"),
+        (
+            "seconds for a batch",
+            f"{report['median_s']:.3g} ({min(report['seconds']):.3g}-{max(report['seconds']):.3g})",
+        ),
+        ("seconds a step", f"{report['step_s']:.3g}"),
+        ("TFLOP/s", f"{report['flops_per_s'] / 1e12:.3g}" + (f", {share:.0%} of the peak" if share else "")),
+        ("memory on each device", f"{report['memory_bytes'] / 1e9:.2f} GB"),
+        ("compiling, once", f"{report['compile_s']:.1f} s"),
+    ]
+    what = f"{report['steps']} steps of {report['sampler']}, guidance {report['guidance_scale']:g}, {report['dtype']}"
+    size = f"{report['batch']} of {report['width']} x {report['height']}"
+    head = f"{report['model']}: {size}, {what}; {device['count']} x {device['kind']}"
+    return [head, "", *table(rows, right=(1,))]

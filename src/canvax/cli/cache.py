@@ -8,7 +8,7 @@ from typing import Any
 
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.compile import cache
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import InputError
 
 DAY = 86400.0
 
@@ -18,10 +18,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     days = arguments.older_than
     if days is not None and (arguments.action != "clear" or not days >= 0):
         raise InputError(f"--older-than {days:g} goes with clear, and is a number of days; canvax cache clear --help")
-    try:
-        folder = cache.cache_path()
-    except RuntimeError:
-        raise CanvaxError(f"there is no home folder; set {cache.FOLDER} to a folder") from None
+    folder = cache.cache_path()
     report["folder"] = None if folder is None else str(folder)
     if folder is None:
         complain(f"{cache.FOLDER} is off: nothing is kept")
@@ -39,45 +36,40 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def _list(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.compile.key import software
 
-    now, ours = time.time(), software()
-    programs = []
-    for one in cache.programs():
-        header = one.header or {}
-        programs.append({
-            "file": str(one.path), "bytes": one.size, "used": one.used, "created": header.get("created"),
-            "stale": header.get("software") != ours, "about": header.get("about"), "devices": header.get("devices"),
-            "software": header.get("software"), "settings": header.get("settings"),
-        })  # fmt: skip
-    total = sum(one["bytes"] for one in programs)
-    report |= {"programs": programs, "bytes": total, "jax_bytes": cache.shared_bytes(), "limit": cache.size_limit()}
+    current = software()
+    programs: list[dict[str, Any]] = [
+        {"file": str(program.path), "bytes": program.size, "used": program.used}
+        | {"stale": program.header.get("software") != current}
+        | {name: program.header.get(name) for name in ("created", "description", "devices", "software", "settings")}
+        for program in cache.programs()
+    ]
+    total = sum(program["bytes"] for program in programs)
+    report |= {"programs": programs, "bytes": total, "limit": cache.size_limit()}
     if arguments.json:
         return
     if programs:
         rows = [("program", "model", "size", "batch", "dtype", "device", "on disk", "used", "")]
-        rows += [_row(one, now) for one in programs]
+        rows += [_row(program, time.time()) for program in programs]
         for line in table(rows, right=(1, 3, 6)):
             say(line)
         say("")
-    say(
-        f"{len(programs)} programs, {byte_size(total)}, and {byte_size(report['jax_bytes'])} of JAX's own; "
-        f"limit {byte_size(report['limit'])}"
-    )
+    say(f"{len(programs)} programs, {byte_size(total)}; limit {byte_size(report['limit'])}")
     say(str(cache.cache_path()))
 
 
-def _row(one: dict[str, Any], now: float) -> tuple[str, ...]:
-    about, devices = one["about"], one["devices"]
-    ago, disk = _ago(now - one["used"]), byte_size(one["bytes"])
+def _row(program: dict[str, Any], now: float) -> tuple[str, ...]:
+    disk, ago = byte_size(program["bytes"]), _ago(now - program["used"])
+    description, devices = program["description"], program["devices"]
     try:
-        size = f"{about['width']}x{about['height']}" if "width" in about else "any"
-        name = about["program"] + (" without guidance" if about.get("guided") is False else "")
-        name += ", reusing" if about.get("reuse") else ""
-        name += f", merging {about['merging']:.3g}" if about.get("merging") else ""
+        size = f"{description['width']}x{description['height']}" if "width" in description else "any"
+        name = description["program"] + (" without guidance" if description.get("guided") is False else "")
+        name += ", reusing" if description.get("reuse") else ""
         device = devices["kind"] if len(devices["each"]) == 1 else f"{len(devices['each'])} x {devices['kind']}"
-        count = f"{about['parameters'] / 1e6:.3g}M"
-        stale = "for other software" if one["stale"] else ""
-        return name, count, size, str(about["batch"]), about["dtype"], device, disk, ago, stale
-    except (KeyError, TypeError):
+        count = f"{description['parameters'] / 1e6:.3g}M"
+        stale = "for other software" if program["stale"] else ""
+        shown = (name, count, size, description["batch"], description["dtype"], device)
+        return (*(" ".join(str(cell).split())[:80] for cell in shown), disk, ago, stale)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # the file says something else
         return "?", "", "", "", "", "", disk, ago, "unreadable"
 
 

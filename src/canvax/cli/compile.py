@@ -8,7 +8,6 @@ from typing import Any
 
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import InputError
-from canvax.pipelines.options import check_merging
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -17,17 +16,16 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for batch in arguments.batch:
         if batch < 1:
             raise InputError(f"--batch {batch} is not a whole number of at least 1")
-    check_merging(arguments.token_merging)
-    from canvax.pipelines.checkpoint import open_checkpoint
-    from canvax.pipelines.request import check_size
-    from canvax.pipelines.text_to_image import StableDiffusion
+    from canvax.pipelines.checks import check_size
+    from canvax.pipelines.open import open_model
+    from canvax.pipelines.pipeline import StableDiffusion
 
     for width, height in sizes:
         check_size("width", width, 0)
         check_size("height", height, 0)
     if not arguments.quiet:
         complain(f"reading {arguments.model}")
-    checkpoint, programs, params = open_checkpoint(
+    model, programs, params = open_model(
         arguments.model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -39,9 +37,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         progress=not arguments.quiet,
         weights=False,
     )
-    pipe = StableDiffusion(checkpoint, programs, params)
+    pipe = StableDiffusion(model, programs, params)
     report["programs"] = built = []
-    for width, height in sizes or [checkpoint.native_size[::-1]]:
+    for width, height in sizes or [model.native_size[::-1]]:
         for batch in arguments.batch:
             builds = pipe.compile(
                 height,
@@ -49,7 +47,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 batch,
                 guidance=not arguments.no_guidance,
                 reuse_layers=arguments.reuse_layers,
-                token_merging=arguments.token_merging,
                 progress=not arguments.quiet,
             )
             for build in builds:

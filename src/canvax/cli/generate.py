@@ -23,8 +23,8 @@ from canvax.images.metadata import save_numbered, save_png
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from canvax.pipelines.pipeline import StableDiffusion
     from canvax.pipelines.result import Result
-    from canvax.pipelines.text_to_image import StableDiffusion
 
 BATCH_PIXELS = 512 * 512
 """Pixels that a device draws at once unless --batch-size says otherwise: safe for a full-size model anywhere."""
@@ -140,33 +140,30 @@ def _check_batch_size(size: int | None) -> None:
 
 def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
     """What depends on the model, if its files are on disk: no weights are read."""
-    from canvax.pipelines.checkpoint import check_index, parse_dtype, read_checkpoint
-    from canvax.pipelines.conditions import check_for_model, check_start
+    from canvax.families.read import family_of, read_model
+    from canvax.pipelines.checks import parse_dtype
+    from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
-    from canvax.weights.hub import resolve
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
         parse_dtype(source.dtype)
     check_kind(source.quantize)
     try:
-        checkout = resolve(
-            source.model,
-            revision=source.revision,
-            variant=source.variant,
-            cache_dir=arguments.cache_dir,
-            local_files_only=True,
-            progress=False,
-            accept=check_index,
+        origin = ModelSource(
+            source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
+        files = open_files(origin, accept=family_of)
     except (CheckpointError, HubError):
         return  # not on disk yet, or not at all: loading will tell
-    checkpoint = read_checkpoint(checkout, "float32")
+    model = read_model(files, "float32")
     for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
-        usual = picture.options.own_steps or checkpoint.defaults.num_inference_steps
+        usual = picture.options.own_steps or model.defaults.num_inference_steps
         steps = usual if picture.steps is None else picture.steps
-        check_table(dataclasses.replace(picture, steps=steps), checkpoint.scheduler)
-        check_for_model(picture.options, checkpoint)
-        check_start(picture.options, picture.sampler, None, checkpoint)
+        check_table(dataclasses.replace(picture, steps=steps), model.scheduler)
+        check_for_model(picture.options, model)
+        check_start(picture.options, picture.sampler, None, model)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
@@ -198,10 +195,10 @@ def _about(pipe: StableDiffusion) -> dict[str, Any]:
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
     return {
-        "model": pipe.checkpoint.name,
-        "revision": pipe.checkpoint.revision,
-        "dtype": pipe.checkpoint.dtype,
-        "quantize": pipe.checkpoint.quantize,
+        "model": pipe.model.name,
+        "revision": pipe.model.revision,
+        "dtype": pipe.model.dtype,
+        "quantize": pipe.model.quantize,
         "device": {
             "platform": first.platform,
             "kind": first.device_kind,
@@ -252,7 +249,7 @@ def _draw_all(
 
 def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
     """Pictures to draw at once: what a device can surely hold, spread evenly over the batches."""
-    native = pipe.checkpoint.native_size
+    native = pipe.model.native_size
     pixels = max((one.height or native[0]) * (one.width or native[1]) for one in pictures)
     most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.shape["data"]
     largest = max(Counter(one.shared for one in pictures).values())

@@ -16,7 +16,7 @@ from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 
 if TYPE_CHECKING:
-    from canvax.weights.hub import Checkout
+    from canvax.weights.files import ModelFiles
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of what is taken for a picture; only PNGs can be read, and the error for the others says so."""
@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= picture_info(path)
         lines = _picture_lines(report)
     else:
-        checkout = _checkout(arguments)
-        report |= model_info(checkout)
+        files = _files(arguments)
+        report |= model_info(files)
         lines = _model_lines(report)
         if arguments.memory:
-            report["memory"] = memory_info(checkout, arguments)
+            report["memory"] = memory_info(arguments)
             lines += ["", *_memory_lines(report["memory"])]
     if not arguments.json:
         for line in lines:
@@ -88,8 +88,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
                 words += [f"--set={one}" for one in several]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
-                one_of_a_list = len(several) == 1 and isinstance(value, list | tuple)  # "2" alone is every second
-                several = [",".join(several) + "," * (flag == "--reuse" and one_of_a_list)]
+                several = [",".join(several)]
             words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
     return command_line(words)
 
@@ -118,21 +117,17 @@ def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _checkout(arguments: argparse.Namespace) -> Checkout:
+def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The model on disk, downloading it only if it is not there."""
-    from canvax.pipelines.checkpoint import check_index
-    from canvax.weights.hub import resolve
+    from canvax.families.read import family_of
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source
 
-    def find(local: bool) -> Checkout:
-        return resolve(
-            arguments.what,
-            revision=arguments.revision,
-            variant=arguments.variant,
-            token=arguments.token,
-            cache_dir=arguments.cache_dir,
-            local_files_only=local,
-            accept=check_index,
+    def find(local: bool) -> ModelFiles:
+        source = Source(
+            arguments.what, arguments.revision, arguments.variant, arguments.token, arguments.cache_dir, local
         )
+        return open_files(source, accept=family_of)
 
     try:
         return find(True)
@@ -143,96 +138,95 @@ def _checkout(arguments: argparse.Namespace) -> Checkout:
         return find(False)
 
 
-def model_info(checkout: Checkout) -> dict[str, Any]:
+def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model; no weights are read and no JAX backend is started."""
-    from canvax.pipelines.checkpoint import read_checkpoint
+    from canvax.families.read import read_model
     from canvax.weights.layout import KINDS
 
-    checkpoint = read_checkpoint(checkout, "float32")
-    parts = {name: {"class": kind, **(_weights(checkout, name) if name in KINDS else {})}
-             for name, kind in checkout.components.items()}  # fmt: skip
+    model = read_model(files, "float32")
+    parts = {name: {"class": kind, **(_weights(files, name) if name in KINDS else {})}
+             for name, kind in files.components.items()}  # fmt: skip
     parameters = sum(part.get("parameters", 0) for part in parts.values())
-    options, schedule = checkpoint.scheduler.options, checkpoint.scheduler.schedule
+    options, schedule = model.scheduler.options, model.scheduler.schedule
     return {
-        "model": checkout.source,
-        "folder": str(checkout.folder),
-        "revision": checkout.revision,
-        "pipeline": checkout.index.get("_class_name"),
+        "model": files.name,
+        "folder": str(files.folder()),
+        "revision": files.revision,
+        "pipeline": files.index.get("_class_name"),
         "components": parts,
-        "not_used": list(checkout.unread),
+        "not_used": list(files.unread),
         "parameters": parameters,
         "memory_bytes": {dtype: parameters * size for dtype, size in MEMORY_DTYPES.items()},
-        "height": checkpoint.native_size[0],
-        "width": checkpoint.native_size[1],
+        "height": model.native_size[0],
+        "width": model.native_size[1],
         "prediction_type": schedule.prediction_type,
         "train_timesteps": schedule.num_train_timesteps,
         "sampler": {
-            "name": checkpoint.scheduler.spec.name,
-            "label": checkpoint.scheduler.spec.label,
+            "name": model.scheduler.spec.name,
+            "label": model.scheduler.spec.label,
             "spacing": options.spacing,
             "sigmas": options.sigmas,
             "steps_offset": options.steps_offset,
         },
         "text": {
-            "width": checkpoint.text.width,
-            "layers": checkpoint.text.max_skip + 1,
-            "tokens": checkpoint.text.tokens,
+            "width": model.text.width,
+            "layers": model.text.max_skip + 1,
+            "tokens": model.text.tokens,
         },
-        "latents": {"channels": checkpoint.vae.latent_channels, "factor": checkpoint.vae.factor},
+        "latents": {"channels": model.vae.latent_channels, "factor": model.vae.factor},
         "defaults": {
-            "num_inference_steps": checkpoint.defaults.num_inference_steps,
-            "guidance_scale": checkpoint.defaults.guidance_scale,
+            "num_inference_steps": model.defaults.num_inference_steps,
+            "guidance_scale": model.defaults.guidance_scale,
         },
     }
 
 
-def memory_info(checkout: Checkout, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What each device needs, for the platform of this machine's devices."""
-    import jax
-    import numpy as np
+def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What each device of this machine needs, from the compiled programs; no weights are read."""
+    from canvax.parallel.mesh import mesh_of
+    from canvax.pipelines.open import open_model
+    from canvax.pipelines.pipeline import StableDiffusion
 
-    from canvax.parallel.memory import free_bytes
-    from canvax.parallel.mesh import make_mesh, parse_mesh
-    from canvax.pipelines.checkpoint import default_dtype, parse_dtype, read_checkpoint
-    from canvax.pipelines.estimate import estimate
-    from canvax.pipelines.request import check_size
-    from canvax.quantize import check_kind
-
-    sizes = parse_mesh(arguments.mesh) if arguments.mesh else {"data": jax.device_count()}
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
-    mesh = make_mesh()
-    dtype = default_dtype(mesh) if arguments.dtype is None else parse_dtype(arguments.dtype)
-    checkpoint = read_checkpoint(checkout, dtype, check_kind(arguments.quantize))
-    height, width = (
-        check_size(name, getattr(arguments, name), side)
-        for name, side in zip(("height", "width"), checkpoint.native_size, strict=True)
+    mesh = mesh_of(arguments.mesh)
+    model, programs, _ = open_model(
+        arguments.what,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        mesh=mesh,
+        weights=False,
+        revision=arguments.revision,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        progress=False,
     )
-    batch, platform = arguments.batch_size or sizes.get("data", 1), mesh.devices.flat[0].platform
-    found = estimate(
-        checkpoint, dtype=dtype, size=(height, width), batch=batch, sizes=sizes, platform=platform,
-        limit=free_bytes(mesh),
-    )  # fmt: skip
+    height, width = (
+        getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
+    )
+    batch = arguments.batch_size or mesh.shape["data"]
+    memory = StableDiffusion(model, programs).memory(height, width, batch)
     return {
-        "platform": platform,
-        "mesh": {"data": sizes.get("data", 1), "model": sizes.get("model", 1)},
-        "dtype": np.dtype(dtype).name,
-        "quantize": checkpoint.quantize,
+        "platform": mesh.devices.flat[0].platform,
+        "mesh": dict(mesh.shape),
+        "dtype": model.dtype,
+        "quantize": model.quantize,
         "height": height,
         "width": width,
         "batch": batch,
-        "weights": found.weights,
-        "programs": dict(found.programs),
-        "total": found.total,
-        "free": found.limit,
+        "weights": memory.weights,
+        "programs": dict(memory.programs),
+        "total": memory.total,
+        "free": memory.limit,
     }
 
 
 def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
     rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
-    rows += [(f"{name}, while it runs", f"about {byte_size(size)}") for name, size in memory["programs"].items()]
-    rows.append(("largest sum", f"about {byte_size(memory['total'])}"))
+    rows += [(f"{name}, while it runs", byte_size(size)) for name, size in memory["programs"].items()]
+    rows.append(("largest sum", byte_size(memory["total"])))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
@@ -242,19 +236,16 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _weights(checkout: Checkout, component: str) -> dict[str, Any]:
+def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
     """Parameters, stored dtypes and files of a component, from the headers of its files."""
-    from canvax.weights.load import open_weights
-
-    paths = checkout.weights(component)
-    entries = [entry for path in paths for entry in open_weights(path) if entry.is_float]
+    entries = [entry for entry in files.entries(component) if entry.is_float]
     dtypes: Counter[str] = Counter()
     for entry in entries:
         dtypes[entry.dtype.name] += math.prod(entry.shape)
     return {
         "parameters": dtypes.total(),
         "stored": dict(dtypes),
-        "files": {path.name: path.stat().st_size for path in paths},
+        "files": {path.name: path.stat().st_size for path in dict.fromkeys(entry.path for entry in entries)},
     }
 
 

@@ -15,9 +15,8 @@ from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.metadata import read_metadata
 from canvax.noise import check_seed, image_seeds
+from canvax.pipelines.checks import check_guidance, check_prompts, check_size
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_guidance, check_prompts, check_size
-from canvax.pipelines.work import Work
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
 _NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
@@ -161,7 +160,7 @@ def _check_steps(steps: Any) -> int | None:
 
 
 def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
-    """Refuse settings that no table of numbers can be made of: sampler, steps, spacing, sigmas, eta, reuse.
+    """Refuse settings that no table of numbers can be made of: sampler, steps, spacing, sigmas, eta.
 
     Args:
         picture: what was asked for.
@@ -173,7 +172,7 @@ def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
     options, sampler, known = picture.options, picture.sampler, scheduler is not None
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
-    built = build_table(
+    build_table(
         scheduler,
         (options.own_steps or 1) if picture.steps is None else picture.steps,
         sampler=sampler,
@@ -185,8 +184,6 @@ def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
         guidance_interval=options.guidance_interval,
         settings=options.settings if sampler is not None or known else None,
     )
-    if known:
-        Work.of(built, guided=True, reuse=options.reuse, order=options.reuse_order)
 
 
 def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:

@@ -5,13 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-_DATA_HELP = """
-Fetches five npm packages with npm, from the registry that npm is configured for, renders the drawings and writes them
-with their captions and licences into one zip file. Needs npm and pip install '.[train]'.
-"""
-_EMOJI_HELP = """
-Stop it as you like: the same command goes on where the last state was written, with the same numbers.
-"""
 _FINETUNE_HELP = """
 Pictures are in a folder (or a zip file of one) with metadata.jsonl or metadata.csv, whose columns are file_name and
 text, or with a .txt beside each picture. Stop it as you like: the same command goes on.
@@ -19,12 +12,10 @@ text, or with a .txt beside each picture. Stop it as you like: the same command 
 
 
 def add_train(commands: Any) -> None:
-    """Add ``canvax train`` and its three tasks."""
+    """Add ``canvax train finetune``."""
     train = commands.add_parser("train", help="train a model", description="Train a model.")
     tasks = train.add_subparsers(dest="task", metavar="TASK", required=True)
     _finetune(tasks)
-    _emoji_data(tasks)
-    _emoji(tasks)
 
 
 def _finetune(tasks: Any) -> None:
@@ -52,47 +43,11 @@ def _finetune(tasks: Any) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="computed in (bfloat16 on GPU and TPU, float32 on the CPU)")
     parser.add_argument("--save-dtype", default="float32", metavar="DTYPE", help="of the finished weights (float32)")
     parser.add_argument("--preview", action="append", default=[], metavar="PROMPT", help="draw it along the way")
-    _common(parser)
+    run_flags(parser)
 
 
-def _emoji_data(tasks: Any) -> None:
-    parser = tasks.add_parser(
-        "emoji-data",
-        help="gather the drawings of the model in the package",
-        description="Gather the drawings of the model in the package.",
-        epilog=_DATA_HELP,
-    )
-    parser.add_argument("output", metavar="FILE.zip", help="the file to write")
-    parser.add_argument("--packages", metavar="FOLDER", help="tarballs that are here already, in place of npm")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _emoji(tasks: Any) -> None:
-    parser = tasks.add_parser(
-        "emoji",
-        help="train the model in the package",
-        description="Train the model in the package from nothing: vocabulary, autoencoder, text encoder and UNet.",
-        epilog=_EMOJI_HELP,
-    )
-    parser.add_argument("data", metavar="FILE.zip", help="what canvax train emoji-data wrote")
-    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the run; the model is in its model/")
-    parser.add_argument("--recipe", metavar="NAME", help="gpu (128 pixels), cpu (64 pixels) or smoke (by the device)")
-    parser.add_argument(
-        "--start", metavar="FOLDER", help="a finished model, to train further; its vocabulary and latents stay"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="updates of text encoder and UNet (the recipe's)")
-    parser.add_argument("--minutes", type=float, metavar="X", help="as many as fit into this time, in place of --steps")
-    parser.add_argument("-b", "--batch-size", type=int, dest="batch", metavar="N", help="drawings an update")
-    parser.add_argument("--learning-rate", "--lr", type=float, metavar="X", help="of text encoder and UNet")
-    parser.add_argument("--vae-steps", type=int, metavar="N", help="updates of the autoencoder (the recipe's)")
-    parser.add_argument("--vae-minutes", type=float, metavar="X", help="as many as fit into this time")
-    parser.add_argument(
-        "--decoder-steps", type=int, metavar="N", help="of its decoder on whole pictures (the recipe's)"
-    )
-    _common(parser)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
+def run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every training."""
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="decides every random choice (0)")
     parser.add_argument("--stop-after", type=float, metavar="MINUTES", help="write the state and stop then")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,31 +1,35 @@
 """Executables between processes: kept in the private folder of :mod:`canvax.compile.cache`, loaded without tracing.
 
-JAX's own persistent cache is set up in the same folder for whatever else is compiled around them.
+What ``compile/`` uses of JAX that is experimental or not documented, and what happens if a later JAX lacks it:
+
+- ``jax.experimental.serialize_executable``: programs are compiled and not kept;
+- ``jax.config.values``, ``Device.client`` and its ``platform_version``, for keys: likewise;
+- the names of JAX's monitoring events: counts stay 0, and a program that came from JAX's own cache is stored although
+  its copy may not run, which is found in the first run;
+- the names of collectives in the compiler's text (``inspect.py``): they are not counted.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import Mesh
 
 from canvax.compile import cache, key
+from canvax.compile.monitor import counting
 
 
 @dataclass(frozen=True)
 class Build:
-    """One program on its way.
+    """One program that is compiled or loaded.
 
     Attributes:
         program: "text encoder", "denoiser" or "decoder".
@@ -40,13 +44,13 @@ class Build:
     size: int = 0
 
 
-Announce = Callable[[Build], None]
-"""Told when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
+BuildCallback = Callable[[Build], None]
+"""Called when a program begins to be compiled or loaded (``seconds`` None), and when it is done."""
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """The place in the cache of one program on these devices, filled or not."""
+class CacheEntry:
+    """Where one program for these devices is kept, whether it is there yet or not."""
 
     path: Path
     header: dict[str, Any]
@@ -54,156 +58,173 @@ class Slot:
     in_tree: Any
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """What is stored, checked; None if there is nothing of use."""
+        """Header and executable, checked; None if there is nothing of use."""
         return cache.read(self.path, self.header["key"])
 
     def load(self, header: dict[str, Any], executable: bytes) -> Any | None:
-        """The program, ready to be called; None if it cannot be loaded, when it is removed too."""
+        """The program, ready to be called; None if it cannot be loaded, when its file is removed too.
+
+        Raises:
+            Exception: the device or the host has too little memory, which says nothing against the file.
+        """
         try:
-            out_tree = jax.tree.structure(_rebuilt(header["out"]))
+            from jax.experimental.serialize_executable import deserialize_and_load
+
+            out_tree = jax.tree.structure(_tree_from_json(header["out"]))
             client = self.devices[0].client
             return deserialize_and_load(executable, self.in_tree, out_tree, client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
-            self.forget(error)
+            if _out_of_memory(error):
+                raise
+            self.remove(error)
             return None
 
-    def forget(self, error: Exception) -> None:
-        """Remove what is stored, since it failed."""
-        cache.forget(self.path, f"cannot be used ({type(error).__name__}: {error})")
+    def remove(self, error: Exception) -> None:
+        """Remove the file, since the program in it failed."""
+        cache.remove(self.path, f"cannot be used ({type(error).__name__}: {error})")
 
-    def write(self, compiled: Any) -> int:
-        """Keep a program; returns bytes on disk, 0 if it cannot be kept."""
+    def write(self, program: Any) -> int:
+        """Keep a compiled program; returns bytes on disk, 0 if it cannot be kept."""
         try:
-            executable, _, out_tree = serialize(compiled)
+            from jax.experimental.serialize_executable import serialize
+
+            executable, _, out_tree = serialize(program)
         except Exception as error:  # not every backend can
-            cache.logger.debug("%s cannot be kept: %s", self.header["about"]["program"], error)
+            cache.logger.debug("%s cannot be kept: %s", self.header["description"]["program"], error)
             return 0
-        out = _skeleton(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
-        header = self.header | {"out": out, "created": time.time()}
-        return cache.write(self.path, header, executable)
+        out = _tree_to_json(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
+        return cache.write(self.path, self.header | {"out": out, "created": time.time()}, executable)
 
 
-def slot(
-    function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, about: dict[str, Any], **more: Any
-) -> Slot | None:
+def find_entry(
+    function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, description: dict[str, Any], **decisive: Any
+) -> CacheEntry | None:
     """Where a program is kept; None if it cannot be.
 
-    The cache may be off, the devices not this process's own, or canvax's sources no longer those that it runs.
+    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, or JAX may
+    lack what the key is made of.
 
     Args:
         function: what is compiled, with its static keywords.
         arguments: abstract arguments, with shardings.
         mesh: the devices.
-        about: what ``canvax cache`` tells of it.
-        more: whatever else decides the program.
+        description: what ``canvax cache`` shows of it; plain values, ``program`` among them.
+        decisive: whatever else decides the program.
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
     if folder is None or key.edited():
         return None
-    environment = key.environment(devices)
-    name = key.digest([environment, key.program(function, arguments, mesh, **more)])
-    machine = {**environment["devices"], "each": None}
-    _share_with_jax(folder / "xla" / key.digest([environment["software"]["jaxlib"], machine])[:16])
-    header = {"key": name, "about": about, **environment}
-    return Slot(folder / "programs" / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
+    try:
+        environment = key.environment(devices)
+        name = key.digest([environment, key.program(function, arguments, mesh, **decisive)])
+    except AttributeError as error:
+        cache.logger.debug("%s cannot be kept: %s", description["program"], error)
+        return None
+    header = {"key": name, "description": description, **environment}
+    return CacheEntry(folder / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
 
 
-def obtain(name: str, compile: Callable[[], Any], kept: Slot | None, tell: Announce) -> Callable[..., Any]:
-    """A program: from its slot if it is there and good, else compiled, and kept there if there is a slot."""
+def load_or_compile(
+    name: str, compile: Callable[[], tuple[Any, bool]], entry: CacheEntry | None, report: BuildCallback
+) -> Callable[..., Any]:
+    """A program: loaded from its entry if it is there and good, else compiled, and kept there.
 
-    def fresh() -> Callable[..., Any]:
-        tell(Build(name, cached=False))
+    Args:
+        name: of the program, for ``report``.
+        compile: returns the compiled program and whether it may be kept. One that the compiler made worse because of
+            a fault of this machine may not: the fault will be mended, and the key does not know of it.
+        entry: where it is kept; None if it is not.
+        report: called when it begins to be loaded or compiled, and when it is done.
+    """
+
+    def compiled() -> Any:
+        report(Build(name, cached=False))
         began = time.perf_counter()
-        with _undisturbed(), _without_jax_cache() if kept else nullcontext():
-            program = compile()
-        size = kept.write(program) if kept else 0
-        tell(Build(name, False, time.perf_counter() - began, size))
+        with _plain_settings(), counting() as counts:
+            program, keep = compile()
+        # A program that JAX read from its own cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
+        # lacks its machine code. JAX has it in any case.
+        size = entry.write(program) if entry and keep and not counts.cache_hits else 0
+        report(Build(name, False, time.perf_counter() - began, size))
         return program
 
     began = time.perf_counter()
-    found = kept.read() if kept else None
-    if kept is None or found is None:
-        return _Program(fresh())
-    tell(Build(name, cached=True))
-    program = kept.load(*found)
+    stored = entry.read() if entry else None
+    if entry is None or stored is None:
+        return Program(compiled())
+    report(Build(name, cached=True))
+    program = entry.load(*stored)
     if program is None:
-        return _Program(fresh())
-    tell(Build(name, True, time.perf_counter() - began, len(found[1])))
-    return _Program(program, kept, fresh)
+        return Program(compiled())
+    report(Build(name, True, time.perf_counter() - began, len(stored[1])))
+    return LoadedProgram(program, entry, compiled)
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __call__(self, *arguments: Any) -> Any:
+        with _plain_settings():
+            return self._program(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
+        return getattr(self._program, name)
+
+
+class LoadedProgram(Program):
+    """A program from the cache. If its first run fails it is compiled.
+
+    Loading does not find all faults: an executable that a backend did not store properly may load, and fail when it
+    runs (jaxlib's CPU backend does that). Running out of memory is no fault of the cache.
+    """
+
+    def __init__(self, program: Any, entry: CacheEntry, compile: Callable[[], Any]) -> None:
+        super().__init__(program)
+        self._entry, self._compile = entry, compile
+        self._proven = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        program = self._program  # another thread may replace it
+        if self._proven:
+            return super().__call__(*arguments)
+        try:
+            with _plain_settings():
+                result = jax.block_until_ready(program(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            if _out_of_memory(error):
+                raise
+            self._replace(program, error)
+            return super().__call__(*arguments)
+        self._proven = True
+        return result
+
+    def _replace(self, failed: Any, error: Exception) -> None:
+        """Compile the program anew, unless another thread whose run failed has done so."""
+        with self._lock:
+            if self._program is failed:
+                self._entry.remove(error)
+                self._program = self._compile()
+                self._proven = True
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """JAX's settings for finding faults in one's own code are not for programs that break their rules on purpose.
+def _plain_settings() -> Iterator[None]:
+    """Without JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
 
-    These are compiled ahead, take small arrays of the host, and add a bias to a batch.
+    They are compiled ahead, take small arrays of the host, and add a bias to a batch.
     """
     with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
         yield
 
 
-class _Program:
-    """A program that can be called. If the very first run of one from the cache fails it is made anew.
-
-    Loading does not find all faults: an executable that a backend did not store properly may load, and only say so when
-    it runs (jaxlib's CPU backend does that). Running out of memory is no fault of the cache.
-    """
-
-    def __init__(self, program: Any, kept: Slot | None = None, fresh: Callable[[], Any] | None = None) -> None:
-        self._program = program
-        self._trial = (kept, fresh) if kept and fresh else None
-
-    def __call__(self, *arguments: Any) -> Any:
-        with _undisturbed():
-            if not self._trial:
-                return self._program(*arguments)
-            kept, fresh = self._trial
-            try:
-                result = jax.block_until_ready(self._program(*arguments))
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" in str(error):
-                    raise
-                kept.forget(error)
-                self._program = fresh()
-                result = self._program(*arguments)
-            self._trial = None
-            return result
-
-    def __getattr__(self, name: str) -> Any:
-        """What a compiled program tells of itself, such as ``memory_analysis``."""
-        return getattr(self._program, name)
-
-
-class _Aside:
-    """How many compilations want JAX's cache out of the way just now, and what was set before the first of them."""
-
-    lock = threading.Lock()
-    count = 0
-    enabled = True
-
-
-@contextmanager
-def _without_jax_cache() -> Iterator[None]:
-    """Compile for real, with JAX's persistent cache out of the way.
-
-    An executable that JAX has read from its cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
-    lacks its machine code. JAX looks at its settings once and remembers, hence the resets.
-    """
-    with _Aside.lock:
-        if _Aside.count == 0:
-            _Aside.enabled = jax.config.values["jax_enable_compilation_cache"]
-            jax.config.update("jax_enable_compilation_cache", False)
-            reset_cache()
-        _Aside.count += 1
-    try:
-        yield
-    finally:
-        with _Aside.lock:
-            _Aside.count -= 1
-            if _Aside.count == 0:
-                jax.config.update("jax_enable_compilation_cache", _Aside.enabled)
-                reset_cache()
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _own(devices: Sequence[Any]) -> bool:
@@ -220,32 +241,18 @@ def _own(devices: Sequence[Any]) -> bool:
         return False
 
 
-def _share_with_jax(folder: Path) -> None:
-    """Set up JAX's persistent cache, unless the user has done so or wants none.
-
-    A folder for each kind of machine: JAX itself does not always tell CPUs apart, and a home may serve several.
-    """
-    settings = jax.config.values
-    wanted = settings["jax_enable_compilation_cache"] and not settings["jax_compilation_cache_dir"]
-    if not wanted or not os.access(folder.parent, os.W_OK):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    if settings["jax_persistent_cache_min_compile_time_secs"] == 1.0:  # the default would leave small functions out
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _skeleton(tree: Any) -> Any:
+def _tree_to_json(tree: Any) -> Any:
     """A tree of dicts, tuples and numbers as JSON, which has no tuples."""
     if isinstance(tree, dict):
-        return {"dict": {name: _skeleton(value) for name, value in tree.items()}}
+        return {"dict": {name: _tree_to_json(value) for name, value in tree.items()}}
     if isinstance(tree, tuple):
-        return {"tuple": [_skeleton(value) for value in tree]}
+        return {"tuple": [_tree_to_json(value) for value in tree]}
     return tree
 
 
-def _rebuilt(skeleton: Any) -> Any:
-    if not isinstance(skeleton, dict):
-        return skeleton
-    if "dict" in skeleton:
-        return {name: _rebuilt(value) for name, value in skeleton["dict"].items()}
-    return tuple(_rebuilt(value) for value in skeleton["tuple"])
+def _tree_from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {name: _tree_from_json(child) for name, child in value["dict"].items()}
+    return tuple(_tree_from_json(child) for child in value["tuple"])

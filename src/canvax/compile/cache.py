@@ -1,11 +1,10 @@
 """A private folder of compiled programs: who may use it, what a file looks like, what is thrown out.
 
-An executable is machine code. Whoever can write into the folder can run code as its owner, so a folder or file that
-anyone else could have written is refused. Within that border the checks are against accidents: every file says what it
-is for and carries a SHA-256 of all of it.
+An executable is machine code. Whoever can write into the folder can run code as its owner, so it is used only where
+nobody else could have written to it or put another in its place. Within that border the checks are against accidents:
+every file says what it is for and carries a SHA-256 of all of it.
 
     programs/KEY.program    magic, SHA-256 of the rest, length of the header, header (JSON), executable
-    xla/                    JAX's own persistent compilation cache
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from canvax.errors import InputError, warn
+from canvax.errors import CanvaxError, InputError, warn
 
 FOLDER, SIZE = "CANVAX_CACHE_DIR", "CANVAX_CACHE_SIZE"
 """Environment variables."""
@@ -46,28 +45,40 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredProgram:
     """A file of the cache.
 
     Attributes:
         path: where it is.
-        header: what it says about itself; None if it cannot be read.
+        header: what it says about itself; empty if it cannot be read.
         size: bytes on disk.
         used: when it was last used, in seconds since 1970.
     """
 
     path: Path
-    header: dict[str, Any] | None
+    header: dict[str, Any]
     size: int
     used: float
 
 
 def cache_path() -> Path | None:
-    """The folder that CANVAX_CACHE_DIR names, else :func:`usual_path`; None for "off". Nothing is looked at."""
+    """The folder that CANVAX_CACHE_DIR names, else :func:`usual_path`; None for "off". Nothing is looked at.
+
+    Raises:
+        InputError: it is not a whole path, or there is no home folder.
+    """
     named = os.environ.get(FOLDER, "")
     if named.lower() == "off":
         return None
-    return Path(named).expanduser().absolute() if named else usual_path()
+    try:
+        folder = Path(os.path.expanduser(named)) if named else usual_path()
+    except RuntimeError:
+        raise InputError(f"there is no home folder; set {FOLDER} to a folder") from None
+    if not folder.is_absolute():  # in a downloaded folder it would be the programs of whoever made that
+        raise InputError(
+            f"the cache folder {str(folder)!r} depends on where canvax is started; set {FOLDER} to a whole path"
+        )
+    return folder
 
 
 def usual_path() -> Path:
@@ -101,7 +112,7 @@ def size_limit() -> int:
 
 
 def open_cache() -> Path | None:
-    """The folder, made if need be and safe to use; None, after one warning, if it is not or cannot be made.
+    """The folder of programs, made if need be and safe to use; None, after one warning, if it is not.
 
     Raises:
         InputError: CANVAX_CACHE_SIZE is not a size.
@@ -109,41 +120,59 @@ def open_cache() -> Path | None:
     size_limit()
     try:
         folder = cache_path()
-    except RuntimeError:  # no home folder
-        return _without(f"there is no home folder; set {FOLDER} to a folder")
-    if folder is None:
-        return None
-    for path in (folder, folder / "programs", folder / "xla"):
-        try:
+        if folder is None:
+            return None
+        programs = folder / "programs"
+        for path in reversed([path for path in (programs, *programs.parents) if not path.exists()]):
             with suppress(FileExistsError):
-                path.mkdir(mode=0o700, parents=path is folder)
-            fault = _why_not(path.stat(), stat.S_ISDIR)
-        except OSError as error:
-            fault = error.strerror or str(error)
-        if fault:
-            return _without(f"{path}: {fault}; choose another folder with {FOLDER}")
-    return folder
+                path.mkdir(mode=0o700)
+        check_folder(programs)
+        for path, _, used in _files(programs):
+            if path.suffix == ".part" and time.time() - used > _LEFTOVER:
+                _unlink(path)
+    except (CanvaxError, OSError) as error:
+        _warn_once(str(error))
+        return None
+    return programs
+
+
+def check_folder(programs: Path) -> None:
+    """Refuse a folder of programs that anybody else could have written to or put in place of ours.
+
+    Looked at are the folder, the one around it and all above, up to the home folder or the root. There links are
+    followed, which only the user or root can have made: what they lead to is looked at as well.
+
+    Raises:
+        CanvaxError: naming the folder at fault, and the cure.
+        OSError: one of them cannot be looked at.
+    """
+    homes = {Path(os.path.expanduser("~")), Path(os.path.realpath(os.path.expanduser("~")))}
+    for folder in dict.fromkeys((programs, Path(os.path.realpath(programs)))):
+        for path in (folder, *folder.parents):
+            status = path.lstat()
+            own = path in (programs, programs.parent)
+            right_kind = stat.S_ISDIR(status.st_mode) or (path != programs and stat.S_ISLNK(status.st_mode))
+            fault = _fault(status, sticky=not own) if right_kind else "is not a folder"
+            if fault:
+                raise CanvaxError(f"{path} {fault}; or choose another folder with {FOLDER}")
+            if path in homes:
+                break
 
 
 def read(path: Path, key: str) -> tuple[dict[str, Any], bytes] | None:
     """Header and executable of a whole, private file that was made for ``key``; another is removed, and None."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
-        with os.fdopen(descriptor, "rb") as file:
-            fault = _why_not(os.fstat(file.fileno()), stat.S_ISREG)
-            data = b"" if fault else file.read()
+        with _open(path) as file:
+            data = file.read()
+        header = _checked_header(data, key)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        fault, data = str(error), b""
-    if not fault:
-        header, fault = _check(data, key)
-        if header:
-            with suppress(OSError):  # a folder that is only read has no order of use
-                os.utime(path)
-            return header, data[_START + int.from_bytes(data[_START - _LENGTH : _START], "little") :]
-    forget(path, fault)
-    return None
+    except (CanvaxError, OSError) as error:
+        remove(path, str(error))
+        return None
+    with suppress(OSError):  # a folder that is only read has no order of use
+        os.utime(path)
+    return header, data[_START + int.from_bytes(data[_START - _LENGTH : _START], "little") :]
 
 
 def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
@@ -155,7 +184,7 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     total.update(executable)
     size = _START + len(text) + len(executable)
     if size > size_limit():
-        _without(f"one alone is larger than {SIZE} allows")
+        _warn_once(f"one alone is larger than {SIZE} allows")
         return 0
     temporary = None
     try:
@@ -165,108 +194,162 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
         os.replace(temporary, path)
     except OSError as error:
         if temporary:
-            with suppress(OSError):
-                os.unlink(temporary)
-        _without(f"{path.parent}: {error.strerror or error}")
+            _unlink(temporary)
+        _warn_once(f"{path.parent}: {error.strerror or error}")
         return 0
-    _evict(path)
+    with suppress(OSError):
+        _evict(path)
     return size
 
 
-def forget(path: Path, fault: str) -> None:
+def remove(path: Path, fault: str) -> None:
     """Remove a file that is of no use."""
     logger.debug("%s: %s; it is made again", path, fault)
-    with suppress(OSError):
-        path.unlink()
+    _unlink(path)
 
 
-def programs() -> list[Stored]:
-    """Every program kept, the last used first."""
-    folder = cache_path()
-    files = [] if folder is None else _files(folder)
-    found = [_describe(path, size, used) for path, size, used in files if path.suffix == ".program"]
-    return sorted(found, key=lambda one: -one.used)
+def programs() -> list[StoredProgram]:
+    """Every program that is kept, the last used first.
 
-
-def shared_bytes() -> int:
-    """Bytes that JAX's own cache takes in the folder."""
-    folder = cache_path()
-    return 0 if folder is None else sum(size for path, size, _ in _files(folder) if path.suffix != ".program")
+    Raises:
+        CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
+    """
+    stored = [
+        StoredProgram(path, _header(path), size, used) for path, size, used in _own_files() if path.suffix == ".program"
+    ]
+    return sorted(stored, key=lambda program: -program.used)
 
 
 def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
-    """Remove what has not been used for so long; returns how many files, and their bytes. Other files stay."""
-    folder, now = cache_path(), time.time()
-    count = total = 0
-    for path, size, used in [] if folder is None else _files(folder):
-        if now - used >= unused_seconds:
-            with suppress(OSError):
-                path.unlink()
-                count, total = count + 1, total + size
-    return count, total
+    """Remove what has not been used for so long; returns how many files, and their bytes. Other files stay.
+
+    Raises:
+        CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
+    """
+    now = time.time()
+    sizes = [size for path, size, used in _own_files() if now - used >= unused_seconds and _unlink(path)]
+    return len(sizes), sum(sizes)
 
 
-def _check(data: bytes, key: str) -> tuple[dict[str, Any] | None, str]:
-    """The header, or what is wrong."""
+def _own_files() -> list[tuple[Path, int, float]]:
+    """:func:`_files` of the folder in use, if there is one."""
+    folder = cache_path()
+    if folder is None or not os.path.lexists(folder / "programs"):
+        return []
+    check_folder(folder / "programs")
+    return list(_files(folder / "programs"))
+
+
+def _files(programs: Path) -> Iterator[tuple[Path, int, float]]:
+    """Files of the cache, their sizes and when they were last used; links and whatever else lies there are not."""
+    with os.scandir(programs) as entries:
+        for entry in entries:
+            name = entry.name
+            if name.endswith(".program") or (name.startswith(".") and name.endswith(".part")):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Path(entry.path), status.st_size, status.st_mtime
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file of ours to read; a pipe would be waited for, and a link or another user's file cannot be trusted."""
+    flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
+    descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
+    status = os.fstat(descriptor)
+    fault = _fault(status) if stat.S_ISREG(status.st_mode) else "is not a file"
+    if fault:
+        os.close(descriptor)
+        raise CanvaxError(f"{path} {fault}")
+    return os.fdopen(descriptor, "rb")
+
+
+def _checked_header(data: bytes, key: str) -> dict[str, Any]:
+    """The header of a whole file that was made for ``key``.
+
+    Raises:
+        CanvaxError: it is another, or not whole.
+    """
     if not data.startswith(MAGIC):
-        return None, "not a program of this version of canvax"
+        raise CanvaxError("not a program of this version of canvax")
     begin = len(MAGIC) + _DIGEST
     if hashlib.sha256(memoryview(data)[begin:]).digest() != data[len(MAGIC) : begin]:
-        return None, "damaged"
-    try:
-        header = json.loads(data[_START : _START + int.from_bytes(data[begin:_START], "little")])
-        if header["key"] == key:
-            return header, ""
-    except (ValueError, KeyError, TypeError):
-        pass
-    return None, "made for something else"
+        raise CanvaxError("damaged")
+    header = _parsed(data[_START : _START + int.from_bytes(data[begin:_START], "little")])
+    if header.get("key") != key:
+        raise CanvaxError("made for something else")
+    return header
 
 
-def _why_not(status: os.stat_result, right_kind: Any) -> str:
-    """Why something on disk cannot be trusted, or nothing. Root could write anywhere, so what is root's is trusted."""
-    if not right_kind(status.st_mode):
-        return "not a folder" if right_kind is stat.S_ISDIR else "not a file"
-    if hasattr(os, "geteuid"):
-        if status.st_uid not in (os.geteuid(), 0):
-            return f"belongs to another user ({status.st_uid}), who could put code there"
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return "can be written to by others, who could put code there (chmod go-w makes it private)"
-    return ""
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """Files of the cache, their sizes and when they were last used; whatever else lies there is not touched."""
-    for pattern in ("programs/*.program", "programs/.*.part", f"xla/{'[0-9a-f]' * 16}/*"):
-        for path in folder.glob(pattern):
-            with suppress(OSError):
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode):
-                    yield path, status.st_size, status.st_mtime
-
-
-def _describe(path: Path, size: int, used: float) -> Stored:
-    header = None
-    with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a file, to be shown; empty if it cannot be read."""
+    with suppress(OSError, CanvaxError), _open(path) as file:
         start = file.read(_START)
         length = int.from_bytes(start[-_LENGTH:], "little")
         if start.startswith(MAGIC) and length <= _MAX_HEADER:
-            header = json.loads(file.read(length))
-    return Stored(path, header if isinstance(header, dict) else None, size, used)
+            return _parsed(file.read(length))
+    return {}
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty for anything else, brackets in brackets without end included."""
+    with suppress(ValueError, RecursionError):
+        header = json.loads(text)
+        if isinstance(header, dict):
+            return header
+    return {}
+
+
+def _fault(status: os.stat_result, *, sticky: bool = False) -> str:
+    """Why something on disk cannot be trusted, or nothing. Root could write anywhere, so what is root's is trusted.
+
+    Args:
+        status: of a file, a folder or a link, whose own mode says nothing.
+        sticky: whether it may be a folder such as /tmp, in which anybody can write and only the owner rename.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({status.st_uid}), who could put code there"
+    mode = status.st_mode
+    if stat.S_ISLNK(mode) or (sticky and mode & stat.S_ISVTX):
+        return ""
+    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private_group(status.st_gid)):
+        return "can be written to by others, who could put code there (chmod go-w makes it private)"
+    return ""
+
+
+def _is_private_group(group: int) -> bool:
+    """Whether a group is the user's alone, as many systems make one for each user and let it write."""
+    import grp
+    import pwd
+
+    try:
+        user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:  # no such user or group
+        return False
+    return group == user.pw_gid and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}
 
 
 def _evict(just_written: Path) -> None:
-    """Throw out what was used longest ago until the rest fits, and what dead processes left."""
-    found = sorted(_files(just_written.parent.parent), key=lambda one: one[2])
-    total, limit, now = sum(size for _, size, _ in found), size_limit(), time.time()
-    for path, size, used in found:
-        leftover = path.suffix == ".part" and now - used > _LEFTOVER
-        if leftover or (total > limit and path != just_written):
-            with suppress(OSError):
-                path.unlink()
-                total -= size
+    """Throw out what was used longest ago until the rest fits."""
+    stored = sorted(_files(just_written.parent), key=lambda file: file[2])
+    total, limit = sum(size for _, size, _ in stored), size_limit()
+    for path, size, _ in stored:
+        if total > limit and path != just_written and _unlink(path):
+            total -= size
 
 
-def _without(reason: str) -> None:
+def _unlink(path: str | Path) -> bool:
+    """Remove a file or link; whether that could be done."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _warn_once(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warn(f"compiled programs are not kept for the next time: {reason}")

@@ -23,7 +23,7 @@ def collectives(text: str) -> dict[str, int]:
     One that is split into its start and its end counts once, and one in a loop counts once, however often the loop
     runs. A kind that does not occur is not in the result, so an empty one says that devices never wait for each other.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for match in _OPERATION.finditer(text):
-        found[match[2]] = found.get(match[2], 0) + 1
-    return found
+        counts[match[2]] = counts.get(match[2], 0) + 1
+    return counts

@@ -50,8 +50,15 @@ def environment(devices: Sequence[Any]) -> dict[str, Any]:
     return {"software": software(), "settings": _settings(), "devices": _devices(devices)}
 
 
-def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **more: Any) -> dict[str, Any]:
-    """The program: its function and static keywords, shapes, dtypes and shardings of its arguments, the mesh."""
+def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **decisive: Any) -> dict[str, Any]:
+    """The program: its function and static keywords, its arguments' shapes, dtypes and shardings, the mesh.
+
+    Args:
+        function: what is compiled, with its static keywords.
+        arguments: abstract arguments, with shardings.
+        mesh: the devices.
+        decisive: whatever else decides the program.
+    """
     leaves, structure = jax.tree.flatten(arguments)
     return {
         "function": f"{function.func.__module__}.{function.func.__qualname__}",
@@ -59,14 +66,14 @@ def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **mo
         "structure": str(structure),
         "arguments": [[list(leaf.shape), str(leaf.dtype), _sharding(leaf.sharding, mesh)] for leaf in leaves],
         "mesh": _mesh(mesh),
-        **{name: repr(value) for name, value in more.items()},
+        **{name: repr(value) for name, value in decisive.items()},
     }
 
 
 @cache
 def software() -> dict[str, str]:
     """Versions of all that shapes an executable; canvax by its sources too, so that an edit is never overlooked."""
-    found = {
+    versions = {
         "canvax": __version__,
         "sources": _sources(),
         "python": platform.python_version(),
@@ -75,10 +82,10 @@ def software() -> dict[str, str]:
     }
     for name in PLUGINS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def edited() -> bool:
@@ -108,7 +115,7 @@ def _settings() -> dict[str, str]:
 
 def _devices(devices: Sequence[Any]) -> dict[str, Any]:
     first = devices[0]
-    found = {
+    described = {
         "platform": first.platform,
         "platform_version": first.client.platform_version,
         "kind": first.device_kind,
@@ -116,24 +123,24 @@ def _devices(devices: Sequence[Any]) -> dict[str, Any]:
         "count": len(first.client.devices()),
         "each": [[device.id, str(getattr(device, "coords", ""))] for device in devices],
     }
-    return found | {"cpu": _cpu()} if first.platform == "cpu" else found
+    return described | {"cpu": _cpu()} if first.platform == "cpu" else described
 
 
 @cache
 def _cpu() -> dict[str, Any]:
     """What XLA compiles for on the CPU. Instructions that a CPU lacks would end the process, not raise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {"machine": platform.machine(), "cores": cores}
+    processor: dict[str, Any] = {"machine": platform.machine(), "cores": cores}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     except OSError:
-        return found | {"processor": platform.processor(), "host": platform.node()}  # one machine: nothing is assumed
-    told = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part", "isa")
+        return processor | {"processor": platform.processor(), "host": platform.node()}  # this machine alone
+    keys = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part", "isa")
     for line in text.splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
-        if name in told:
-            found[name] = value
-    return found
+        if name in keys:
+            processor[name] = value
+    return processor
 
 
 def _mesh(mesh: Mesh) -> list[Any]:
@@ -142,7 +149,7 @@ def _mesh(mesh: Mesh) -> list[Any]:
 
 
 def _sharding(sharding: Any, mesh: Mesh) -> str:
-    """The part of a sharding that differs between arguments; the mesh itself is told once."""
+    """The part of a sharding that differs between arguments; the mesh itself stands there once."""
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return f"{sharding.spec} {sharding.memory_kind}"
     return repr(sharding)

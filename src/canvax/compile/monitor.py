@@ -3,38 +3,77 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.monitoring
 
-_COMPILE = "/jax/core/compile/backend_compile_duration"
-_TRACE = "/jax/core/compile/jaxpr_trace_duration"
-_counts: Counter[str] = Counter()
+
+@dataclass
+class Counts:
+    """What JAX did.
+
+    Attributes:
+        compilations: programs that its backend compiled, or that came from JAX's persistent cache.
+        traces: functions that it traced.
+        cache_hits: programs that came from JAX's persistent cache.
+    """
+
+    compilations: int = 0
+    traces: int = 0
+    cache_hits: int = 0
+
+
+_EVENTS = {
+    "/jax/core/compile/backend_compile_duration": "compilations",
+    "/jax/core/compile/jaxpr_trace_duration": "traces",
+    "/jax/compilation_cache/cache_hits": "cache_hits",
+}
 _IMPORTED = time.perf_counter()
+_process = Counts()
+_scopes: ContextVar[tuple[Counts, ...]] = ContextVar("canvax_counts", default=())
+_lock = threading.Lock()  # threads that share a scope
 
 
-def _listen(event: str, duration_secs: float, **_: object) -> None:
-    if event in (_COMPILE, _TRACE):
-        _counts[event] += 1
+def _count(event: str, *_: object, **__: object) -> None:
+    name = _EVENTS.get(event)
+    if name:
+        with _lock:
+            for counts in (_process, *_scopes.get()):
+                setattr(counts, name, getattr(counts, name) + 1)
 
 
-jax.monitoring.register_event_duration_secs_listener(_listen)
+jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_listener(_count)
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count in this block alone: in its thread, and in threads that were started in a copy of its context."""
+    counts = Counts()
+    token = _scopes.set((*_scopes.get(), counts))
+    try:
+        yield counts
+    finally:
+        _scopes.reset(token)
 
 
 def compilations() -> int:
-    """Programs that JAX's backend has compiled in this process since canvax was imported, canvax's or not.
+    """Programs that JAX has compiled in this process since canvax was imported, canvax's or not, in any thread.
 
     One that comes from JAX's persistent cache counts, one that canvax loads ready-made does not.
     """
-    return _counts[_COMPILE]
+    return _process.compilations
 
 
 def traces() -> int:
-    """Functions that JAX has traced in this process since canvax was imported, canvax's or not."""
-    return _counts[_TRACE]
+    """Functions that JAX has traced in this process since canvax was imported, canvax's or not, in any thread."""
+    return _process.traces
 
 
 def process_age() -> float:

@@ -18,22 +18,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.compile.programs import Programs, at_once, decode_images
-from canvax.denoise import WINDOW, denoise, initial_state, window_rows
+from canvax.compile.programs import Programs
+from canvax.denoise import WINDOW, StepInputs, denoise
+from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError
+from canvax.families.base import Model
+from canvax.families.read import SDXL
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.inputs import Inputs, check_ids, check_inputs, check_static, latents_shape, weights_of
-from canvax.flax_api.keys import LatentsShape, draw, wrap_keys
+from canvax.flax_api.keys import draw, wrap_keys
 from canvax.flax_api.output import numpy_to_pil
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
+from canvax.models.decode import decode_images
 from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
-from canvax.pipelines.checkpoint import XL_PIPELINES, Checkpoint, open_checkpoint
-from canvax.pipelines.conditions import time_ids, zeros_like
 from canvax.pipelines.display import summary
-from canvax.pipelines.options import Options
+from canvax.pipelines.open import open_model
+from canvax.pipelines.text_to_image import zeros_like
 from canvax.samplers import SLOTS, SamplerTable
+from canvax.samplers.table import NOISE
 from canvax.types import Array, DType
 
 
@@ -42,11 +46,11 @@ class FlaxPipeline:
     """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
 
     Attributes:
-        checkpoint: where the model came from, its configs and its tokenizers.
+        model: where the model came from, its configs and its tokenizers.
         scheduler: the state that draws when ``params`` has none.
     """
 
-    checkpoint: Checkpoint
+    model: Model
     scheduler: SchedulerState
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
@@ -96,23 +100,21 @@ class FlaxPipeline:
                 raise InputError(f"{name}={value!r}: canvax has no safety checker; pass None")
         if unknown := set(download) - _DOWNLOAD:
             raise InputError(f"from_pretrained takes no {', '.join(sorted(unknown))}; see its documentation")
-        checkpoint, _, params = open_checkpoint(
+        model, _, params = open_model(
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
             mesh=make_mesh([host_device()]),
             accept=partial(_check_kind, str(pretrained_model_name_or_path), cls.XL),
             **download,
         )
-        if scheduler is None:
-            state = SchedulerState.of(checkpoint.checkout.config("scheduler"))
-        else:
-            state = scheduler.create_state()
-        return cls(checkpoint, state), {**on_host(params), "scheduler": state}
+        own = SchedulerState.of(model.files.config("scheduler"))
+        state = own if scheduler is None else scheduler.create_state()
+        return cls(model, state), {**on_host(params), "scheduler": state}
 
     @property
     def vae_scale_factor(self) -> int:
         """Pixels per latent along an axis."""
-        return self.checkpoint.vae.factor
+        return self.model.vae.factor
 
     def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
@@ -122,8 +124,8 @@ class FlaxPipeline:
         """
         if not isinstance(prompt, str | list):
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
-        prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.checkpoint.text.tokens
-        ids = [tokenizer(prompts, length=length) for tokenizer in self.checkpoint.tokenizers.values()]
+        prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.model.text.tokens
+        ids = [tokenizer(prompts, length=length) for tokenizer in self.model.tokenizers.values()]
         return np.stack(ids, axis=1) if self.XL else ids[0]
 
     def _draw(
@@ -141,13 +143,13 @@ class FlaxPipeline:
         decode: bool = True,
     ) -> np.ndarray:
         """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``."""
-        weights, table = weights_of(params, (*self.checkpoint.text.parts, "unet", "vae")), self._table(params, steps)
+        weights, table = weights_of(params, (*self.model.text.parts, "unet", "vae")), self._table(params, steps)
         empty = self.prepare_inputs("")
         ids = check_ids("prompt_ids", prompt_ids, empty.shape[1:], jit)
         lead = ids.shape[: 2 if jit else 1]
         shape = self._latents_shape(lead[-1], *size)
         negative = neg_prompt_ids
-        if negative is None and not self.checkpoint.zeros_for_no_negative:
+        if negative is None and not self.model.zeros_for_no_negative:
             negative = np.broadcast_to(empty[0], ids.shape)
         inputs = check_inputs(ids, prng_seed, guidance_scale, latents, negative, shape[1:], lead)
         devices = stacked_devices(weights, ids.shape[0]) if jit else [home_device(weights)]
@@ -160,43 +162,33 @@ class FlaxPipeline:
         self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
     ) -> np.ndarray:
         """Encode, denoise, decode on the devices of ``programs``; images [N, H, W, 3], or latents [N, h, w, C]."""
-        split = over_batch(programs.mesh)
+        split, count = over_batch(programs.mesh), len(inputs.ids)
         params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
-        count, shape = len(inputs.ids), inputs.noise.shape
-
-        def put(tree: Any) -> Any:
-            return jax.device_put(tree, split)
-
-        encode, denoise_rows, to_images = at_once(
-            [
-                lambda: programs.encode_text(params, count),
-                lambda: programs.denoise(params, shape, guided=inputs.guided, clip=table.clip),
-                lambda: programs.decode(params, shape) if decode else None,
-            ]
+        latents = (count, *inputs.noise.shape[1:])
+        ready = programs.ready(
+            params, latents, guided=[inputs.guided], clip=table.clip, decoder="whole" if decode else None
         )
 
-        def told(ids: np.ndarray) -> Conditions:
-            return encode(programs.text_params(params), put(self._told(ids)), np.int32(0))
+        def encoded(ids: np.ndarray) -> Conditions:
+            return ready.encode(programs.text_params(params), jax.device_put(self._by_encoder(ids), split), np.int32(0))
 
-        conditions, negative = told(inputs.ids), None
+        conditions, negative = encoded(inputs.ids), None
         if inputs.guided:
-            negative = zeros_like(conditions) if inputs.negative is None else told(inputs.negative)
-        about = put(_about_the_picture(self.checkpoint, (count, shape[-1], *shape[1:-1])))
-        conditions, negative = conditions | about, negative and negative | about
+            negative = zeros_like(conditions) if inputs.negative is None else encoded(inputs.negative)
+        sizes = jax.device_put(self._size_conditions(count, latents[1:3]), split)
+        conditions, negative = conditions | sizes, negative and negative | sizes
 
-        state, words = put(initial_state(inputs.noise, np.full(count, table.init_scale))), put(inputs.words)
-        guidance = np.repeat(inputs.guidance[:, None], WINDOW, axis=1)
-        for done in range(0, len(table), WINDOW):
-            rows, noisy = window_rows(table, done, WINDOW, count)
-            left = np.int32(min(WINDOW, len(table) - done))
-            rows = put(rows | {"guidance": guidance})
-            state, *_ = denoise_rows(params["unet"], state, conditions, negative, rows, words, noisy, left, None)
-        latents = jax.device_get(state)[:, 0]
-        return jax.device_get(to_images(params["vae"], put(latents))) if to_images else latents
+        batch = Batch(programs, params, latents, ready.denoisers)
+        tables = [table.with_guidance(scale) for scale in inputs.guidance]
+        batch.fill(inputs.noise, conditions, negative, inputs.words, tables)
+        while batch.rows_left:
+            batch.step(WINDOW)
+        final = jax.device_get(batch.state)[:, 0]
+        return jax.device_get(ready.decode(params["vae"], jax.device_put(final, split))) if ready.decode else final
 
-    def _told(self, ids: Any) -> dict[str, Any]:
+    def _by_encoder(self, ids: Any) -> dict[str, Any]:
         """Ids of each text encoder [B, 77], from those of :meth:`prepare_inputs`."""
-        names = list(self.checkpoint.text.parts)
+        names = list(self.model.text.parts)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
     def _generate(
@@ -228,44 +220,54 @@ class FlaxPipeline:
             noise = jnp.moveaxis(latents.astype(jnp.float32), 1, -1)
 
         def encode(ids: Array) -> Conditions:
-            text = self.checkpoint.text
-            return encode_text({name: params[name] for name in text.parts}, self._told(ids), jnp.int32(0), cfg=text)
+            text = self.model.text
+            return encode_text(
+                {name: params[name] for name in text.parts}, self._by_encoder(ids), jnp.int32(0), cfg=text
+            )
 
         conditions, negative = encode(prompt_ids), None
         if not isinstance(guidance_scale, int | float) or guidance_scale > 1:
             if neg_prompt_ids is not None:
                 negative = encode(neg_prompt_ids)
-            elif self.checkpoint.zeros_for_no_negative:
+            elif self.model.zeros_for_no_negative:
                 negative = jax.tree.map(jnp.zeros_like, conditions)
             else:
                 negative = encode(jnp.broadcast_to(self.prepare_inputs(""), prompt_ids.shape))
-        about = jax.tree.map(jnp.asarray, _about_the_picture(self.checkpoint, shape))
-        conditions, negative = conditions | about, negative and negative | about
+        sizes = jax.tree.map(jnp.asarray, self._size_conditions(batch, shape[2:]))
+        conditions, negative = conditions | sizes, negative and negative | sizes
 
-        rows, noisy = window_rows(table, 0, len(table), batch)
+        rows = {
+            name: jnp.broadcast_to(column, (batch, *column.shape))
+            for name, column in table.window(0, len(table)).items()
+        }
         guidance = jnp.maximum(jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1), 1.0)
         rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
-        count, cfg, noisy = jnp.int32(len(table)), self.checkpoint.unet, jnp.asarray(noisy)
-        state, *_ = denoise(
-            params["unet"], state, conditions, negative, rows, words, noisy, count, cfg=cfg, clip=table.clip
-        )
+        noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
+        inputs = StepInputs(state, conditions, negative, rows, words, noisy, count)
+        denoiser = self.model.networks.denoiser
+        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser, clip=table.clip)
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
-        return decode_images(params["vae"], state[:, 0], cfg=self.checkpoint.vae)
+        return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)
 
     def _table(self, params: Params, steps: int) -> SamplerTable:
         return table_of(params.get("scheduler", self.scheduler), steps, xl=self.XL)
 
     def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
-        unet, factor = self.checkpoint.unet, self.vae_scale_factor
-        return latents_shape(batch, height, width, self.checkpoint.native_size[0], factor, unet.in_channels)
+        vae = self.model.vae
+        return latents_shape(batch, height, width, self.model.native_size[0], vae.factor, vae.latent_channels)
+
+    def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """SDXL: the numbers about images that are not cropped, for latents of h x w; the same for both halves."""
+        height, width = (side * self.vae_scale_factor for side in latents)
+        numbers = self.model.size_conditions(height, width, {})
+        return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
         key = (stacked, *(device.id for device in devices))
         if key not in self._programs:
-            c = self.checkpoint
-            self._programs[key] = Programs(c.text, c.unet, c.vae, make_mesh(devices), stacked=stacked)
+            self._programs[key] = Programs(self.model.networks, make_mesh(devices), stacked=stacked)
         return self._programs[key]
 
 
@@ -274,7 +276,7 @@ _DOWNLOAD = {"revision", "variant", "token", "cache_dir", "local_files_only", "p
 
 def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
     """Refuse a ``model_index.json`` of what the class does not draw."""
-    is_xl = index.get("_class_name") in XL_PIPELINES
+    is_xl = index.get("_class_name") in SDXL.pipelines
     if is_xl and index.get("requires_aesthetics_score"):
         raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
     if is_xl != xl:
@@ -282,12 +284,3 @@ def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
         )
-
-
-def _about_the_picture(checkpoint: Checkpoint, shape: LatentsShape) -> dict[str, np.ndarray]:
-    """SDXL: the numbers about pictures that are not cropped, for latents [B, C, h, w]; the same for both halves."""
-    if not checkpoint.is_xl:
-        return {}
-    height, width = (side * checkpoint.vae.factor for side in shape[2:])
-    numbers, _ = time_ids(Options(), height, width, refiner=False)
-    return {"time_ids": np.tile(numbers, (shape[0], 1))}

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from canvax.errors import InputError
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.params import Params
-from canvax.pipelines.request import check_size
+from canvax.pipelines.checks import check_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def latents_shape(batch: int, height: Any, width: Any, side: int, factor: int, c
     """
     for name, value in (("height", height), ("width", width)):
         check_static(name, value)
-    height, width = check_size("height", height, side), check_size("width", width, side)
+    height, width = check_size("height", height, side, factor), check_size("width", width, side, factor)
     return batch, channels, height // factor, width // factor
 
 

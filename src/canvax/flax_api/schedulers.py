@@ -22,7 +22,8 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, stable_diffusion_config
-from canvax.weights.hub import fetch_config
+from canvax.weights.open import read_config
+from canvax.weights.source import Source
 
 
 @jax.tree_util.register_static
@@ -80,14 +81,10 @@ class FlaxScheduler:
         **changes: Any,
     ) -> tuple[Self, SchedulerState]:
         """The scheduler and its state, from the scheduler_config.json of a model; ``changes`` are fields of it."""
-        config = fetch_config(
-            pretrained_model_name_or_path,
-            f"{subfolder}/scheduler_config.json" if subfolder else "scheduler_config.json",
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
+        source = Source(
+            pretrained_model_name_or_path, revision, None, token, cache_dir, local_files_only, progress=False
         )
+        config = read_config(source, f"{subfolder}/scheduler_config.json" if subfolder else "scheduler_config.json")
         scheduler = cls.from_config(config, **changes)
         return scheduler, scheduler.create_state()
 

@@ -15,31 +15,26 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from canvax.samplers.curves import CURVES, curve_label
+
 _NEGATIVE = "Negative prompt:"
-_CURVES = {
-    "Karras": "karras",
-    "Exponential": "exponential",
-    "Polyexponential": "polyexponential",
-    "SGM Uniform": "sgm_uniform",
-    "KL Optimal": "kl_optimal",
-    "Align Your Steps": "ays",
-    "Simple": "simple",
-    "Normal": "normal",
-    "DDIM": "ddim_uniform",
-    "Beta": "beta",
-}
-"""Schedule types, and what canvax calls these curves."""
-_SPELLINGS = {label.lower(): curve for label, curve in _CURVES.items()} | {"uniform": "normal"}
 _PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")
+_CURVES = {
+    spelling.lower().replace("_", " "): curve.name
+    for curve in CURVES
+    for spelling in (*curve.also, curve.name)
+    if spelling.lower() not in _PLAIN_SCHEDULES
+}
+"""Schedule types in small letters, and what canvax calls these curves."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_NETWORK = re.compile(r" *(<(?:lora|lyco|hypernet):[^<>]*>) *")
+_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
 """What names another network in a prompt, and is no words for the text encoder."""
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
 
 
 def to_infotext(metadata: Mapping[str, Any]) -> str:
-    """The text for one picture.
+    """The text for one image.
 
     Args:
         metadata: as in :attr:`canvax.Result.metadata`. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
@@ -77,16 +72,17 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Sampler and schedule type; the options of a picture overrule what the sampler's name implies."""
+    """Sampler and schedule type; the options of an image overrule what the sampler's name implies."""
     options = metadata.get("options") or {}
     sampler = str(metadata.get("sampler_label") or metadata.get("sampler") or "")
-    words = sampler.lower().replace("_", " ")
-    curve = next((name for name in _CURVES if words.endswith(f" {name.lower()}")), "")
-    if curve:
-        sampler = sampler[: -len(curve)].rstrip(" _")
+    words, curve = sampler.lower().replace("_", " "), None
+    if suffix := max((spelling for spelling in _CURVES if words.endswith(f" {spelling}")), key=len, default=""):
+        sampler, curve = sampler[: -len(suffix)].rstrip(" _"), _CURVES[suffix]
     if "sigmas" in options:
-        curve = next((label for label, name in _CURVES.items() if name == options["sigmas"]), "")
-    return sampler, curve or ("SGM Uniform" if options.get("spacing") == "trailing" else "")
+        curve = _CURVES.get(str(options["sigmas"]).lower().replace("_", " "))
+    if curve is None and options.get("spacing") == "trailing":
+        curve = "sgm_uniform"
+    return sampler, curve_label(curve) if curve else ""
 
 
 def _quote(value: Any) -> str:
@@ -97,22 +93,30 @@ def _quote(value: Any) -> str:
 
 
 def from_infotext(text: str) -> dict[str, Any]:
-    """The keys of :attr:`canvax.Result.metadata` that a text tells, as far as it tells them.
-
-    What canvax has no key for is under ``other``, as text.
-    """
+    """The keys of :attr:`canvax.Result.metadata` found in a text; what canvax has no key for is ``other``, as text."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:
         head, settings = [*head, last], {}
     at = next((i for i, line in enumerate(head) if line.startswith(_NEGATIVE)), len(head))
     negative = "\n".join(head[at:]).removeprefix(_NEGATIVE).strip()
-    told = {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative}
+    prompts = {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative}
     read = _read_settings(settings)
-    for name, words in told.items():
-        read["other"] |= {tag[1]: "" for tag in _NETWORK.finditer(words)}
-        told[name] = re.sub(r" *\n", "\n", _NETWORK.sub(" ", words)).strip()
-    return {**told, **read}
+    for name, words in prompts.items():
+        read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
+        prompts[name] = _without_networks(words)
+    return {**prompts, **read}
+
+
+def _without_networks(prompt: str) -> str:
+    """``prompt`` with one blank in place of each network and the blanks around it, and none at the ends of lines.
+
+    Without patterns of repeated blanks, which take quadratic time where there are thousands of them.
+    """
+    parts = _NETWORK.split(prompt)
+    parts[1:] = [part.lstrip(" ") for part in parts[1:]]
+    parts[:-1] = [part.rstrip(" ") for part in parts[:-1]]
+    return "\n".join(line.rstrip(" ") for line in " ".join(parts).split("\n")).strip()
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:
@@ -153,11 +157,12 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]
     schedule = settings.get("Schedule type", "").lower()
-    if schedule in ("karras", "exponential") and "sampler" in metadata:
-        metadata["sampler"] += f" {schedule.capitalize()}"
-    elif schedule in _SPELLINGS:
-        options["sigmas"] = _SPELLINGS[schedule]
-    if schedule in _SPELLINGS or schedule in _PLAIN_SCHEDULES:
+    curve = _CURVES.get(schedule.replace("_", " "))
+    if curve in ("karras", "exponential") and "sampler" in metadata:
+        metadata["sampler"] += f" {curve_label(curve)}"
+    elif curve is not None:
+        options["sigmas"] = curve
+    if curve is not None or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
     _take(settings, "Eta", float, options, "eta")
     _take(settings, "Clip skip", int, options, "clip_skip")

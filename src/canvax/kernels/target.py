@@ -74,10 +74,18 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """Settings of XLA that a program is compiled with, by platform."""
 
 
-def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any) -> Compiled:
-    """``function`` compiled for the devices of ``mesh``; ``how`` are arguments of ``jax.jit``.
+def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how: Any) -> Compiled:
+    """The program of :func:`compile_or_fall_back`."""
+    return compile_or_fall_back(mesh, function, *arguments, **how)[0]
 
-    A GPU whose cuDNN is missing, or has no attention for it, draws without: slower, but it draws.
+
+def compile_or_fall_back(
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any
+) -> tuple[Compiled, bool]:
+    """``function`` compiled for the devices of ``mesh``, and whether it is the program that was wanted.
+
+    A GPU whose cuDNN is missing, or has no attention for it, gets a program without: slower, but it works. It may not
+    be stored for other processes, whose cuDNN may have been mended. ``how`` are arguments of ``jax.jit``.
     """
 
     def compiled(*, fused: bool) -> Compiled:
@@ -87,13 +95,13 @@ def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, split
             return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
 
     try:
-        return compiled(fused=True)
+        return compiled(fused=True), True
     except RuntimeError as error:  # JAX's and XLA's own are kinds of it
         if not re.search("cud(a_d)?nn", str(error), re.IGNORECASE):
             raise
-        said = str(error).splitlines()[0][:200]
-        warn(f"cuDNN's attention cannot be used here, and what is used in its place is slower ({said})")
-    return compiled(fused=False)
+        reason = str(error).splitlines()[0][:200]
+        warn(f"cuDNN's attention cannot be used here, and what is used in its place is slower ({reason})")
+    return compiled(fused=False), False
 
 
 def target_platform() -> str:

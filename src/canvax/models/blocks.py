@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from canvax.kernels.attention import attention
-from canvax.models.merging import group, means, merged_tokens, spread
 from canvax.nn import (
     by_rows,
     conv2d,
@@ -80,38 +79,26 @@ def transformer_spec(channels: int, context: int, depth: int, *, heads: int, lin
     }
 
 
-Attended = dict[str, tuple[Array, Array]]
+TransformerKV = dict[str, tuple[Array, Array]]
 """Keys and values [B, T, N, Dh] of the text, for each block of a transformer."""
 
 
-def attended_text(p: Params, text: Array, heads: int) -> Attended:
-    """What the blocks of a transformer attend to in the features of a text [B, T, D]; the image has no part in it."""
+def transformer_kv(p: Params, text: Array, heads: int) -> TransformerKV:
+    """Keys and values that the blocks of a transformer make of the text's features [B, T, D], whatever the image."""
     blocks: Params = p["transformer_blocks"]
     return {i: keys_and_values(block["attn2"], text, heads) for i, block in blocks.items()}
 
 
-def transformer(
-    p: Params,
-    x: Array,
-    text: Attended,
-    *,
-    heads: int,
-    groups: int,
-    upcast: bool,
-    order: Array | None = None,
-    ratio: float = 0.0,
-) -> Array:
+def transformer(p: Params, x: Array, text: TransformerKV, *, heads: int, groups: int, upcast: bool) -> Array:
     """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
 
     Args:
         p: parameters.
         x: [B, h, w, C].
-        text: of :func:`attended_text`.
+        text: of :func:`transformer_kv`.
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
-        order: of :func:`canvax.models.merging.partition`, to merge tokens for self-attention.
-        ratio: the part of them to merge.
 
     Returns:
         [B, h, w, C].
@@ -121,8 +108,7 @@ def transformer(
         y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
         y = linear(p["proj_in"], y.reshape(b, h * w, c))
         for i in map(str, range(len(text))):
-            block = p["transformer_blocks"][i]
-            y = _transformer_block(block, y, *text[i], order, heads=heads, upcast=upcast, grid=(h, w), ratio=ratio)
+            y = _transformer_block(p["transformer_blocks"][i], y, *text[i], heads=heads, upcast=upcast)
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -144,32 +130,13 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
 
 
 @kept_apart
-def _transformer_block(
-    p: Params,
-    x: Array,
-    k: Array,
-    v: Array,
-    order: Array | None,
-    *,
-    heads: int,
-    upcast: bool,
-    grid: tuple[int, int],
-    ratio: float,
-) -> Array:
-    """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual.
-
-    With ``order``, self-attention merges the part ``ratio`` of the tokens, which lie on a ``grid`` of height and width.
-    """
+def _transformer_block(p: Params, x: Array, k: Array, v: Array, *, heads: int, upcast: bool) -> Array:
+    """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
-    if order is None:
-        x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
-    else:
-        groups = group(x, order, *grid, ratio=ratio)
-        h = means(h, groups, x.shape[1] - merged_tokens(*grid, ratio))
-        x = x + spread(attend(p["attn1"], h, h, heads=heads, upcast=upcast), groups)
+    x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
 
     def each_row(p: Params, x: Array, k: Array, v: Array) -> Array:
-        x = x + attend_to(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)
+        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
@@ -189,7 +156,7 @@ def attention_spec(channels: int, context: int, *, heads: int, bias: bool = Fals
 
 def attend(p: Params, x: Array, context: Array, *, heads: int, upcast: bool = False) -> Array:
     """Multi-head attention of ``x`` [B, Tq, C] over ``context`` [B, Tk, D] -> [B, Tq, C]."""
-    return attend_to(p, x, *keys_and_values(p, context, heads), upcast=upcast)
+    return attend_kv(p, x, *keys_and_values(p, context, heads), upcast=upcast)
 
 
 def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array]:
@@ -199,7 +166,7 @@ def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array
     return k.reshape(shape), v.reshape(shape)
 
 
-def attend_to(p: Params, x: Array, k: Array, v: Array, *, upcast: bool = False) -> Array:
+def attend_kv(p: Params, x: Array, k: Array, v: Array, *, upcast: bool = False) -> Array:
     """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C]."""
     q = linear(p["to_q"], x).reshape(*x.shape[:2], *k.shape[2:])
     return linear(p["to_out"]["0"], attention(q, k, v, upcast=upcast).reshape(x.shape))

@@ -6,14 +6,16 @@ also gives one pooled vector (Podell et al. 2023, section 2.1). Its refiner has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from canvax.models.clip import hidden_states, pooled_text, text_encoder, text_encoder_spec
 from canvax.models.configs import ClipTextConfig
 from canvax.params import Params, Spec
-from canvax.types import Array
+from canvax.types import Array, DType
 
 Conditions = dict[str, Array]
 """What the UNet is told beside latents and timestep, by the names of its arguments: ``text`` [B, T, D]; SDXL also
@@ -63,6 +65,16 @@ class TextEncoders:
     def max_skip(self) -> int:
         """The largest ``clip_skip``."""
         return min(cfg.num_hidden_layers for cfg in self.parts.values()) - 1
+
+    def conditions(self, batch: int, dtypes: Sequence[DType]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what :func:`encode_text` returns, for parameters of each encoder in ``dtypes``.
+
+        Said here and not asked of ``jax.eval_shape``: a process whose programs come from the cache traces nothing.
+        """
+        found = {"text": jax.ShapeDtypeStruct((batch, self.tokens, self.width), jnp.result_type(*dtypes))}
+        if self.second is not None:
+            found["pooled"] = jax.ShapeDtypeStruct((batch, self.pooled_width), dtypes[-1])
+        return found
 
 
 def encode_text(p: Params, ids: dict[str, Array], skip: Array, *, cfg: TextEncoders) -> Conditions:

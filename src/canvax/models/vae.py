@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.models.blocks import (
-    attend_to,
+    attend_kv,
     attention_spec,
     downsample,
     downsample_spec,
@@ -223,10 +223,10 @@ def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> 
             tokens = tokens.reshape(h.shape[0], -1, h.shape[-1])
             k, v = keys_and_values(a, tokens, heads=1)
             if rows is None:
-                h = h + attend_to(a, tokens, k, v).reshape(h.shape)
+                h = h + attend_kv(a, tokens, k, v).reshape(h.shape)
             else:
                 parts = jnp.moveaxis(tokens.reshape(h.shape[0], -1, rows * h.shape[2], h.shape[-1]), 1, 0)
-                parts = jax.lax.map(lambda part: attend_to(a, part, k, v), parts)
+                parts = jax.lax.map(lambda part: attend_kv(a, part, k, v), parts)
                 h = h + jnp.moveaxis(parts, 0, 1).reshape(h.shape)
         return resnet_block(p["resnets"]["1"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +32,8 @@ class Memory:
 
     Attributes:
         weights: the parameters that lie on the device, exactly.
-        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder". Estimated
-            from a trace, which knows nothing of the compiler's choices (``docs/devices.md`` says how far that is off).
+        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder"; the
+            compiler's own figures.
         limit: what the device has for them; None if it does not tell.
     """
 
@@ -99,24 +99,24 @@ def program_bytes(program: Any) -> int | None:
     return _ASKED[program]
 
 
-def check_programs(programs: Mapping[str, Any], mesh: Mesh, cure: str) -> None:
-    """Refuse to run programs (None for one that is not wanted) of which one takes more than is free.
+def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callable[[], str]) -> None:
+    """Refuse to run programs, each with its name, of which one takes more than is free.
 
     Raises:
         OutOfMemoryError: naming the program, what it takes, what there is and the cure.
     """
     free = free_bytes(mesh)
-    for name, program in programs.items():
-        needed = None if program is None else program_bytes(program)
+    for name, program in programs:
+        needed = program_bytes(program)
         if free is not None and needed is not None and needed > free:
             raise OutOfMemoryError(
                 f"the {name} needs {gigabytes(needed)} on each device beside the weights, and {gigabytes(free)} are "
-                f"free; {cure}"
+                f"free; {cure()}"
             )
 
 
 @contextmanager
-def explained(cure: str) -> Iterator[None]:
+def explained(cure: Callable[[], str]) -> Iterator[None]:
     """Turn a device's running out of memory, while compiling or running, into an error that names the cure.
 
     Raises:
@@ -131,7 +131,7 @@ def explained(cure: str) -> Iterator[None]:
         if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()):
             raise
         first = (text.splitlines() or ["out of memory"])[0][:200]
-        raise OutOfMemoryError(f"the device ran out of memory ({first}); {cure}") from error
+        raise OutOfMemoryError(f"the device ran out of memory ({first}); {cure()}") from error
 
 
 def cures(

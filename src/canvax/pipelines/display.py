@@ -17,9 +17,9 @@ _LINES = {"loading": "loading the programs:", "compiling": "compiling (once for 
 
 def summary(pipe: Any) -> str:
     """A pipeline in a line, for ``repr``: its weights and tables would fill pages."""
-    checkpoint = pipe.checkpoint
-    height, width = checkpoint.native_size
-    parts = [repr(str(checkpoint.checkout)), f"{width}x{height}", checkpoint.scheduler.spec.label]
+    model = pipe.model
+    height, width = model.native_size
+    parts = [repr(str(model.files)), f"{width}x{height}", model.scheduler.spec.label]
     if leaves := jax.tree.leaves(getattr(pipe, "params", None)):
         parts += [f"{sum(leaf.size for leaf in leaves) / 1e6:.1f}M parameters", leaves[0].dtype.name]
     return f"{type(pipe).__name__}({', '.join(parts)})"

@@ -7,13 +7,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError, check_count, nearest
 from canvax.noise import NoiseKind
+from canvax.pipelines.checks import Tiling
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,12 @@ PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
     *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
 )
-AESTHETICS = ("aesthetic_score", "negative_aesthetic_score")
-XL_ONLY = ("prompt_2", "negative_prompt_2", *PAIRS, *AESTHETICS)
-"""Options that mean nothing to Stable Diffusion 1.x and 2.x."""
-
-
-Tiling = Literal["auto", "on", "off"]
-
-MOST_MERGED = 0.75
-"""The part of the tokens that can be merged: of each four neighbours one stays, for others to be merged into."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a picture. None of them ever compiles anything again, but guidance in a part of the run alone takes
-    a second program, and ``reuse`` and ``token_merging`` one of their own; each is compiled once.
+    """Options of an image. Changing them does not recompile, except ``reuse`` and a guidance interval, which each add
+    one program on first use.
 
     Attributes:
         eta: 0..1, randomness of DDIM and the ancestral samplers; None for the sampler's own.
@@ -68,15 +59,10 @@ class Options:
         guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
             prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
-        reuse: compute the deep features of the UNet, most of its work, in every n-th evaluation alone and reuse them in
-            between (DeepCache: Ma et al. 2024); or the evaluations that compute them, such as (0, 1, 2, 4, 6, 9, 13).
-            Evaluations count from 0, and a step of some samplers takes several. 1 computes them always.
+        reuse: compute the deep features of the UNet, most of its work, in every n-th evaluation alone and forecast them
+            in between (DeepCache: Ma et al. 2024; TaylorSeer: Liu et al. 2025). 1 computes them always.
         reuse_layers: how many of the outermost skip connections are computed always: more is truer and takes longer.
             Another number is another program, compiled once.
-        reuse_order: 1 follows the line through the last two that were computed (TaylorSeer: Liu et al. 2025), which
-            takes the first two; 0 takes the last as it is.
-        token_merging: 0..0.75, the part of the tokens that is merged with others like them for self-attention, where
-            there are most tokens (Bolya & Hoffman 2023). Another number is another program, compiled once.
         tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
@@ -109,10 +95,8 @@ class Options:
     guidance_steps: Sequence[float] | None = None
     guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
-    reuse: int | Sequence[int] = 1
+    reuse: int = 1
     reuse_layers: int = 1
-    reuse_order: int = 1
-    token_merging: float = 0.0
     tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
@@ -137,14 +121,10 @@ class Options:
                 object.__setattr__(self, field.name, value.item())  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
-        object.__setattr__(self, "reuse", _evaluations(self.reuse))
-        if not _is_whole(self.reuse_layers) or self.reuse_layers < 1:
-            raise InputError(f"reuse_layers={self.reuse_layers!r} is not a whole number of at least 1")
+        for name in ("reuse", "reuse_layers"):
+            check_count(name, getattr(self, name))
         if self.spacing is not None and not isinstance(self.spacing, str):
             raise InputError(f"spacing={self.spacing!r} is not the name of a spacing, such as trailing")
-        if not _is_whole(self.reuse_order) or self.reuse_order not in (0, 1):
-            raise InputError(f"reuse_order={self.reuse_order!r} is neither 0 nor 1")
-        check_merging(self.token_merging)
         object.__setattr__(self, "sampler_settings", _settings(self.sampler_settings))
         if not _is_whole(self.clip_skip) or self.clip_skip < 0:
             raise InputError(f"clip_skip={self.clip_skip!r} is not a whole number of at least 0")
@@ -167,7 +147,7 @@ class Options:
             raise InputError(f"callback={self.callback!r} is not a function; it is called with a canvax.Step")
         for name in PAIRS:
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
-        for name in AESTHETICS:
+        for name in ("aesthetic_score", "negative_aesthetic_score"):
             if getattr(self, name) is not None and not _is_number(getattr(self, name)):
                 raise InputError(f"{name}={getattr(self, name)!r} is not a finite number; 6 is usual, 2.5 as negative")
 
@@ -209,16 +189,6 @@ def check_options(options: Any) -> Options:
     raise InputError(f"options={options!r} is not a canvax.Options; write options=canvax.Options({such})")
 
 
-def check_merging(ratio: Any) -> None:
-    """Refuse what ``token_merging`` cannot be.
-
-    Raises:
-        InputError: naming its range.
-    """
-    if not _is_number(ratio) or not 0 <= ratio <= MOST_MERGED:
-        raise InputError(f"token_merging={ratio!r} is not in 0..{MOST_MERGED}; 0.5 is usual")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -245,24 +215,6 @@ def _numbers(name: str, value: Any) -> Any:
         such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
         raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
-
-
-def _evaluations(value: Any) -> int | tuple[int, ...]:
-    """Every n-th evaluation, or a rising list of them, also as text with commas: "2" and "2," are not the same."""
-    said: Any = value
-    if isinstance(value, str):
-        each = [int(one) if one.strip().isdecimal() else -1 for one in value.removesuffix(",").split(",")]
-        said = each if "," in value else each[0]
-    if _is_whole(said) and said >= 1:
-        return int(said)
-    if isinstance(said, Sequence | np.ndarray) and len(said) and all(_is_whole(one) for one in said):
-        listed = tuple(int(one) for one in said)
-        if listed[0] >= 0 and all(a < b for a, b in pairwise(listed)):
-            return listed
-    raise InputError(
-        f"reuse={value!r} is neither a whole number of at least 1, such as 3, nor a rising list of evaluations counted "
-        "from 0, such as 0,1,2,4,6,8,11,14,17 of 20"
-    )
 
 
 def _settings(value: Any) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_decode, tiny_spec
 from canvax.params import Params
 from canvax.types import Array, HostArray
-from canvax.weights.hub import resolve_component
-from canvax.weights.layout import read_json
 from canvax.weights.load import Component, load_components
+from canvax.weights.open import open_network
+from canvax.weights.source import Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,20 +87,12 @@ def load_preview(
             )
         TinyConfig.from_dict(config)
 
-    checkout = resolve_component(
-        model,
-        revision=revision,
-        variant=variant,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        progress=progress,
-        accept=accept,
-    )
-    cfg = TinyConfig.from_dict(read_json(checkout.folder / "config.json"))
+    source = Source(model, revision, variant, token, cache_dir, local_files_only, progress)
+    files = open_network(source, accept=accept)
+    cfg = TinyConfig.from_dict(files.config(""))
     device = jax.local_devices()[0]
     loaded = load_components(
-        checkout,
+        files,
         [Component("", tiny_spec(cfg), "diffusers")],
         dtype=np.float32,
         place=lambda param, array: jax.device_put(array, device),

@@ -1,17 +1,17 @@
-"""What is written beside a picture, so that it can be drawn again."""
+"""What is written beside an image, so that it can be generated again."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from canvax._version import __version__
-from canvax.pipelines.checkpoint import Checkpoint
+from canvax.families.base import Model
 from canvax.pipelines.request import Request
 
 
-def metadata(checkpoint: Checkpoint, request: Request) -> list[dict[str, Any]]:
-    """For each image everything that draws it again, in plain values."""
-    sampler, label = checkpoint.sampler_names(request.sampler)
+def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
+    """For each image everything that generates it again, in plain values."""
+    sampler, label = model.sampler_names(request.sampler)
     shared = {
         "height": request.height,
         "width": request.width,
@@ -19,18 +19,17 @@ def metadata(checkpoint: Checkpoint, request: Request) -> list[dict[str, Any]]:
         "guidance_scale": request.guidance,
         "sampler": sampler,
         "sampler_label": label,
-        "model": checkpoint.name,
-        "revision": checkpoint.revision,
-        "dtype": checkpoint.dtype,
+        "model": model.name,
+        "revision": model.revision,
+        "dtype": model.dtype,
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
-    told = {"variant": checkpoint.checkout.variant, "quantize": checkpoint.quantize}
-    shared |= {name: value for name, value in told.items() if value is not None}
-    # To SDXL None and "" are two pictures, and elsewhere one.
-    negatives = [
-        None if request.zeros else negative if checkpoint.is_xl else negative or None for negative in request.negatives
-    ]
+    optional = {"variant": model.files.variant, "quantize": model.quantize}
+    shared |= {name: value for name, value in optional.items() if value is not None}
+    # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
+    plain = model.zeros_for_no_negative and not request.zeros
+    negatives = [negative if plain else negative or None for negative in request.negatives]
     return [
         {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
         for prompt, negative, seed, options in zip(

@@ -31,8 +31,8 @@ class Result:
         timings: seconds of each stage: ``compile`` (or loading what is compiled), ``encode``, ``denoise``, ``step``
             (one evaluation), ``decode``, and ``total``, the whole call; ``first_step`` is from the call to the end of
             its first step, which the command counts from the start of its process.
-        compilations: programs that the process compiled during this call; 0 after the first picture of a size and
-            batch, and in a process that finds them in the cache.
+        compilations: programs that JAX compiled for this call; 0 after the first picture of a size and batch, and in a
+            process that finds them in the cache.
         indices: which images of the call these are, counted from 0.
     """
 

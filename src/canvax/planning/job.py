@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.presets import Preset
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoders
 
 PROGRAMS = ("encode", "denoise", "decode")
@@ -30,7 +31,7 @@ class Job:
         quantize: what large weights are quantised to, or None.
     """
 
-    model: Preset
+    model: Networks
     target: str
     mesh: tuple[int, int]
     batch: int
@@ -52,7 +53,9 @@ class Job:
             return same | {"text": encoders}
         if program == "decode":
             return same | size
-        return same | size | {"text": encoders, "unet": dataclasses.asdict(self.model.unet), "guided": self.guided}
+        return (
+            same | size | {"text": encoders, "unet": dataclasses.asdict(self.model.denoiser.cfg), "guided": self.guided}
+        )
 
     def dumps(self) -> str:
         """As JSON."""
@@ -63,8 +66,8 @@ class Job:
         """Inverse of :meth:`dumps`."""
         said = json.loads(text)
         encoders = {name: ClipTextConfig.from_dict(values) for name, values in said["text"].items()}
-        model = Preset(
-            UNetConfig.from_dict(said["unet"]),
+        model = Networks(
+            UNetDenoiser(UNetConfig.from_dict(said["unet"])),
             VaeConfig.from_dict(said["vae"]),
             TextEncoders(encoders.get(FIRST), encoders.get(SECOND)),
         )

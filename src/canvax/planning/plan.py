@@ -17,16 +17,18 @@ from typing import Any
 from canvax._version import __version__
 from canvax.denoise import WINDOW
 from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
-from canvax.models.presets import PRESETS, Preset
+from canvax.families.read import family_of, read_networks
+from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
-from canvax.pipelines.checkpoint import check_index, parse_dtype, read_networks
-from canvax.pipelines.request import check_size
+from canvax.pipelines.checks import check_size, parse_dtype
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
-from canvax.weights.hub import BUNDLED, resolve_configs
+from canvax.weights.open import open_files
+from canvax.weights.source import BUNDLED, Source
 
 Announce = Callable[[str, float | None], None]
 """Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
@@ -219,8 +221,8 @@ def plan(
     program is not compiled again.
 
     Args:
-        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which only configs
-            are read.
+        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which no
+            weights are fetched.
         target: such as "tpu-v5e:2x2", of v2, v3, v4, v5e, v5p and v6e, with chips along each axis; or "gpu-h100:8", of
             those in ``canvax.planning.targets.GPUS``, with how many there are.
         batch: pictures at once on all devices together; by default one on each.
@@ -250,14 +252,14 @@ def plan(
     dtype = parse_dtype(dtype).name
     check_kind(quantize)
     networks = architecture(model, **source)
-    side = (networks.unet.sample_size or 64) * networks.vae.factor
+    (tall, wide), factor = networks.native_size, networks.vae.factor
     job = Job(
         model=networks,
         target=str(aim),
         mesh=(axes["data"], axes["model"]),
         batch=batch,
-        height=check_size("height", height, side),
-        width=check_size("width", width, side),
+        height=check_size("height", height, tall, factor),
+        width=check_size("width", width, wide, factor),
         guided=guided,
         dtype=dtype,
         quantize=quantize,
@@ -294,12 +296,12 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     return axes
 
 
-def architecture(model: str | Path, **source: Any) -> Preset:
+def architecture(model: str | Path, **source: Any) -> Networks:
     """The networks of a preset, a folder or a Hub id; no weights are read."""
     if isinstance(model, str) and model in PRESETS:
         return PRESETS[model]
     try:
-        checkout = resolve_configs(model, accept=check_index, **source)
+        files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not Path(model).expanduser().exists():
             names = [*PRESETS, *BUNDLED]
@@ -307,7 +309,7 @@ def architecture(model: str | Path, **source: Any) -> Preset:
                 f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
-    return Preset(*read_networks(checkout))
+    return read_networks(files)
 
 
 _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}

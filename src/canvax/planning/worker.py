@@ -24,8 +24,7 @@ from jax.sharding import Mesh
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs, decode_images
 from canvax.kernels.target import compiling_for
-from canvax.models.text import SECOND, encode_text
-from canvax.models.unet import unet
+from canvax.models.text import encode_text
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
@@ -33,7 +32,6 @@ from canvax.planning.flops import count_flops
 from canvax.planning.hlo import Module, Work
 from canvax.planning.job import Job
 from canvax.planning.targets import parse_target
-from canvax.quantize import quantized_specs
 
 
 def main() -> int:
@@ -76,10 +74,9 @@ def _memory_fault(error: Exception) -> str:
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     """Compile one program and read what it costs: the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
-    programs = Programs(model.text, model.unet, model.vae, mesh)
-    specs = quantized_specs(model.specs, job.quantize)
+    programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
-    latents = (job.batch, job.height // model.vae.factor, job.width // model.vae.factor, model.unet.in_channels)
+    latents = model.latent_shape(job.batch, job.height, job.width)
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: programs.encode_text(params, job.batch),
         "denoise": lambda: programs.denoise(params, latents, guided=job.guided),
@@ -107,7 +104,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     return {
         "compile_seconds": seconds,
         **estimate,
-        "flops": _flops(job, name, params, latents) / mesh.size,
+        "flops": _flops(job, name, programs, params, latents) / mesh.size,
         "hbm_bytes": run.bytes,
         "kernels": run.kernels,
         "collectives": collectives(text),
@@ -120,27 +117,23 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _flops(job: Job, name: str, params: Params, latents: tuple[int, int, int, int]) -> float:
+def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
     """FLOPs of one evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
-    text = model.text
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
-            ids = dict.fromkeys(text.parts, shape((job.batch, text.tokens), jnp.int32))
-            return count_flops(partial(encode_text, cfg=text), params, ids, shape((), jnp.int32))
+            ids = dict.fromkeys(model.text.parts, shape((job.batch, model.text.tokens), jnp.int32))
+            return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
-        batch = job.batch * (2 if job.guided else 1)
-        told = {"text": shape((batch, text.tokens, text.width), job.dtype)}
-        if SECOND in text.parts:
-            told["pooled"] = shape((batch, text.pooled_width), job.dtype)
-            told["time_ids"] = shape((batch, model.unet.time_ids(text.pooled_width)), jnp.float32)
+        batch, denoiser = job.batch * (2 if job.guided else 1), model.denoiser
+        inputs = programs.step_inputs(params, (batch, *latents[1:]), guided=False)
 
-        def network(params: Params, x: Any, t: Any, told: dict[str, Any]) -> Any:
-            return unet(params, x, t, cfg=model.unet, **told)
+        def network(params: Params, x: Any, t: Any, conditions: Any) -> Any:
+            return denoiser.apply(params, x, t, denoiser.prepare(params, conditions))
 
         x = shape((batch, *latents[1:]), job.dtype)
-        return count_flops(network, params["unet"], x, shape((batch,), jnp.float32), told)
+        return count_flops(network, params[denoiser.component], x, shape((batch,), jnp.float32), inputs.conditions)
 
 
 if __name__ == "__main__":

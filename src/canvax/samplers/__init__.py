@@ -16,7 +16,7 @@ from canvax.samplers.curves import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
-from canvax.samplers.table import SLOTS, Clip, SamplerTable, batched_window, run
+from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
 
 __all__ = [
     "CURVES",
@@ -29,7 +29,6 @@ __all__ = [
     "SamplerSpec",
     "SamplerTable",
     "Scheduler",
-    "batched_window",
     "build_table",
     "curve_label",
     "curve_named",

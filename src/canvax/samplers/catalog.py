@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import FLOAT32_MAX, InputError, nearest
 from canvax.samplers import curves
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
-from canvax.samplers.options import SPACINGS, SamplerOptions
+from canvax.samplers.options import SamplerOptions, check_option
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.samplers.table import SamplerTable
@@ -23,7 +21,7 @@ SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
 """Settings of the noise levels, which every sampler takes."""
 
 IMPOSSIBLE = {
-    "dpmadaptive": "DPM adaptive chooses its steps while it draws, and a table is made before; use 'DPM++ 2M'",
+    "dpmadaptive": "DPM adaptive chooses its steps as it goes, and a table is made before; use 'DPM++ 2M'",
     "dpmfast": "DPM fast is not in the catalogue; 'DPM++ 3S' (singlestep) is its successor",
     "restart": "Restart is not in the catalogue; use 'DPM++ SDE'",
 }
@@ -116,7 +114,7 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
             f"the scheduler config, read as {spec.diffusers_class}, asks for what cannot be honoured: "
             + "; ".join(faults)
         )
-    return replace(options_of(config, spec.diffusers_class), **implied)
+    return options_of(config, spec.diffusers_class, implied)
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
@@ -161,7 +159,7 @@ def build_table(
     name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
     `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
     settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
-    start, end: the part of the run to do, as fractions of the training timesteps from noise to picture. A part that
+    start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
     starts late begins from x as the part before it left it, and remembers nothing else.
     """
     train = scheduler.schedule.num_train_timesteps
@@ -173,13 +171,12 @@ def build_table(
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings or {}))
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
-        said = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(f"timesteps={list(options.timesteps)} with {said}: both place the steps; leave one out")
+        other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
+        raise InputError(f"timesteps={list(options.timesteps)} with {other}: both place the steps; leave one out")
     if options.timesteps is not None and options.timesteps[0] >= train:
         raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{train - 1}")
     steps = _steps(steps, options, train)
-    each = np.atleast_1d(np.asarray(guidance, np.float64))
-    if not np.isfinite(each).all() or not math.isfinite(rescale) or not 0 <= rescale <= 1:
+    if not np.all(np.abs(np.asarray(guidance, np.float64)) <= FLOAT32_MAX) or not 0 <= rescale <= 1:
         raise InputError(
             f"guidance={guidance} and rescale={rescale} cannot be used; guidance is a number such as 7.5, or one for "
             "each step; rescale is in 0..1"
@@ -193,7 +190,7 @@ def build_table(
             table = spec.solver(scheduler.schedule, steps, options)
         except np.linalg.LinAlgError:
             raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
-        table = _guided(table, each if np.ndim(guidance) else each[0], rescale, guidance_interval, scheduler.schedule)
+        table = _guided(table, guidance, rescale, guidance_interval, scheduler.schedule)
         lo = _steps_before(table, scheduler.schedule, start) if start else 0
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi:
@@ -237,7 +234,7 @@ def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np
     """Whether each step belongs to the part before `fraction` of the way: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
-    if schedule.told == "index":
+    if schedule.timestep_unit == "index":
         return begins >= round(train - fraction * train)
     index = np.interp(begins, schedule.timestep_of(schedule.sigmas), np.arange(train))
     return index >= round(train - fraction * train)
@@ -245,7 +242,7 @@ def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np
 
 def _guided(
     table: SamplerTable,
-    guidance: float | np.ndarray,
+    guidance: float | Sequence[float],
     rescale: float,
     interval: Sequence[float],
     schedule: NoiseSchedule,
@@ -288,8 +285,10 @@ def _changes(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The changes asked for, checked, as fields of SamplerOptions."""
-    if spacing is not None and spacing not in SPACINGS:
-        raise InputError(f"spacing={spacing!r} is not known; {nearest(str(spacing), SPACINGS)}")
+    if spacing is not None:
+        check_option("spacing", spacing)
+    if eta is not None:
+        check_option("eta", eta)
     if eta and not spec.eta:
         able = ", ".join(repr(other.name) for other in SAMPLERS if other.eta)
         raise InputError(f"eta={eta} does not apply to sampler={spec.name!r}; leave it out or use {able}")
@@ -307,53 +306,18 @@ def _changes(
         able = (*SHAPES, *spec.settings)
         if name not in able:
             raise InputError(f"{name}={value!r} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}")
-        changes[name] = _setting(name, value)
+        check_option(name, value)
+        changes[name] = tuple(value) if isinstance(value, list) else value
     return {name: value for name, value in changes.items() if value is not None}
 
 
 def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
     try:
         numbers = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = np.empty(0)
-    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all() or numbers.min() < 0:
-        raise InputError(f"{name}={values!r} is not a list of numbers of at least 0")
+    if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
+        raise InputError(f"{name}={values!r:.80} is not a list of numbers in 0..1e6")
     if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
-        raise InputError(f"{name}={values!r} does not fall from noise to picture; sort it from the largest down")
+        raise InputError(f"{name}={values!r:.80} does not fall from noise to image; sort it from the largest down")
     return tuple(float(number) for number in numbers)
-
-
-def _setting(name: str, value: Any) -> Any:
-    """A value of the kind that the field has."""
-    kind = _KINDS[name]
-    match kind:
-        case "bool" | "str":
-            good = isinstance(value, bool if kind == "bool" else str)
-        case "tuple[int, ...]":
-            good = isinstance(value, Sequence) and all(isinstance(one, Integral) for one in value)
-            value = tuple(value) if good else value
-        case "int":
-            good = isinstance(value, Integral) and not isinstance(value, bool)
-        case _:
-            good = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-    if not good:
-        raise InputError(f"{name}={value!r} is not {_SAID.get(kind, 'a number')}")
-    if kind == "float" and math.isinf(value) and name not in _MAY_BE_INFINITE:
-        raise InputError(f"{name}={value!r} is not finite; give an ordinary number")
-    if name in _LOWEST and value < _LOWEST[name]:
-        raise InputError(f"{name}={value!r} is too low; give at least {_LOWEST[name]}")
-    if name == "clip_sample_range" and value <= 0:
-        raise InputError(f"{name}={value!r} is not above 0; 1 is usual")
-    return value
-
-
-# By what the field is declared as, since a default of None does not tell. Annotations are strings in that module.
-_KINDS = {one.name: str(one.type).removesuffix(" | None") for one in dataclasses.fields(SamplerOptions)}
-_SAID = {
-    "bool": "True or False",
-    "str": "a name",
-    "int": "a whole number",
-    "tuple[int, ...]": "a list of whole numbers",
-}
-_MAY_BE_INFINITE = ("s_tmax", "lambda_min_clipped", "timestep_scaling")
-_LOWEST = {"steps_offset": 0, "original_inference_steps": 1, "s_churn": 0, "s_tmin": 0, "s_tmax": 0, "s_noise": 0}

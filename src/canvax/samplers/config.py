@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from canvax.errors import nearest
-from canvax.samplers.options import SPACINGS, SamplerOptions
+from canvax.samplers.options import CHOICES, SPACINGS, SamplerOptions, fault_of
 from canvax.samplers.schedule import BETA_SCHEDULES, PREDICTION_TYPES, NoiseSchedule, make_betas
 
 _SCHEDULE_DEFAULTS: dict[str, Any] = {
@@ -186,18 +185,13 @@ _REFUSED = {
     "tau_func": "a function cannot be read from a file; remove it for the usual one",
     "invert_sigmas": "runs from picture to noise are not supported; set it to false",
 }
-_DPM_ALGORITHMS = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver", "deis")
-_ALLOWED: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    **CHOICES,
     "timestep_spacing": SPACINGS,
     "prediction_type": PREDICTION_TYPES,
     "beta_schedule": BETA_SCHEDULES,
     "final_sigmas_type": ("zero", "sigma_min"),
-    "interpolation_type": ("linear", "log_linear"),
-    "timestep_type": ("discrete", "continuous"),
-    "algorithm_type": (*_DPM_ALGORITHMS, "data_prediction", "noise_prediction"),
-    "solver_type": ("midpoint", "heun", "logrho", "bh1", "bh2"),
-    "sigma_schedule": ("karras", "exponential"),
-    "time_shift_type": ("exponential", "linear"),
+    "algorithm_type": (*CHOICES["algorithm_type"], "data_prediction", "noise_prediction"),
 }
 
 
@@ -225,46 +219,29 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
 
 def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[str]:
     """What is wrong with one known field."""
-    said = f"{key}={value!r}"
-    if key in _REFUSED:
-        return [f"{said} ({_REFUSED[key]})"] if value else []
-    if key == "disable_corrector":
-        good = isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
-        return [] if good else [f"{said} (a list of step numbers)"]
-    if key == "variance_type":
-        return [f"{said} (only fixed variances: the network predicts none)"] if "learned" in str(value) else []
-    if key == "trained_betas":
-        return [] if value is None or _numbers(value) else [f"{said:.60} (a list of numbers in 0..1)"]
-    if key in _ALLOWED:
-        euler_sample = value == "original_sample" and class_name == "EulerDiscreteScheduler"
-        known = value in _ALLOWED[key] or (key == "prediction_type" and euler_sample)
-        return [] if known else [f"{said} ({nearest(str(value), _ALLOWED[key])})"]
-    if isinstance(default, bool):
-        return [] if value is None or isinstance(value, bool) else [f"{said} (true or false)"]
-    if isinstance(default, int):
-        lowest = 0 if key == "steps_offset" else 1
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-        return [] if good else [f"{said} (a whole number of at least {lowest})"]
-    if default is None and value is None:
+    if value is None and (default is None or isinstance(default, bool)):
         return []
-    if key == "clip_sample_range":
-        return [] if _numbers([value]) and value > 0 else [f"{said} (a number above 0; 1 is usual)"]
-    return [] if _numbers([value]) else [f"{said} (a number)"]
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) for value in values
-    )
+    if key in _REFUSED:
+        fault = _REFUSED[key] if value else ""
+    elif key == "trained_betas":
+        numbers = isinstance(value, list | tuple) and not any(fault_of(key, beta, 0.0) for beta in value)
+        fault = "" if numbers else "a list of numbers in 0..1"
+    elif key == "variance_type" and "learned" in str(value):
+        fault = "only fixed variances: the network predicts none"
+    elif key == "prediction_type" and value == "original_sample" and class_name == "EulerDiscreteScheduler":
+        fault = ""
+    else:
+        fault = fault_of(key, value, default, _CHOICES)
+    return [f"{key}={value!r:.80} ({fault})"] if fault else []
 
 
 def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> NoiseSchedule:
     """The noise a model was trained with, as its config says; what it leaves out is as in its scheduler class."""
     defaults = CLASS_DEFAULTS.get(class_name or "", {})
-    said = {**_SCHEDULE_DEFAULTS, **{name: defaults[name] for name in _SCHEDULE_DEFAULTS if name in defaults}}
-    said |= {name: config[name] for name in said if name in config}
-    train = said["num_train_timesteps"]
-    kind = "sample" if said["prediction_type"] == "original_sample" else said["prediction_type"]
+    values = {**_SCHEDULE_DEFAULTS, **{name: defaults[name] for name in _SCHEDULE_DEFAULTS if name in defaults}}
+    values |= {name: config[name] for name in values if name in config}
+    train = values["num_train_timesteps"]
+    kind = "sample" if values["prediction_type"] == "original_sample" else values["prediction_type"]
     match class_name:
         case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
             fields = {name: config.get(name, _EDM[name]) for name in ("sigma_min", "sigma_max", "sigma_data")}
@@ -275,43 +252,43 @@ def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> Noi
             return NoiseSchedule.flow(train, 1.0 if config.get("use_dynamic_shifting") else config.get("shift", 1.0))
     if kind == "flow_prediction":
         return NoiseSchedule.flow(train, config.get("flow_shift", 1.0))
-    betas = said["trained_betas"]
+    betas = values["trained_betas"]
     if betas is None:
-        betas = make_betas(said["beta_schedule"], said["beta_start"], said["beta_end"], train)
-    return NoiseSchedule.from_betas(betas, kind, zero_terminal_snr=bool(said["rescale_betas_zero_snr"]))
+        betas = make_betas(values["beta_schedule"], values["beta_start"], values["beta_end"], train)
+    return NoiseSchedule.from_betas(betas, kind, zero_terminal_snr=bool(values["rescale_betas_zero_snr"]))
 
 
-def options_of(config: Mapping[str, Any], class_name: str) -> SamplerOptions:
-    """The options of `config` as `class_name` reads it: the fields it has, its own defaults for the missing ones."""
-    said = {key: config.get(key, default) for key, default in CLASS_DEFAULTS[class_name].items()}
+def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str, Any]) -> SamplerOptions:
+    """The options of `config` as `class_name` reads it, its own defaults for missing fields; `implied` fields win."""
+    values = {key: config.get(key, default) for key, default in CLASS_DEFAULTS[class_name].items()}
     sigmas = "automatic"
     for flag, curve in _CURVES.items():
-        sigmas = curve if said.pop(flag, False) else sigmas
+        sigmas = curve if values.pop(flag, False) else sigmas
     for key in (*_NOTHING_HERE, *_SCHEDULE_DEFAULTS):
-        said.pop(key, None)
-    said["spacing"] = said.pop("timestep_spacing", "linspace")
+        values.pop(key, None)
+    values["spacing"] = values.pop("timestep_spacing", "linspace")
     match class_name:
         case "DPMSolverMultistepScheduler":
-            said["round_timesteps"] = config.get("beta_schedule") != "squaredcos_cap_v2"
+            values["round_timesteps"] = config.get("beta_schedule") != "squaredcos_cap_v2"
         case "DEISMultistepScheduler":
-            said["final_sigmas_type"] = "repeated"
-            said.pop("algorithm_type")
+            values["final_sigmas_type"] = "repeated"
+            values.pop("algorithm_type")
         case "UniPCMultistepScheduler":
-            said["flow_from_one"] = True
-            said["disable_corrector"] = tuple(said["disable_corrector"])
-            said["final_sigmas_type"] = "repeated" if said["final_sigmas_type"] == "sigma_min" else "zero"
+            values["flow_from_one"] = True
+            values["disable_corrector"] = tuple(values["disable_corrector"])
+            values["final_sigmas_type"] = "repeated" if values["final_sigmas_type"] == "sigma_min" else "zero"
         case "SASolverScheduler":
-            said["final_sigmas_type"] = "repeated"
-            said["predict_x0"] = said.pop("algorithm_type") != "noise_prediction"
+            values["final_sigmas_type"] = "repeated"
+            values["predict_x0"] = values.pop("algorithm_type") != "noise_prediction"
         case "TCDScheduler":
-            said["final_sigmas_type"] = "sigma_min"
-            said["clip_sample"] = said["thresholding"] = False  # which the class declares and does not do
+            values["final_sigmas_type"] = "sigma_min"
+            values["clip_sample"] = values["thresholding"] = False  # which the class declares and does not do
         case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
-            said["sigma_min"] = said["sigma_max"] = None  # they are the ends of the schedule
-            if class_name == "EDMEulerScheduler" and said["final_sigmas_type"] == "sigma_min":
-                said["final_sigmas_type"] = "repeated"
+            values["sigma_min"] = values["sigma_max"] = None  # they are the ends of the schedule
+            if class_name == "EDMEulerScheduler" and values["final_sigmas_type"] == "sigma_min":
+                values["final_sigmas_type"] = "repeated"
         case "HeunDiscreteScheduler" | "LMSDiscreteScheduler" | "EulerDiscreteScheduler" | "DPMSolverSDEScheduler":
-            said["round_timesteps"] = False
+            values["round_timesteps"] = False
         case _:
             pass
-    return SamplerOptions(sigmas=sigmas, **said)
+    return SamplerOptions(**{"sigmas": sigmas, **values, **implied})

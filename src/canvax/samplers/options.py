@@ -1,10 +1,64 @@
-"""What can be chosen about a sampler, in one frozen record shared by the solvers and the catalogue."""
+"""What can be chosen about a sampler: one frozen record shared by the solvers and the catalogue, and its limits."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from canvax.errors import FLOAT32_MAX, InputError, nearest
 
 SPACINGS = ("leading", "trailing", "linspace")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "spacing": SPACINGS,
+    "algorithm_type": ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver", "deis"),
+    "solver_type": ("midpoint", "heun", "logrho", "bh1", "bh2"),
+    "interpolation_type": ("linear", "log_linear"),
+    "timestep_type": ("discrete", "continuous"),
+    "final_sigmas_type": ("zero", "sigma_min", "repeated"),
+    "sigma_schedule": ("karras", "exponential"),
+    "time_shift_type": ("exponential", "linear"),
+    "variance_type": (None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
+}
+LIMITS: dict[str, tuple[float, float]] = {
+    "eta": (0, 1),
+    "steps_offset": (0, 100_000),
+    "solver_order": (1, 3),
+    "predictor_order": (1, 4),
+    "corrector_order": (1, 4),
+    "s_churn": (0, FLOAT32_MAX),
+    "s_tmin": (0, FLOAT32_MAX),
+    "s_tmax": (0, math.inf),
+    "s_noise": (0, FLOAT32_MAX),
+    "rho": (0.1, 1000),
+    "sigma_min": (1e-6, 1e6),
+    "sigma_max": (1e-6, 1e6),
+    "sigma_data": (1e-6, 1e6),
+    "shift": (1e-6, 1e6),
+    "flow_shift": (1e-6, 1e6),
+    "lambda_min_clipped": (-math.inf, 0),
+    "clip_sample_range": (1e-6, FLOAT32_MAX),
+    "timestep_scaling": (0, math.inf),
+}
+
+
+def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[str | None, ...]] = CHOICES) -> str:
+    """What the field `name`, whose kind follows from its default, should hold in place of `value`; "" if it may."""
+    if name in choices:
+        return "" if value in choices[name] else nearest(str(value), [str(choice) for choice in choices[name]])
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, list | tuple):
+        good = isinstance(value, Sequence) and all(isinstance(number, Integral) for number in value)
+        return "" if good else "a list of whole numbers"
+    whole = isinstance(default, int)
+    low, high = LIMITS.get(name, (1, 100_000) if whole else (-FLOAT32_MAX, FLOAT32_MAX))
+    number: Any = value if isinstance(value, Integral if whole else Real) and not isinstance(value, bool) else math.nan
+    if low <= number <= high:
+        return ""
+    return f"a {'whole ' if whole else ''}number in {low:g}..{high:g}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +117,7 @@ class SamplerOptions:
     predictor_order: int = 2
     corrector_order: int = 2
 
-    # Flow models: `mu` is the shift of this picture size, where the config asks for a dynamic one.
+    # Flow models: `mu` is the shift of this image size, where the config asks for a dynamic one.
     use_dynamic_shifting: bool = False
     time_shift_type: str = "exponential"
     mu: float | None = None
@@ -73,3 +127,13 @@ class SamplerOptions:
 
     restart: int = 0
     """Steps at the beginning that another run has done: nothing is remembered of them."""
+
+    def __post_init__(self) -> None:
+        for name in CHOICES:
+            check_option(name, getattr(self, name))
+
+
+def check_option(name: str, value: Any) -> None:
+    """Refuse what a field of `SamplerOptions` cannot hold."""
+    if fault := fault_of(name, value, getattr(SamplerOptions, name)):
+        raise InputError(f"{name}={value!r:.80} cannot be used ({fault})")

@@ -29,7 +29,7 @@ class Frame:
     exploding: bool = False
 
     def alpha_std(self, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights of the picture and of the noise in x."""
+        """Weights of the image and of the noise in x."""
         if self.schedule.is_flow:
             t = level / (1 + level) if self.exploding else level
             return 1 - t, t
@@ -43,7 +43,7 @@ class Frame:
         return np.ones_like(alpha) if self.schedule.is_flow and not self.exploding else alpha
 
     def timestep(self, level: np.ndarray) -> np.ndarray:
-        """What the network is told at a level."""
+        """The network's timestep at a level."""
         level = level / (1 + level) if self.schedule.is_flow and self.exploding else level
         return self.schedule.timestep_of(level)
 
@@ -52,7 +52,7 @@ class Frame:
 class Path:
     """The steps of a run; n of them.
 
-    timesteps [n]      what the network is told before each step
+    timesteps [n]      input of the network in each step
     sigmas    [n + 1]  the level before each step and after the last: std / alpha, or t of flow models
     total              steps of the whole run, of which these may be the last
     even               the timesteps are those of `spacing`, a whole stride apart

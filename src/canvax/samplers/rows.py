@@ -63,7 +63,7 @@ def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
 def framed(
     path: Path,
     frame: Frame,
-    told: np.ndarray,
+    timesteps: np.ndarray,
     level: np.ndarray,
     after: np.ndarray,
     N: np.ndarray,
@@ -72,7 +72,7 @@ def framed(
     init_scale: float | None = None,
     clip: Clip | None = None,
 ) -> SamplerTable:
-    """The table of rows N that are written for y: told timestep, level before and level after each row.
+    """The table of rows N that are written for y: timestep, level before and level after each row.
 
     The last row leaves y itself, which is what such solvers hand over. y starts at noise of the first level.
     """
@@ -85,7 +85,7 @@ def framed(
     M[:, 0] *= col(behind)
     M[:, :, 0] /= col(now)
     start = float(level[0]) if init_scale is None else init_scale
-    return table_of(path.schedule, told, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
+    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
 
 
 def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
@@ -96,29 +96,29 @@ def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
-    """Refuse to read a picture from an eps that is all there is: at alpha 0, or at what stands for it along a curve.
+    """Refuse to read an image from an eps that is all there is: at alpha 0, or at what stands for it along a curve.
 
-    combines_eps: the sampler reads pictures from eps even where the network predicts them.
+    combines_eps: the sampler reads images from eps even where the network predicts them.
     """
-    nothing = SMALLEST_ALPHA_CUMPROD * (1 + 1e-9) if schedule.alphas_cumprod[-1] == 0 else 0.0
-    if not np.any(alpha**2 <= nothing):
+    no_signal = SMALLEST_ALPHA_CUMPROD * (1 + 1e-9) if schedule.alphas_cumprod[-1] == 0 else 0.0
+    if not np.any(alpha**2 <= no_signal):
         return
     where = f"the last timestep of a zero-terminal-SNR schedule, which sampler={name!r} visits here"
     lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # those always begin there
     if schedule.prediction_type == "epsilon":
         raise InputError(
-            f"prediction_type='epsilon' says nothing about the picture at {where}; use {lower}sampler='euler'"
+            f"prediction_type='epsilon' says nothing about the image at {where}; use {lower}sampler='euler'"
         )
     if schedule.prediction_type == "sample" and combines_eps:
         raise InputError(
-            f"prediction_type='sample' is turned into eps by PNDM, which says nothing about the picture at "
+            f"prediction_type='sample' is turned into eps by PNDM, which says nothing about the image at "
             f"{where}; use {lower}sampler='ddim'"
         )
 
 
 def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
     """Refuse models that are not trained on numbered timesteps of a variance-preserving process."""
-    if schedule.is_flow or schedule.told != "index":
+    if schedule.is_flow or schedule.timestep_unit != "index":
         raise InputError(
             f"sampler={name!r} steps between numbered training timesteps, which flow and EDM models do not have; use "
             "sampler='euler' or 'heun'"
@@ -139,20 +139,20 @@ def table_of(
 ) -> SamplerTable:
     """The table of rows that stand at levels alpha, std: the one place where prediction types differ."""
     count = len(timesteps)
-    level = std / np.where(alpha > 0, alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
-    c_in, p, q = _reading(schedule, alpha, std, level)
+    c_in, p, q = _reading(schedule, alpha, std)
     table = SamplerTable(
         timestep=np.asarray(timesteps, np.float64),
         c_in=c_in,
         p=p,
         q=q,
         M=M,
-        raw=None if clip is None else (np.zeros((count, SLOTS)) if raw is None else raw),
+        raw=np.zeros((count, SLOTS)) if raw is None else raw,
         guidance=np.ones(count),
         rescale=np.zeros(count),
-        init_scale=init_scale,
-        sigma=level,
+        alpha=alpha,
+        std=std,
         step=np.arange(count) if step is None else step,
+        init_scale=init_scale,
         clip=clip,
     )
     if not table.finite:
@@ -163,12 +163,11 @@ def table_of(
     return table
 
 
-def _reading(
-    schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray, level: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _reading(schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """c_in, p and q of each row."""
-    one = np.ones_like(alpha)
+    unit = np.ones_like(alpha)
     if schedule.sigma_data is not None:
+        level = std / alpha
         total = np.hypot(level, schedule.sigma_data)
         sign = -1 if schedule.prediction_type == "v_prediction" else 1
         return (
@@ -178,9 +177,9 @@ def _reading(
         )
     match schedule.prediction_type:
         case "epsilon":
-            return one, 1 / alpha, -std / alpha
+            return unit, 1 / alpha, -std / alpha
         case "v_prediction":
-            return one, alpha, -std
+            return unit, alpha, -std
         case "flow_prediction":
-            return one, one, -std
-    return one, 0 * one, one
+            return unit, unit, -std
+    return unit, 0 * unit, unit

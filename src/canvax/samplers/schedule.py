@@ -1,4 +1,4 @@
-"""The noise a model was trained with: how much of the picture is left at each training timestep.
+"""The noise a model was trained with: how much of the image is left at each training timestep.
 
 Everything here is float64 from the mathematical definition. The usual training code builds the same betas in float32;
 `alphas_cumprod` then differs from ours by its own rounding, up to about 1e-6 relative for the 1,000 steps of Stable
@@ -32,8 +32,8 @@ class NoiseSchedule:
     prediction_type: "epsilon", "v_prediction" (v = sqrt(a) eps - sqrt(1 - a) x_0), "sample" (x_0), or
     "flow_prediction" (v = eps - x_0), whose x_t = (1 - t) x_0 + t eps: such a schedule is made by `flow`.
     sigma_data: set for EDM models, whose network is wrapped as in Karras et al. 2022, table 1; made by `edm`.
-    told: what the network is told: "index" of the training timestep, "quarter_log" of the level (EDM), or the "angle"
-    whose tangent is the level, as a fraction of a right angle.
+    timestep_unit: what the network takes as timestep: the "index" of a training timestep, a "quarter_log" of the level
+    (EDM), or the "angle" whose tangent is the level, as a fraction of a right angle.
     shift: of flow models, t' = shift * t / (1 + (shift - 1) * t).
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
@@ -42,7 +42,7 @@ class NoiseSchedule:
     alphas_cumprod: np.ndarray
     prediction_type: str = "epsilon"
     sigma_data: float | None = None
-    told: str = "index"
+    timestep_unit: str = "index"
     shift: float = 1.0
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class NoiseSchedule:
     ) -> NoiseSchedule:
         """A network with EDM preconditioning between two noise levels: Karras et al. 2022, table 1."""
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
-        return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, told="quarter_log")
+        return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
     @classmethod
     def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
-        """sigma = sin^2 of an even angle, v prediction, the network told the angle of the level (IPNDM's models)."""
+        """sigma = sin^2 of an even angle, v prediction, timesteps that are the angle of the level (IPNDM's models)."""
         std = np.sin(np.arange(1, num_train_timesteps + 1) / num_train_timesteps * np.pi / 2) ** 2
-        return cls(1 - std**2, "v_prediction", told="angle")
+        return cls(1 - std**2, "v_prediction", timestep_unit="angle")
 
     @property
     def num_train_timesteps(self) -> int:
@@ -100,19 +100,18 @@ class NoiseSchedule:
         if self.is_flow:
             n = self.num_train_timesteps
             return shifted(np.arange(1, n + 1) / n, self.shift)
-        kept = self.alphas_cumprod.copy()
-        if kept[-1] == 0:
-            kept[-1] = SMALLEST_ALPHA_CUMPROD
-        return np.sqrt((1.0 - kept) / kept)
+        remaining = self.alphas_cumprod.copy()
+        if remaining[-1] == 0:
+            remaining[-1] = SMALLEST_ALPHA_CUMPROD
+        return np.sqrt((1.0 - remaining) / remaining)
 
     @cached_property
     def log_sigmas(self) -> np.ndarray:
         return np.log(self.sigmas)
 
     def timestep_of(self, sigmas: np.ndarray) -> np.ndarray:
-        """What the network is told at each level: for most the fractional timestep, linear in log sigma, held at the
-        ends."""
-        match self.told:
+        """The network's timestep at each level: for most a fractional index, linear in log sigma, held at the ends."""
+        match self.timestep_unit:
             case "quarter_log":
                 return 0.25 * np.log(sigmas)
             case "angle":

@@ -1,7 +1,7 @@
 """Which timesteps and noise levels a run visits.
 
-Each family of schedulers places its timesteps in its own way, and checkpoints depend on it, so the differences are kept
-and named here. All results run from noisy to clean.
+Each family of schedulers places its timesteps in its own way, and checkpoints depend on it, so the differences stay
+and are named here. All results run from noisy to clean.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError
 from canvax.samplers.curves import curve_levels, exponential, karras
-from canvax.samplers.options import SPACINGS, SamplerOptions
+from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
 from canvax.samplers.schedule import NoiseSchedule, shifted
 
 MOST_NOISE = 1 - 1e-6
 """Of flow models, for solvers that take the logarithm of the signal."""
 SMALLEST_SIGNAL = 2.0**-48
-"""alpha^2, likewise, of models that are told an angle."""
+"""alpha^2, likewise, of models whose timestep is an angle."""
 
 Base = Callable[[NoiseSchedule, int, SamplerOptions], tuple[np.ndarray, np.ndarray]]
 """Timesteps [n] of a spacing, and their levels [n]."""
@@ -62,7 +62,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
         timesteps = schedule.timestep_of(sigmas)
     elif schedule.is_flow:
         timesteps, sigmas = _flow(schedule, steps, options, family)
-    elif schedule.told != "index" and options.sigmas == "automatic":
+    elif schedule.timestep_unit != "index" and options.sigmas == "automatic":
         sigmas = _own_levels(schedule, steps, options)
         timesteps = schedule.timestep_of(sigmas)
     else:
@@ -74,7 +74,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
             full = (schedule.sigmas[-1], schedule.sigmas[0])
             ends = (sigmas[0], sigmas[-1]) if family == "euler" else full
             sigmas = curve_levels(schedule, steps, options, float(ends[0]), float(ends[1]))
-            timesteps = _told(schedule, sigmas, options, family)
+            timesteps = _curve_timesteps(schedule, sigmas, options, family)
     if schedule.is_flow and family == "dpm":
         sigmas = np.minimum(sigmas, MOST_NOISE)
     if _continuous(schedule, options):
@@ -83,7 +83,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
     return Path(schedule, timesteps, sigmas, len(timesteps), even).after(options.restart)
 
 
-def _told(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, family: str) -> np.ndarray:
+def _curve_timesteps(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, family: str) -> np.ndarray:
     """Timesteps of a curve: fractional, but where diffusers rounds them for its own curves."""
     timesteps = schedule.timestep_of(sigmas)
     if options.sigmas not in ("karras", "exponential", "lu", "beta_sigmas"):
@@ -117,10 +117,8 @@ def _training_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
             chosen = leading(train, steps, options.steps_offset)
         case "trailing":
             chosen = trailing(train, steps)
-        case "linspace":
-            chosen = np.linspace(0, train - 1, steps).round()[::-1]
         case _:
-            raise _unknown_spacing(options)
+            chosen = np.linspace(0, train - 1, steps).round()[::-1]
     return chosen, _level_at(schedule, chosen, exact=True)
 
 
@@ -131,20 +129,12 @@ def _euler_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) ->
             timesteps = leading(train, steps, options.steps_offset)
         case "trailing":
             timesteps = trailing(train, steps)
-        case "linspace":
-            timesteps = np.linspace(0, train - 1, steps)[::-1]
         case _:
-            raise _unknown_spacing(options)
-    match options.interpolation_type:
-        case "linear":
-            sigmas = _level_at(schedule, timesteps)
-        case "log_linear":
-            # One level more than timesteps: the run ends at the schedule's smallest level, not at the final one.
-            sigmas = np.exp(np.linspace(schedule.log_sigmas[-1], schedule.log_sigmas[0], steps + 1))
-        case other:
-            hint = nearest(str(other), ("linear", "log_linear"))
-            raise InputError(f"interpolation_type={other!r} is not known; {hint}")
-    return timesteps, sigmas
+            timesteps = np.linspace(0, train - 1, steps)[::-1]
+    if options.interpolation_type == "linear":
+        return timesteps, _level_at(schedule, timesteps)
+    # One level more than timesteps: the run ends at the schedule's smallest level, not at the final one.
+    return timesteps, np.exp(np.linspace(schedule.log_sigmas[-1], schedule.log_sigmas[0], steps + 1))
 
 
 def _dpm_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
@@ -156,10 +146,8 @@ def _dpm_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> t
             timesteps = leading(last, steps + 1, options.steps_offset)[:-1]
         case "trailing":
             timesteps = trailing(train, steps, last)
-        case "linspace":
-            timesteps = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
         case _:
-            raise _unknown_spacing(options)
+            timesteps = np.linspace(0, last - 1, steps + 1).round()[::-1][:-1]
     return timesteps, _level_at(schedule, timesteps)
 
 
@@ -177,7 +165,7 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
     if options.use_dynamic_shifting:
         if options.mu is None:
             raise InputError(
-                "use_dynamic_shifting=True shifts by the size of the picture: give mu=..., its shift (or "
+                "use_dynamic_shifting=True shifts by the size of the image: give mu=..., its shift (or "
                 "use_dynamic_shifting=False and a shift in the config)"
             )
         shift = float(np.exp(options.mu)) if options.time_shift_type == "exponential" else options.mu
@@ -207,7 +195,7 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
 
 def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
     """Levels of models that are not trained on numbered timesteps."""
-    if schedule.told == "angle":
+    if schedule.timestep_unit == "angle":
         std = np.sin(np.linspace(1, 0, steps + 1)[:-1] * np.pi / 2) ** 2
         return std / np.sqrt(np.maximum(1 - std**2, SMALLEST_SIGNAL))
     curve = karras if options.sigma_schedule == "karras" else exponential
@@ -218,17 +206,11 @@ def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.nda
     """The noise level after the last step: of the kind "repeated", the last step stays where it is after a curve."""
     if not isinstance(options.sigmas, str) and options.sigmas[-1] == 0:
         return 0.0
-    match options.final_sigmas_type:
-        case "zero":
-            return 0.0
-        case "sigma_min" if not schedule.is_flow:
-            return float(schedule.sigmas[0])
-        case "repeated" if options.sigmas == "automatic" and schedule.told == "index" and not schedule.is_flow:
-            return float(schedule.sigmas[0])
-        case "sigma_min" | "repeated":
-            return float(sigmas[-1])
-    hint = nearest(str(options.final_sigmas_type), ("zero", "sigma_min"))
-    raise InputError(f"final_sigmas_type={options.final_sigmas_type!r} is not known; {hint}")
+    if options.final_sigmas_type == "zero":
+        return 0.0
+    smallest = options.final_sigmas_type == "sigma_min"
+    smallest |= options.sigmas == "automatic" and schedule.timestep_unit == "index"
+    return float(schedule.sigmas[0] if smallest and not schedule.is_flow else sigmas[-1])
 
 
 def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = False) -> np.ndarray:
@@ -255,9 +237,5 @@ def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, 
 
 
 def _continuous(schedule: NoiseSchedule, options: SamplerOptions) -> bool:
-    """Euler networks told the c_noise of Karras et al. 2022, table 1."""
+    """Euler networks whose timestep is the c_noise of Karras et al. 2022, table 1."""
     return options.timestep_type == "continuous" and schedule.prediction_type == "v_prediction"
-
-
-def _unknown_spacing(options: SamplerOptions) -> InputError:
-    return InputError(f"spacing={options.spacing!r} is not known; {nearest(str(options.spacing), SPACINGS)}")

@@ -11,16 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from canvax.errors import InputError
+from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
 """K: how many arrays of latent size a sampler may remember between two evaluations."""
 
 DENOISED, NOISE = SLOTS, SLOTS + 1
 """Columns of M after the state."""
+
+COLUMNS = ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "alpha", "std", "step")
+"""What a table has for each row."""
+_PROGRAM = COLUMNS[:8]
+"""Those that the denoising program reads."""
+_INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
+"""Shape of a column behind its rows, where it is more than a number."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +57,17 @@ class Clip:
 class SamplerTable:
     """The rows of one run. R rows, K = SLOTS; all arrays float64.
 
-    timestep  [R]            what the network is told
+    timestep  [R]            input of the network
     c_in      [R]            network input = c_in * x
     p, q      [R]            denoised D = p * x + q * output
     M         [R, K, K + 2]  state' = M @ [state(K); D; noise]
-    raw       [R, K] | None  weight of the unclipped D, added to state'; only where `clip` is set
+    raw       [R, K]         weight of the unclipped D, added to state'; zeros without `clip`
     guidance  [R]            guidance scale of the row
     rescale   [R]            guidance rescale of the row (Lin et al. 2024, section 3.4)
-    init_scale               x before row 0 = init_scale * unit noise
-    sigma     [R]            noise level sigma / alpha of x before the row; 4096 stands for pure noise
+    alpha     [R]            x before the row = alpha * x0 + std * eps
+    std       [R]
     step      [R]            int, the step that the row belongs to, from 0; a step may take several evaluations
+    init_scale               x before row 0 = init_scale * unit noise
     clip                     limits on D, or None
     first_row                index of row 0 in the whole run, from which the noise of a step is derived
     """
@@ -67,24 +77,21 @@ class SamplerTable:
     p: np.ndarray
     q: np.ndarray
     M: np.ndarray
-    raw: np.ndarray | None
+    raw: np.ndarray
     guidance: np.ndarray
     rescale: np.ndarray
-    init_scale: float
-    sigma: np.ndarray
+    alpha: np.ndarray
+    std: np.ndarray
     step: np.ndarray
+    init_scale: float = 1.0
     clip: Clip | None = None
     first_row: int = 0
 
     def __post_init__(self) -> None:
-        rows = len(self.timestep)
-        shapes = {"M": (rows, SLOTS, SLOTS + 2), "raw": (rows, SLOTS)}
-        for name in ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "sigma", "step"):
-            value = getattr(self, name)
-            if value is not None and value.shape != shapes.get(name, (rows,)):
-                raise InputError(f"{name} of a sampler table has shape {value.shape}, not {shapes.get(name, (rows,))}")
-        if (self.raw is None) != (self.clip is None):
-            raise InputError("raw and clip of a sampler table go together: give both or neither")
+        for name in COLUMNS:
+            shape = (len(self.timestep), *_INNER.get(name, ()))
+            if getattr(self, name).shape != shape:
+                raise InputError(f"{name} of a sampler table has shape {getattr(self, name).shape}, not {shape}")
 
     def __len__(self) -> int:
         return len(self.timestep)
@@ -92,17 +99,21 @@ class SamplerTable:
     @property
     def finite(self) -> bool:
         """Whether every number in the table is one."""
-        arrays = (self.timestep, self.c_in, self.p, self.q, self.M, self.raw, self.guidance, self.rescale, self.sigma)
-        return all(np.isfinite(value).all() for value in arrays if value is not None) and bool(
-            np.isfinite(self.init_scale)
-        )
+        return all(np.isfinite(getattr(self, name)).all() for name in (*COLUMNS, "init_scale"))
 
     @property
-    def stochastic(self) -> bool:
-        """Whether any row uses noise."""
-        return bool(np.any(self.M[:, :, NOISE]))
+    def sigma(self) -> np.ndarray:
+        """Noise level std / alpha of x before each row [R]; 4096 stands for pure noise."""
+        return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
-    def with_guidance(self, scale: float | np.ndarray, rescale: float | np.ndarray = 0.0) -> SamplerTable:
+    def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
+        """x before `row` from clean latents and unit noise of the same shape: where image-to-image begins.
+
+        DDIM inversion is the exception: its x before a row is cleaner than the level of the row.
+        """
+        return self.alpha[row] * x0 + self.std[row] * eps
+
+    def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
         """The same table with other guidance: one number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
@@ -117,44 +128,29 @@ class SamplerTable:
         return replace(self, guidance=each[0], rescale=each[1])
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
-        """Rows lo..hi alone. With lo > 0 the caller makes x at `sigma[lo]` himself; `init_scale` stays row 0's."""
-        part = slice(lo, len(self) if hi is None else hi)
-        names = ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "sigma", "step")
-        return replace(
-            self,
-            raw=None if self.raw is None else self.raw[part],
-            first_row=self.first_row + lo,
-            **{name: getattr(self, name)[part] for name in names},
-        )
+        """Rows lo..hi alone. With lo > 0, x begins as `noised` of some image; `init_scale` stays row 0's."""
+        columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
+        return replace(self, first_row=self.first_row + lo, **columns)
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
 
-        `row` (int32) is the index in the whole run, from which the noise of a step is derived. `raw` is zeros when
-        there is no clip, so that the structure never changes.
+        `row` (int32) is the index in the whole run, from which the noise of a step is derived.
         """
-        held = np.arange(lo, min(lo + size, len(self)))
-        raw = np.zeros((len(self), SLOTS)) if self.raw is None else self.raw
         out: dict[str, np.ndarray] = {"row": np.arange(lo, lo + size, dtype=np.int32) + self.first_row}
-        for name in ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale"):
-            values = raw if name == "raw" else getattr(self, name)
-            padded = np.zeros((size, *values.shape[1:]), np.float32)
-            padded[: len(held)] = values[held]
-            out[name] = padded
-        out["M"][len(held) :, np.arange(SLOTS), np.arange(SLOTS)] = 1.0
-        out["guidance"][len(held) :] = 1.0
+        for name in _PROGRAM:
+            values = getattr(self, name)[lo : lo + size]
+            out[name] = np.zeros((size, *values.shape[1:]), np.float32)
+            out[name][: len(values)] = values
+        filled = max(0, min(size, len(self) - lo))
+        out["M"][filled:, np.arange(SLOTS), np.arange(SLOTS)] = 1.0
+        out["guidance"][filled:] = 1.0
         return out
 
 
-def batched_window(tables: Sequence[SamplerTable], at: Sequence[int], size: int) -> dict[str, np.ndarray]:
-    """The windows of several images [B, size, ...], each at its own row of its own table.
-
-    All tables must have the same `clip`, which decides the program.
-    """
-    if len({table.clip for table in tables}) != 1:
-        raise InputError("the tables of one batch clip the denoised image differently; draw them in separate batches")
-    windows = [table.window(lo, size) for table, lo in zip(tables, at, strict=True)]
-    return {name: np.stack([window[name] for window in windows]) for name in windows[0]}
+_no_rows: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
+EMPTY = SamplerTable(**_no_rows)
+"""A table of no rows; its windows change nothing."""
 
 
 Denoise = Callable[[np.ndarray, float, int], np.ndarray]
@@ -176,7 +172,6 @@ def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray
         denoised = raw if table.clip is None else table.clip.apply(raw)
         noise = np.zeros_like(raw) if noises is None else noises[r]
         state = np.tensordot(table.M[r], np.stack([*state, denoised, noise]), axes=1)
-        if table.raw is not None:
-            state += np.multiply.outer(table.raw[r], raw)
+        state += np.multiply.outer(table.raw[r], raw)
         seen[r] = state[0]
     return seen

@@ -12,14 +12,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.errors import InputError
+from canvax.families.base import Model
+from canvax.families.read import SDXL
 from canvax.images.grid import make_grid
 from canvax.models.text import FIRST
 from canvax.params import Params
-from canvax.pipelines.checkpoint import XL_PIPELINES, Checkpoint, default_dtype, open_checkpoint, parse_dtype
+from canvax.pipelines.checks import default_dtype, parse_dtype
+from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.text_to_image import StableDiffusion
-from canvax.train.autoencoder import encode_pictures
+from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss
+from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.types import DType
@@ -95,10 +98,10 @@ def finetune(
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
     save_dtype = parse_dtype(save_dtype)
-    checkpoint, programs, params = open_checkpoint(task.model, dtype="float32", mesh=mesh, accept=_refuse_xl)
-    size = task.size or checkpoint.native_size[0]
-    if size % (8 * checkpoint.vae.factor // 4):
-        raise InputError(f"size = {size} must be divisible by {8 * checkpoint.vae.factor // 4}")
+    model, programs, params = open_model(task.model, dtype="float32", mesh=mesh, accept=_refuse_xl)
+    size = task.size or model.native_size[0]
+    if size % (8 * model.vae.factor // 4):
+        raise InputError(f"size = {size} must be divisible by {8 * model.vae.factor // 4}")
     pictures = read_pictures(task.pictures, size, caption_column=task.caption_column).split("train")
     if not len(pictures):
         raise InputError(f"pictures = {str(task.pictures)!r}: none of its pictures is of the split 'train'")
@@ -115,18 +118,18 @@ def finetune(
     if (state := task.folder / "unet" / STATE).is_file():
         check_same(state, task.plan, len(pictures), about)  # before anything is encoded
     say(f"{len(pictures)} pictures at {size} x {size}")
-    data = _data(task, pictures, checkpoint, params, mesh)
+    data = _data(task, pictures, model, params, mesh)
     start = {"unet": jax.device_get(params.pop("unet"))}  # on the devices there is the copy that is trained, no other
     loss = denoising_loss(
-        checkpoint.text.parts[FIRST],
-        checkpoint.unet,
-        checkpoint.scheduler.schedule,
+        model.text.parts[FIRST],
+        model.unet,
+        model.scheduler.schedule,
         gamma=task.gamma,
         empty=task.empty,
         dtype=dtype,
         remat=task.remat,
     )
-    pipe = StableDiffusion(checkpoint, programs)
+    pipe = StableDiffusion(model, programs)
 
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
@@ -144,22 +147,22 @@ def finetune(
         preview=preview if task.prompts else None,
     )
     trained, finished = fit(start, loss, data, len(pictures), task.plan, session)
-    return checkpoint.save(target, {**params, **trained}, dtype=save_dtype) if finished else None
+    return model.save(target, {**params, **trained}, dtype=save_dtype) if finished else None
 
 
-def _data(task: FineTuning, pictures: Pictures, checkpoint: Checkpoint, params: Params, mesh: Mesh) -> dict[str, Any]:
+def _data(task: FineTuning, pictures: Pictures, model: Model, params: Params, mesh: Mesh) -> dict[str, Any]:
     """Latents of all pictures, encoded once, and the ids of their captions."""
     forms = [
-        encode_pictures(params["vae"], pictures.pixels, checkpoint.vae, mesh, flip=flip, batch=4)
+        encode_pictures(params["vae"], pictures.pixels, model.vae, mesh, flip=flip, batch=4)
         for flip in ((False, True) if task.flip else (False,))
     ]
-    text = checkpoint.text.parts[FIRST]
-    tokenizer = checkpoint.tokenizers[FIRST]
+    text = model.text.parts[FIRST]
+    tokenizer = model.tokenizers[FIRST]
     ids = caption_ids(tokenizer, pictures.captions, text.max_position_embeddings)
     data = denoising_data(tokenizer, np.stack(forms, axis=1), ids)
     return {**data, "frozen": {FIRST: params[FIRST]}}
 
 
 def _refuse_xl(index: Mapping[str, Any]) -> None:
-    if index.get("_class_name") in XL_PIPELINES:
+    if index.get("_class_name") in SDXL.pipelines:
         raise InputError("model is an SDXL checkpoint, which cannot be fine-tuned yet; use Stable Diffusion 1.x or 2.x")

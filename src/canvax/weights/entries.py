@@ -18,9 +18,8 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from canvax.errors import CheckpointError
+from canvax.files import DAMAGED, open_regular
 from canvax.types import HostArray
-
-DAMAGED = "The file is damaged or incomplete: download or copy it again."
 
 MAX_NAME = 512
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+\-]*")
@@ -89,14 +88,11 @@ class Entry:
                 yield start, part
 
     def _open(self) -> BinaryIO:
-        try:
-            file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}).") from None
-        if self.stamp and stamp_of(os.fstat(file.fileno())) != self.stamp:
+        file = open_weight_file(self.path)
+        if self.stamp and file_stamp(file) != self.stamp:
             file.close()
             raise CheckpointError(f"{self.path}: was replaced while it was being loaded. Load it again.")
-        return file  # type: ignore[return-value]
+        return file
 
     def _fill(self, file: BinaryIO, out: HostArray, start: int) -> None:
         """Read ``out.nbytes`` bytes of the array from byte ``start`` on, across segments."""
@@ -141,25 +137,27 @@ def check_size(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, n
         )
 
 
-def file_size(path: Path) -> int:
-    """Size of a weight file in bytes."""
-    return _stat(path).st_size
+def open_weight_file(path: Path) -> BinaryIO:
+    """A weight file, opened for reading.
 
-
-def file_stamp(path: Path) -> tuple[int, ...]:
-    """What tells a file from another one that takes its name, or from itself after a change."""
-    return stamp_of(_stat(path))
-
-
-def _stat(path: Path) -> os.stat_result:
+    Raises:
+        CheckpointError: it cannot be opened, or is not a regular file.
+    """
     try:
-        return path.stat()
+        return open_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
 
 
-def stamp_of(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def file_size(file: BinaryIO) -> int:
+    """Size of an open file in bytes."""
+    return os.fstat(file.fileno()).st_size
+
+
+def file_stamp(file: BinaryIO) -> tuple[int, ...]:
+    """What tells an open file from another one that takes its name, or from itself after a change."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def foreign_content(head: bytes) -> str | None:

@@ -5,12 +5,12 @@ the msgpack triple (shape, dtype name, bytes). Arrays over 1 GiB are maps marked
 a shape and flat chunks. (Format: ``flax.serialization``.)
 
 Only the few bytes around each array are decoded, from small windows of the file: an ordinary ``unpackb`` would hold a
-3.4 GB model twice, and would believe whatever lengths a hostile file declares.
+3.4 GB model twice, and would believe whatever lengths a hostile file declares. A streaming ``msgpack.Unpacker`` would
+read the whole file before the first fault is seen, since it skips an array by buffering it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ import msgpack
 import numpy as np
 
 from canvax.errors import CheckpointError
+from canvax.files import DAMAGED
 from canvax.weights.entries import (
-    DAMAGED,
     MAX_NAME,
     MAX_RANK,
     Entry,
@@ -30,8 +30,9 @@ from canvax.weights.entries import (
     check_shape,
     check_size,
     file_size,
+    file_stamp,
     foreign_content,
-    stamp_of,
+    open_weight_file,
 )
 
 MAX_DEPTH = 32
@@ -59,17 +60,16 @@ def open_flax_msgpack(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: the file is truncated, is something else, or lies about itself.
     """
-    size = file_size(path)
-    with path.open("rb") as file:
+    with open_weight_file(path) as file:
         what = foreign_content(file.read(64))
         if what:
             raise CheckpointError(f"{path}: {what}.")
-        walker = _Walker(path, file, size)
+        walker = _Walker(path, file)
         if not walker.at_map():
             raise CheckpointError(f"{path}: is not a Flax checkpoint (no map at its beginning). {DAMAGED}")
         walker.walk_map("", 1)
-    if walker.position != size:
-        raise CheckpointError(f"{path}: has {size - walker.position} bytes after its last array. {DAMAGED}")
+    if walker.position != walker.size:
+        raise CheckpointError(f"{path}: has {walker.size - walker.position} bytes after its last array. {DAMAGED}")
     names = [entry.name for entry in walker.entries]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -90,9 +90,9 @@ class _Piece:
 class _Walker:
     """Walks the maps of a file, jumping over array bytes."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self.path, self.file, self.size = path, file, size
-        self.stamp = stamp_of(os.fstat(file.fileno()))
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file = path, file
+        self.size, self.stamp = file_size(file), file_stamp(file)
         self.position = 0
         self.entries: list[Entry] = []
         self._items = 0

@@ -1,372 +1,281 @@
-"""From the name of a model to a folder on disk that holds one commit of it.
+"""The model hub: the files of one commit of a repository, with a clear message for whatever goes wrong.
 
-A name is the bundled model, a local folder, or a Hub id ``owner/name``. For a Hub id the commit is resolved first,
-once, and every file is asked for by that commit, so that a repository which changes meanwhile cannot give a mixture.
-Only files that will be read are fetched; none of them is code.
+``huggingface_hub`` is imported when first needed. It does the transport and keeps the cache, and obeys HF_ENDPOINT,
+HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DISABLE_PROGRESS_BARS. What a Hub answers may come from a mirror, and over
+plain HTTP from anybody, so its names and hashes are checked before the library makes paths of them.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from glob import escape
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from canvax.errors import CheckpointError, InputError, nearest, warn
-from canvax.weights.layout import (
-    DEFAULTS,
-    INDEX,
-    KINDS,
-    PICKLE_REFUSED,
-    PICKLES,
-    PLAIN_FILES,
-    WeightPlan,
-    check_variant,
-    config_file,
-    find_weights,
-    plan_weights,
-    read_json,
-    shard_names,
-    variants,
-    why_no_index,
-)
-from canvax.weights.remote import Repo
+from tqdm.auto import tqdm
 
-BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
-"""Models inside the package, by name."""
+from canvax.errors import CheckpointError, HubError, warn
+from canvax.files import DAMAGED, open_regular, read_json, written
+from canvax.weights.entries import foreign_content
+from canvax.weights.files import open_weights
+from canvax.weights.source import Source
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
-_REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
-_LIBRARIES = {"diffusers", "transformers"}
-_CONFIG = "config.json"
-
-Accept = Callable[[Mapping[str, Any]], None]
-"""Looks at ``model_index.json`` before anything else is fetched; raises if the model is of no use."""
+_SHA = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"[\w\-]{1,128}", re.ASCII)
+"""A hash, of which the library makes the name of a file in its cache."""
 
 
 @dataclass(frozen=True)
-class Checkout:
-    """One commit of a checkpoint, on disk.
+class Commit:
+    """One commit of a repository.
 
     Attributes:
-        source: the model's name as it was given.
-        folder: the folder that holds ``model_index.json``.
-        revision: the commit sha, None for a local folder.
-        variant: the variant asked for; components without it are read from their plain files.
-        index: ``model_index.json``, parsed.
-        components: folders that canvax reads, by name, with their class names (without ``Flax`` in front).
-        unread: components of the checkpoint that canvax leaves alone, such as ``safety_checker``.
+        source: the repository and how to reach it.
+        sha: the commit.
+        names: names of its files; None when the Hub is not to be asked, and only what is in the cache can be had.
+        root: a file at the top that every copy in the cache has.
     """
 
-    source: str
-    folder: Path
-    revision: str | None
-    variant: str | None
-    index: Mapping[str, Any]
-    components: Mapping[str, str]
-    unread: tuple[str, ...]
+    source: Source
+    sha: str
+    names: Collection[str] | None
+    root: str
 
-    def __str__(self) -> str:
-        return f"{self.source} at {self.revision[:12]}" if self.revision else str(self.source)
+    @property
+    def folder(self) -> Path:
+        """The folder in the cache that holds the commit."""
+        path = self._cached(self.root)
+        if path is None:
+            raise HubError(f"{self.source.name}: {self.root} of commit {self.sha} has vanished from the cache.")
+        return path.parents[len(PurePosixPath(self.root).parts) - 1]
 
-    def config(self, component: str) -> dict[str, Any]:
-        """The parsed config of a component: ``config.json``, ``scheduler_config.json`` or ``tokenizer_config.json``.
+    def fetch(self, names: Collection[str], *, progress: bool = False) -> Path:
+        """Download files that are not in the cache yet.
+
+        Files that turn out to be damaged are removed from the cache, so that the next attempt downloads them again.
+
+        Args:
+            names: of files, relative to the repository.
+            progress: show bars, if the source wants any.
+
+        Returns:
+            The folder in the cache that holds the commit.
 
         Raises:
-            CheckpointError: the component or its config is missing or malformed.
+            HubError: the Hub cannot be reached, or what it answers cannot be trusted.
+            CheckpointError: the repository lacks a file, or a file is damaged.
         """
-        if component not in self.components:
-            raise CheckpointError(
-                f"{self}: has no component {component!r} in its {INDEX}; it has {', '.join(self.components) or 'none'}."
+        if self.names is None:
+            return self.folder
+        for name in names:
+            if name not in self.names:
+                raise CheckpointError(
+                    f"{self.source.name}: has no file {name} at commit {self.sha}. The repository is incomplete."
+                )
+        if new := [name for name in names if self._cached(name) is None]:
+            for name in new:
+                self._check_answer(name)
+            self._download(new, progress and self.source.progress)
+            for name in new:
+                self._check_file(name)
+        return self.folder
+
+    def remember(self) -> None:
+        """Note in the cache which commit the revision is, for later use offline; a read-only cache is left as it is."""
+        revision = self.source.revision or "main"
+        ref = self.folder.parent.parent / "refs" / revision
+        if revision == self.sha or (ref.is_file() and ref.read_text() == self.sha):
+            return
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            with written(ref) as temporary:
+                temporary.write_text(self.sha)
+
+    def _cached(self, name: str) -> Path | None:
+        """Where a file is in the cache, if it is there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(self.source.name, name, cache_dir=self.source.cache_dir, revision=self.sha)
+        return Path(path) if isinstance(path, str) else None
+
+    def _check_answer(self, name: str) -> None:
+        """Ask for a file's hash, which the library would make a path of, whatever it is."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+        try:
+            url = hf_hub_url(self.source.name, name, revision=self.sha)
+            answer = get_hf_file_metadata(url, token=self.source.token, timeout=HF_HUB_ETAG_TIMEOUT)
+        except Exception as error:
+            raise HubError(str(explain(error, self.source, name))) from error
+        if not _ETAG.fullmatch(answer.etag or "") or answer.commit_hash != self.sha:
+            raise HubError(
+                f"{self.source.name}: the Hub answers for file {name} with the hash {str(answer.etag)[:80]!r} of the "
+                f"commit {str(answer.commit_hash)[:80]!r}, not with those of a Hub. Check HF_ENDPOINT."
             )
-        return read_json(self.folder / component / config_file(component))
 
-    def weights(self, component: str) -> list[Path]:
-        """The weight files of a component."""
-        return find_weights(self.folder / component, KINDS[component], self.variant)
+    def _download(self, names: Collection[str], progress: bool) -> None:
+        from huggingface_hub import snapshot_download
+
+        try:
+            snapshot_download(
+                self.source.name,
+                revision=self.sha,
+                cache_dir=self.source.cache_dir,
+                token=self.source.token,
+                allow_patterns=[escape(name) for name in names],
+                tqdm_class=None if progress else _NoBar,
+            )
+        except Exception as error:
+            raise HubError(str(explain(error, self.source))) from error
+
+    def _check_file(self, name: str) -> None:
+        """Look at a file that has just been downloaded."""
+        path = self._cached(name)
+        if path is None:
+            raise HubError(f"{self.source.name}: file {name} was not downloaded. Check HF_ENDPOINT, and try again.")
+        blob = Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path
+        if blob != path and not (blob.parent.name == "blobs" and _ETAG.fullmatch(blob.name)):
+            # It answered twice, and differently. The file may have been there before, so it is not removed.
+            raise HubError(
+                f"{self.source.name}: the Hub had file {name} written to {blob}, outside of the cache. Look at that "
+                "file, and do not use this HF_ENDPOINT."
+            )
+        try:
+            if path.suffix == ".json":
+                read_json(path)
+            elif path.suffix in (".safetensors", ".msgpack"):
+                open_weights(path)
+            else:
+                _check_text(path)
+        except CheckpointError as error:
+            path.unlink(missing_ok=True)
+            blob.unlink(missing_ok=True)
+            raise CheckpointError(f"{error} It was removed from the cache; try again.") from None
 
 
-def resolve(
-    model: str | Path,
-    *,
-    revision: str | None = None,
-    variant: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    progress: bool = True,
-    accept: Accept | None = None,
-    look: Callable[[Checkout], Any] | None = None,
-    weights: bool = True,
-) -> Checkout:
-    """Find a model, fetching what is not on disk yet.
+def find_commit(source: Source, root: str) -> Commit:
+    """The commit that a Hub id and revision stand for now; the one in the cache if the Hub may not be asked.
 
     Args:
-        model: a bundled model's name (``emoji``), a folder in the diffusers layout, or a Hub id ``owner/name``. A
-            folder that shares its name with a bundled model is reached as ``./emoji``.
-        revision: branch, tag or commit of a Hub id; ``main`` if not given.
-        variant: which of several sets of weights, for example ``fp16``.
-        token: Hub token; by default HF_TOKEN or the stored login.
-        cache_dir: where the Hub's files are kept; by default the cache shared by all Hub libraries.
-        local_files_only: use the cache alone, as with HF_HUB_OFFLINE=1.
-        progress: show download bars on stderr.
-        accept: called with the parsed ``model_index.json`` before anything else is fetched.
-        look: called with the checkout before weights are fetched, when all else is there.
-        weights: without, they are neither fetched nor looked for.
+        source: with a Hub id.
+        root: a file that every copy in the cache has.
 
     Raises:
-        InputError: the arguments cannot mean anything.
-        CheckpointError: the checkpoint is missing, incomplete, or holds only pickles.
-        HubError: the Hub cannot be reached, refuses, or does not have it.
+        HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.
     """
-    check_variant(variant)
-    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise InputError(f"revision = {revision!r} is not a branch, tag or commit.")
-    folder = _local_folder(model)
-    if folder is not None:
-        if revision is not None:
-            warn(f"revision = {revision!r} is ignored: {str(model)!r} is a folder, not a Hub id")
-        return _open_folder(str(model), folder, None, variant, accept, weights)
-    repo = Repo(str(model), revision or "main", token, cache_dir, progress)
-    sha, names = repo.current(local_files_only)
-    if names is None:
+    from huggingface_hub import HfApi, constants
+
+    if source.local_files_only or constants.HF_HUB_OFFLINE:
+        return _cached_commit(source, root)
+    try:
+        hub = HfApi(token=source.token)
+        info = hub.model_info(source.name, revision=source.revision or "main", timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        sha, names = info.sha, [sibling.rfilename for sibling in info.siblings or ()]
+    except Exception as error:
+        explained = explain(error, source)
+        if not isinstance(explained, Unreachable):
+            raise explained from error
         try:
-            return _open_folder(str(model), repo.snapshot(sha), sha, variant, accept, weights)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
-    index = read_json(repo.fetch(INDEX, sha, names))
-    components = _accepted(str(model), index, accept)
-    plans = _fetch_all_but_weights(repo, sha, names, components, variant)
-    if look is not None:
-        look(Checkout(str(model), repo.snapshot(sha), sha, variant, index, components, _unread(index)))
-    for component, plan in plans.items() if weights else ():
-        _fetch_weights(repo, sha, names, plan, f"{component}/")
-    checkout = _open_folder(str(model), repo.snapshot(sha), sha, variant, None, weights)
-    if weights:  # offline, what is remembered must be whole
-        repo.remember(sha)
-    return checkout
+            commit = _cached_commit(source, root)
+        except HubError:
+            raise HubError(str(explained)) from error
+        warn(f"{explained} Going on with the commit in the cache, {commit.sha}.")
+        return commit
+    if not isinstance(sha, str) or not _SHA.fullmatch(sha):
+        raise HubError(f"{source.name}: the Hub answers with the commit {str(sha)[:80]!r}, not with that of a Hub.")
+    for name in names:
+        if not _is_inside(name):
+            raise HubError(f"{source.name}: holds a file named {str(name)[:80]!r}, which is no name inside a folder.")
+    return Commit(source, sha, frozenset(names), root)
 
 
-def _local_folder(model: str | Path) -> Path | None:
-    """The folder that ``model`` names, or None if it is a Hub id."""
-    if isinstance(model, str) and model in BUNDLED:
-        return BUNDLED[model]
-    if not isinstance(model, str | os.PathLike):
-        raise InputError(f"model = {model!r} is no name; pass a folder, a Hub id 'owner/name', or 'emoji'.")
-    text = str(model)
-    if not text:
-        raise InputError("model = '' names nothing; pass a folder, a Hub id 'owner/name', or 'emoji'.")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if text.lower().endswith(PICKLES):
-        raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
-    if path.is_file():
-        raise CheckpointError(
-            f"{text}: is a single file. Pass a folder in the diffusers layout ({INDEX}, unet/, vae/, ...)."
+def _cached_commit(source: Source, root: str) -> Commit:
+    """The commit of the revision that the cache holds."""
+    from huggingface_hub import try_to_load_from_cache
+
+    revision = source.revision or "main"
+    path = try_to_load_from_cache(source.name, root, cache_dir=source.cache_dir, revision=revision)
+    if not isinstance(path, str):
+        raise HubError(
+            f"{source.name} (revision {revision!r}): is not in the cache, and the Hub may not be asked "
+            "(local_files_only or HF_HUB_OFFLINE). Load it once while online, or pass a folder."
         )
-    if isinstance(model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
-        return None
-    hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
-    raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
+    return Commit(source, Path(path).parents[len(PurePosixPath(root).parts) - 1].name, None, root)
 
 
-def _accepted(source: str, index: Mapping[str, Any], accept: Accept | None) -> dict[str, str]:
-    """The components to read, after the caller had a look at the index."""
-    if accept is not None:
-        accept(index)
-    components = {}
-    for name in (*KINDS, *PLAIN_FILES):
-        value = index.get(name)
-        if value is None or value == [None, None]:
-            continue
-        if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
-            raise CheckpointError(
-                f"{source}: {INDEX} describes {name!r} as {str(value)[:80]}, not as [library, class]."
-            )
-        if value[0] not in _LIBRARIES:
-            raise CheckpointError(
-                f"{source}: its {name} is {value[1]!r} from {value[0]!r}, code that comes with the checkpoint. "
-                "canvax never runs code from a repository; use a checkpoint with the stock classes."
-            )
-        components[name] = value[1].removeprefix("Flax")
-    return components
+def _is_inside(name: Any) -> bool:
+    """Whether a file's name stays inside the folder it is put into, on any system."""
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+        return False
+    return not PurePosixPath(name).is_absolute() and not PureWindowsPath(name).drive and ".." not in name.split("/")
 
 
-def _unread(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Components that the index names and canvax does not read."""
-    return tuple(
-        name
-        for name, value in index.items()
-        if isinstance(value, list)
-        and len(value) == 2
-        and isinstance(value[1], str)
-        and name not in (*KINDS, *PLAIN_FILES)
-        and not name.startswith("_")
-    )
+def _check_text(path: Path) -> None:
+    with open_regular(path) as file:
+        if (fault := foreign_content(file.read(64))) is not None:
+            raise CheckpointError(f"{path}: {fault}. {DAMAGED}")
 
 
-def _open_folder(
-    source: str, folder: Path, sha: str | None, variant: str | None, accept: Accept | None, weights: bool
-) -> Checkout:
-    """A checkout of what is on disk; reports all missing parts together."""
-    if not (folder / INDEX).is_file():
-        raise CheckpointError(f"{source}: {why_no_index([path.name for path in folder.iterdir()])}")
-    index = read_json(folder / INDEX)
-    components = _accepted(source, index, accept)
-    checkout = Checkout(source, folder, sha, variant, index, components, _unread(index))
-    faults = []
-    for name in components:
-        try:
-            if name in KINDS and weights:
-                checkout.weights(name)
-            if name in KINDS or name == "scheduler":
-                checkout.config(name)
-            elif not (folder / name).is_dir():
-                raise CheckpointError(f"{folder / name}: the folder is missing. Download the checkpoint again.")
-        except CheckpointError as error:
-            faults.append(str(error))
-    if faults:
-        raise CheckpointError(f"{source}: the checkpoint is incomplete:\n  " + "\n  ".join(faults))
-    if weights:
-        held = {name: [path.name for path in (folder / name).iterdir()] for name in components if name in KINDS}
-        _check_variant_exists(source, variant, held)
-    return checkout
+class _NoBar(tqdm):
+    """A progress bar that shows nothing; a switch for all bars would silence other threads too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
 
 
-def _check_variant_exists(source: str, variant: str | None, held: Mapping[str, Collection[str]]) -> None:
-    """Refuse a variant that no component has."""
-    known = sorted({found for name, names in held.items() for found in variants(names, KINDS[name])})
-    if variant is not None and variant not in known:
-        cure = f"it has {', '.join(map(repr, known))}" if known else "it has none, leave variant out"
-        raise CheckpointError(f"{source}: has no weights of variant = {variant!r}; {cure}.")
+class Unreachable(HubError):
+    """The Hub did not answer at all."""
 
 
-def _fetch_all_but_weights(
-    repo: Repo, sha: str, names: Collection[str], components: Mapping[str, str], variant: str | None
-) -> dict[str, WeightPlan]:
-    """Fetch the small files of all components, after everything has been found in the list of ``names``.
+def explain(error: Exception, source: Source, file: str | None = None) -> HubError:
+    """A message with a cure for what the Hub library raised; other exceptions are raised again."""
+    from huggingface_hub import errors
 
-    Returns:
-        Which weights each component is to have.
-    """
-    held = {
-        component: [name.removeprefix(f"{component}/") for name in names if name.startswith(f"{component}/")]
-        for component in components
-    }
-    with_weights = {component: held[component] for component in components if component in KINDS}
-    _check_variant_exists(repo.id, variant, with_weights)
-    plans, faults = {}, []
-    for component, inside in with_weights.items():
-        try:
-            plans[component] = plan_weights(inside, KINDS[component], variant, f"{repo.id}/{component}")
-        except CheckpointError as error:
-            faults.append(str(error))
-    if faults:
-        raise CheckpointError(f"{repo.id}: the checkpoint is incomplete:\n  " + "\n  ".join(faults))
-    if DEFAULTS in names:
-        repo.fetch(DEFAULTS, sha, names)
-    for component, inside in held.items():
-        for name in PLAIN_FILES.get(component, ("config.json",)):
-            if name in inside:
-                repo.fetch(f"{component}/{name}", sha, names)
-    return plans
-
-
-def _fetch_weights(repo: Repo, sha: str, names: Collection[str], plan: WeightPlan, folder: str = "") -> None:
-    """Fetch the weight file of a plan, or all shards of it; ``folder`` ends with a slash."""
-    path = repo.fetch(folder + plan.file, sha, names)
-    for shard in shard_names(path) if plan.sharded else ():
-        repo.fetch(folder + shard, sha, names)
-
-
-def resolve_component(
-    model: str | Path,
-    *,
-    revision: str | None = None,
-    variant: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    progress: bool = True,
-    accept: Accept | None = None,
-) -> Checkout:
-    """Find a network that is a repository or folder of its own: ``config.json`` and weights of diffusers at the top.
-
-    ``accept`` looks at ``config.json`` before weights are fetched.
-
-    Raises:
-        InputError, CheckpointError, HubError: as :func:`resolve`.
-    """
-    check_variant(variant)
-    folder, sha = _local_folder(model), None
-    if folder is None:
-        repo = Repo(str(model), revision or "main", token, cache_dir, progress, root=_CONFIG)
-        sha, names = repo.current(local_files_only)
-        if names is not None:
-            plan = plan_weights([name for name in names if "/" not in name], "diffusers", variant, repo.id)
-            config = repo.fetch(_CONFIG, sha, names)
-            if accept is not None:
-                accept(read_json(config))
-            _fetch_weights(repo, sha, names, plan)
-            repo.remember(sha)
-        folder = repo.snapshot(sha)
-    if accept is not None:
-        accept(read_json(folder / _CONFIG))
-    return Checkout(str(model), folder, sha, variant, {}, {}, ())
-
-
-def fetch_config(
-    model: str | Path,
-    name: str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> dict[str, Any]:
-    """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
-
-    Raises:
-        InputError, CheckpointError, HubError: as :func:`resolve`.
-    """
-    folder = _local_folder(model)
-    if folder is None:
-        repo = Repo(str(model), revision or "main", token, cache_dir, False)
-        sha, names = repo.current(local_files_only)
-        if names is not None:
-            return read_json(repo.fetch(name, sha, names))
-        folder = repo.snapshot(sha)
-    return read_json(folder / name)
-
-
-def resolve_configs(
-    model: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    accept: Accept | None = None,
-) -> Checkout:
-    """Like :func:`resolve`, but nothing is fetched or asked for beside the configs: the weights may be missing.
-
-    Raises:
-        InputError, CheckpointError, HubError: as :func:`resolve`.
-    """
-    folder, sha = _local_folder(model), None
-    if folder is None:
-        repo = Repo(str(model), revision or "main", token, cache_dir, False)
-        sha, names = repo.current(local_files_only)
-        if names is not None:
-            index = read_json(repo.fetch(INDEX, sha, names))
-            for component in _accepted(str(model), index, accept):
-                if component in KINDS:
-                    repo.fetch(f"{component}/config.json", sha, names)
-        folder = repo.snapshot(sha)
-    if not (folder / INDEX).is_file():
-        raise CheckpointError(f"{model}: {why_no_index([path.name for path in folder.iterdir()])}")
-    index = read_json(folder / INDEX)
-    return Checkout(str(model), folder, sha, None, index, _accepted(str(model), index, accept), _unread(index))
+    what = f"{source.name} (revision {source.revision or 'main'!r}{f', file {file}' if file else ''})"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(
+            f"{what}: is gated. Accept its terms on its page on the Hub, then pass token=... or set HF_TOKEN."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(f"{what}: there is no such revision. Leave revision out for the main branch.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(
+            f"{what}: there is no such repository, or it is private. Check the spelling; for a private one "
+            "pass token=... or set HF_TOKEN."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return explain(error.__cause__, source, file)  # the library tried its cache after this
+    if isinstance(error, errors.EntryNotFoundError):
+        return HubError(f"{what}: the file is not there.")
+    if status in (401, 403):
+        return HubError(
+            f"{what}: the Hub refuses access (HTTP {status}). Pass a token with read access, or set HF_TOKEN."
+        )
+    if status == 429:
+        return HubError(
+            f"{what}: the Hub asks to slow down (HTTP 429). Wait a little, or pass token=... for a higher limit."
+        )
+    if status is not None and status >= 400:
+        kind = Unreachable if status >= 500 else HubError
+        return kind(f"{what}: the Hub answered HTTP {status}. Try again later.")
+    if isinstance(error, errors.HFValidationError):
+        return HubError(f"{what}: is not a valid Hub id. Use 'owner/name'.")
+    module = type(error).__module__
+    if isinstance(error, ConnectionError | TimeoutError) or module.startswith(("httpx", "httpcore", "requests")):
+        return Unreachable(
+            f"{what}: the Hub cannot be reached ({type(error).__name__}). Check the network and HF_ENDPOINT."
+        )
+    if isinstance(error, OSError):
+        return HubError(f"{what}: could not be stored in the cache ({error}). Check the space and rights of cache_dir.")
+    if isinstance(error, ValueError | LookupError | TypeError | AttributeError | AssertionError | RecursionError):
+        return HubError(
+            f"{what}: the answer is not that of a Hub ({type(error).__name__}). Log in to the network if it has a "
+            "login page, and check HF_ENDPOINT."
+        )
+    raise error

@@ -6,15 +6,14 @@ files is chosen for each component: safetensors of the variant asked for, plain 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal
+from typing import Literal
 
 from canvax.errors import CheckpointError, InputError
-from canvax.weights.entries import DAMAGED
+from canvax.files import DAMAGED, read_json
 
 INDEX = "model_index.json"
 
@@ -52,8 +51,6 @@ PICKLE_REFUSED = (
     "loading them with PyTorch diffusers where you trust them and calling save_pretrained(..., safe_serialization=True)"
 )
 
-MAX_JSON = 50_000_000
-
 _VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
@@ -80,7 +77,7 @@ def config_file(component: str) -> str:
 
 def check_variant(variant: str | None) -> None:
     """Refuse a variant that cannot be part of a file name."""
-    if variant is not None and not _VARIANT.fullmatch(variant):
+    if variant is not None and (not isinstance(variant, str) or not _VARIANT.fullmatch(variant)):
         raise InputError(f"variant = {variant!r} is not a variant name; use something like 'fp16', or leave it out.")
 
 
@@ -141,9 +138,7 @@ def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[P
     Raises:
         CheckpointError: the folder, its weights or a shard is missing, or there are only pickles.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: the folder is missing. Download the checkpoint again.")
-    plan = plan_weights([path.name for path in folder.iterdir()], kind, variant, str(folder))
+    plan = plan_weights(names_in(folder), kind, variant, str(folder))
     if not plan.sharded:
         return [folder / plan.file]
     shards = [folder / name for name in shard_names(folder / plan.file)]
@@ -156,23 +151,18 @@ def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[P
     return shards
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most 50 MB.
+def names_in(folder: Path) -> list[str]:
+    """The names of a folder's files.
 
     Raises:
-        CheckpointError: the file is missing or is not a JSON object.
+        CheckpointError: the folder is missing or cannot be read.
     """
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise CheckpointError(f"{path}: is larger than {MAX_JSON} bytes, too much for a JSON file.")
-        value = json.loads(path.read_bytes())
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder}: the folder is missing. Download the checkpoint again.") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Download the checkpoint again.") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: is not valid JSON. {DAMAGED}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is not a JSON object. {DAMAGED}")
-    return value
+        raise CheckpointError(f"{folder}: the folder cannot be read ({error.strerror}).") from None
 
 
 def _or(names: list[str]) -> str:

@@ -14,21 +14,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
-from canvax.quantize import SCALE, quantize, scale_of
+from canvax.quantize import KINDS as QUANTIZED
+from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
-from canvax.weights.flax_msgpack import open_flax_msgpack
-from canvax.weights.hub import Checkout
-from canvax.weights.layout import Kind, find_weights
+from canvax.weights.files import ModelFiles
+from canvax.weights.layout import Kind
 from canvax.weights.names import accepted_shapes, flax_name, is_leftover, spec_name
-from canvax.weights.safetensors import open_safetensors
 
 Place = Callable[[Param, HostArray], Array]
 """Puts a host array in memory layout on its device or devices."""
@@ -97,11 +95,11 @@ class Faults:
         return "\n".join([f"{source}: the weights cannot be used:", *lines, cure])
 
 
-def load_components(checkout: Checkout, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
+def load_components(files: ModelFiles, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
     """Load ``components`` as ``{component name: nested dict of arrays}`` in ``dtype``.
 
     Args:
-        checkout: a resolved checkpoint.
+        files: those of the model, weights included.
         components: the parts to load, with their specs.
         dtype: floating point dtype of the loaded arrays.
         place: called with each parameter and its finished host array, which is not touched again.
@@ -111,40 +109,35 @@ def load_components(checkout: Checkout, components: Sequence[Component], *, dtyp
     """
     faults = Faults()
     declared: dict[str, dict[str, Param]] = {part.name: dict(flatten(part.spec)) for part in components}
-    matches = {part.name: _match(checkout, part, faults) for part in components}
-    report = faults.report(str(checkout))
+    matches = {part.name: _match(files, part, faults) for part in components}
+    report = faults.report(str(files))
     if report:
         raise CheckpointError(report)
     wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
-    wanted.sort(key=lambda one: (one[3].path, one[3].segments))  # a disk is read from front to back
+    wanted.sort(key=lambda match: (match[3].path, match[3].segments))  # a disk is read from front to back
     scratch = Scratch()
 
     def load(name: str, dotted: str, param: Param, entry: Entry) -> dict[tuple[str, str], Array]:
-        if param.dtype is None:
-            found = {(name, dotted): place(param, materialise(param, entry, dtype, scratch))}
-        else:
+        if _is_quantized(param):
             scale = scale_of(dotted)
             weight, scales = quantize(materialise(param, entry, np.float32, scratch), param.dtype_in(dtype))
-            found = {(name, dotted): place(param, weight), (name, scale): place(declared[name][scale], scales)}
-        for array in found.values():
+            arrays = {(name, dotted): place(param, weight), (name, scale): place(declared[name][scale], scales)}
+        else:
+            arrays = {(name, dotted): place(param, materialise(param, entry, param.dtype_in(dtype), scratch))}
+        for array in arrays.values():
             array.block_until_ready()  # from now on the scratch memory may hold another one
-        return found
+        return arrays
 
     placed: dict[tuple[str, str], Array] = {}
     with ThreadPoolExecutor(THREADS, "canvax-load") as pool:
-        loading = [pool.submit(load, *one) for one in wanted]
+        loading = [pool.submit(load, *match) for match in wanted]
         try:
-            for one in loading:
-                placed |= one.result()
+            for future in loading:
+                placed |= future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     return {name: unflatten({dotted: placed[name, dotted] for dotted in names}) for name, names in declared.items()}
-
-
-def open_weights(path: Path) -> list[Entry]:
-    """The arrays of a weight file of either format; no array is read."""
-    return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
 
 
 class Scratch(threading.local):
@@ -192,34 +185,39 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
     return view.copy() if view.flags.c_contiguous else view
 
 
-def _match(checkout: Checkout, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
+def _is_quantized(param: Param) -> bool:
+    """Whether it is a weight of 8 bits, whose scales are made while loading and are in no file."""
+    return param.dtype in QUANTIZED.values()
+
+
+def _match(files: ModelFiles, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
     """Pair each parameter of a component with its array in a file, in the spec's order."""
-    wanted: dict[str, Param] = {name: param for name, param in flatten(part.spec) if not name.endswith(f".{SCALE}")}
-    entries: list[Entry] = []
+    declared: dict[str, Param] = dict(flatten(part.spec))
+    scales = {scale_of(name) for name, param in declared.items() if _is_quantized(param)}
+    wanted = {name: param for name, param in declared.items() if name not in scales}
     try:
-        for path in find_weights(checkout.folder / part.name, part.kind, checkout.variant):
-            entries += open_weights(path)
+        entries = files.entries(part.name)
     except CheckpointError as error:
         faults.unreadable.append(str(error))
         return {}
-    found: dict[str, Entry] = {}
+    matched: dict[str, Entry] = {}
     for entry in entries:
         name = spec_name(entry, wanted)
         where = f"{entry.name} in {part.name}/{entry.path.name}"
         if name is None:
             if not is_leftover(entry):
                 faults.unused.append(f"{where} {entry.shape}")
-        elif name in found:
-            faults.ambiguous.append(f"{part.name}.{name}: as {found[name].name} and as {where}")
+        elif name in matched:
+            faults.ambiguous.append(f"{part.name}.{name}: as {matched[name].name} and as {where}")
         else:
-            found[name] = entry
+            matched[name] = entry
             _check(f"{part.name}.{name}", where, wanted[name], entry, faults)
     is_flax = bool(entries) and entries[0].order == "flax"
     for name, param in wanted.items():
-        if name not in found:
+        if name not in matched:
             alias = f" ({flax_name(name, param)} in a Flax file)" if is_flax else ""
             faults.missing.append(f"{part.name}.{name}{alias} {param.checkpoint_shapes[0]}")
-    return {name: (param, found[name]) for name, param in wanted.items() if name in found}
+    return {name: (param, matched[name]) for name, param in wanted.items() if name in matched}
 
 
 def _check(name: str, where: str, param: Param, entry: Entry, faults: Faults) -> None:

@@ -35,9 +35,12 @@ _LEFTOVER = re.compile(r"(text_model\.)?embeddings\.position_ids")
 
 def spec_name(entry: Entry, known: Container[str]) -> str | None:
     """The spec's name for a file's array, or None if the spec has no such parameter."""
-    name = _from_flax(entry.name) if entry.order == "flax" else entry.name
+    if entry.order == "flax":
+        name, unchanged = _from_flax(entry.name)
+    else:
+        name = unchanged = entry.name
     modern = _OLD_ATTENTION_STEP.sub(lambda match: f".{_OLD_ATTENTION[match[1]]}.", name)
-    for candidate in (name, modern, _TEXT_PREFIX + name):
+    for candidate in (name, modern, _TEXT_PREFIX + name, unchanged):
         if candidate in known:
             return candidate
     return None
@@ -72,6 +75,8 @@ def accepted_shapes(param: Param, entry: Entry) -> tuple[tuple[int, ...], ...]:
     return (param.shape,)
 
 
-def _from_flax(path: str) -> str:
+def _from_flax(path: str) -> tuple[str, str]:
+    """The dotted name with PyTorch's name of the leaf, and with the leaf's own, which a spec may have too."""
     *steps, leaf = path.split("/")
-    return ".".join([*(_FLAX_STEP.sub(r"\1.\2", step) for step in steps), _FLAX_LEAF.get(leaf, leaf)])
+    parents = [_FLAX_STEP.sub(r"\1.\2", step) for step in steps]
+    return ".".join([*parents, _FLAX_LEAF.get(leaf, leaf)]), ".".join([*parents, leaf])

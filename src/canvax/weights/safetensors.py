@@ -11,16 +11,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
 from canvax.errors import CheckpointError
-from canvax.files import written
+from canvax.files import DAMAGED, written
 from canvax.types import HostArray
 from canvax.weights.entries import (
-    DAMAGED,
     Entry,
     check_name,
     check_shape,
@@ -28,6 +27,7 @@ from canvax.weights.entries import (
     file_size,
     file_stamp,
     foreign_content,
+    open_weight_file,
 )
 
 MAX_HEADER = 100_000_000
@@ -63,9 +63,9 @@ def open_safetensors(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: the file is truncated, is something else, or lies about itself.
     """
-    stamp = file_stamp(path)
-    header, data_start = _read_header(path)
-    data_size = file_size(path) - data_start
+    with open_weight_file(path) as file:
+        stamp, size = file_stamp(file), file_size(file)
+        header, data_start = _read_header(path, file)
     entries = []
     ranges: list[tuple[int, int, str]] = []
     for name, claim in header.items():
@@ -74,13 +74,14 @@ def open_safetensors(path: Path) -> list[Entry]:
         dtype, shape, begin, end = _check_claim(path, check_name(path, name), claim)
         ranges.append((begin, end, name))
         entries.append(Entry(name, shape, dtype, path, ((data_start + begin, end - begin),), "torch", stamp))
-    _check_ranges(path, sorted(ranges), data_size)
+    _check_ranges(path, sorted(ranges), size - data_start)
     return entries
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The free-form text that a safetensors file carries, usually ``{"format": "pt"}``."""
-    metadata = _read_header(path)[0].get("__metadata__") or {}
+    with open_weight_file(path) as file:
+        metadata = _read_header(path, file)[0].get("__metadata__") or {}
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{path}: its metadata is not a table of text. {DAMAGED}")
     return {str(key): str(value) for key, value in metadata.items()}
@@ -124,21 +125,20 @@ def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[
             file.write(data.reshape(-1).view(np.uint8).data)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     """The parsed JSON header, and the offset of the first array byte."""
-    size = file_size(path)
-    with path.open("rb") as file:
-        head = file.read(64)
-        what = foreign_content(head)
-        if what:
-            raise CheckpointError(f"{path}: {what}.")
-        length = int.from_bytes(head[:8], "little")
-        if size < 8 or (length <= MAX_HEADER and 8 + length > size):
-            raise CheckpointError(f"{path}: is truncated: {size} bytes do not even hold its header. {DAMAGED}")
-        if length > MAX_HEADER:
-            raise CheckpointError(f"{path}: claims a header of {length} bytes: not a safetensors file. {DAMAGED}")
-        file.seek(8)
-        text = file.read(length)
+    size = file_size(file)
+    head = file.read(64)
+    what = foreign_content(head)
+    if what:
+        raise CheckpointError(f"{path}: {what}.")
+    length = int.from_bytes(head[:8], "little")
+    if size < 8 or (length <= MAX_HEADER and 8 + length > size):
+        raise CheckpointError(f"{path}: is truncated: {size} bytes do not even hold its header. {DAMAGED}")
+    if length > MAX_HEADER:
+        raise CheckpointError(f"{path}: claims a header of {length} bytes: not a safetensors file. {DAMAGED}")
+    file.seek(8)
+    text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except _Duplicate as error:

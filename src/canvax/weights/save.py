@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.files import partial_name, written
+from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
@@ -132,23 +132,20 @@ def save_checkpoint(
     _check_parts([part.name for part in components], params, configs)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
-    build = partial_name(folder / folder.name if folder.exists() else folder)
-    try:
-        written = [part.name for part in components]
+    with temporary_folder(folder if folder.exists() else folder.parent) as build:
+        names = [part.name for part in components]
         for part in components:
             config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
             save_component(build / part.name, part, params[part.name], config, dtype=dtype, variant=variant)
         if "scheduler" in configs:
             (build / "scheduler").mkdir()
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
-            written.append("scheduler")
-        written += _copy_tokenizers(copy_from, build)
+            names.append("scheduler")
+        names += _copy_tokenizers(copy_from, build)
         if copy_from and (copy_from / DEFAULTS).is_file():
             shutil.copyfile(copy_from / DEFAULTS, build / DEFAULTS)
-        write_json(build / INDEX, _index(index, written))
+        write_json(build / INDEX, _index(index, names))
         _move_into_place(build, folder)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
     return folder
 
 

@@ -31,7 +31,7 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         return _renewed(path)
     churned = _Churned(path, options)
     N = rows(len(path), {0: X + col(churned.after - churned.level) * churned.slope + col(churned.up) * NOISE})
-    return churned.table(churned.told, churned.level, churned.left, N)
+    return churned.table(churned.timesteps, churned.level, churned.left, N)
 
 
 def _renewed(path: Path) -> SamplerTable:
@@ -47,10 +47,10 @@ def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     both, dt = c.after > 0, col(c.after - c.level)
     noise = col(c.up) * NOISE
     first = rows(len(c), {0: X + dt * c.slope + col(~both) * noise, 1: X, 2: c.slope})
-    second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _some(c.after)) + noise})
+    second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _divisor(c.after)) + noise})
     onward = np.append(c.path.timesteps[1:], np.nan)
-    told = np.where(np.isnan(onward), c.frame.timestep(np.where(both, c.after, c.level)), onward)
-    return _two_stages(c, first, second, c.after, c.left, both, told)
+    inner = np.where(np.isnan(onward), c.frame.timestep(np.where(both, c.after, c.level)), onward)
+    return _two_stages(c, first, second, c.after, c.left, both, inner)
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -60,7 +60,7 @@ def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     both, noise = c.after > 0, col(c.up) * NOISE
     middle = np.where(both, np.sqrt(c.level * c.after), c.after)
     first = rows(len(c), {0: X + col(middle - c.level) * c.slope + col(~both) * noise, 1: X})
-    second = rows(len(c), {0: S1 + col(c.after - c.level) * (X - D) / _some(middle) + noise})
+    second = rows(len(c), {0: S1 + col(c.after - c.level) * (X - D) / _divisor(middle) + noise})
     return _two_stages(c, first, second, middle, c.left, both)
 
 
@@ -71,16 +71,22 @@ def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions
     """
     a = _Ancestral(euler_path(schedule, steps, options), options)
     N = rows(len(a), {0: X + col(a.down - a.level) * a.slope + col(a.up) * NOISE})
-    return a.table(a.told, a.level, a.after, N)
+    return a.table(a.timesteps, a.level, a.after, N)
 
 
 def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """`dpm2` down to below the next level, then fresh noise up to it. Slot 1: y before the step."""
+    if schedule.is_flow:
+        # A first step begins at 2^24, goes down to almost 0, and takes the slope at the next level: 2^24 times that is
+        # wrong by far more than the data's own size.
+        raise InputError(
+            "sampler='dpm2_a' diverges on flow models, which begin without any signal; use 'dpm2' or 'dpmpp_2s_a'"
+        )
     a = _Ancestral(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, col(a.up) * NOISE
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
     first = rows(len(a), {0: X + col(middle - a.level) * a.slope, 1: X})
-    second = rows(len(a), {0: S1 + col(a.down - a.level) * (X - D) / _some(middle) + noise})
+    second = rows(len(a), {0: S1 + col(a.down - a.level) * (X - D) / _divisor(middle) + noise})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -154,7 +160,7 @@ def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> Sampler
     walk = _Walk(path, options, Frame(path.schedule), path.sigmas)
     moved = X + col(weights[:, 0]) * walk.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
     N = rows(len(path), {0: moved, 1: walk.slope, 2: S1, 3: S2})
-    return walk.table(walk.told, walk.level, walk.after, N)
+    return walk.table(walk.timesteps, walk.level, walk.after, N)
 
 
 class _Walk:
@@ -162,7 +168,7 @@ class _Walk:
 
     def __init__(self, path: Path, options: SamplerOptions, frame: Frame, sigmas: np.ndarray) -> None:
         self.path, self.options, self.frame = path, options, frame
-        self.told = path.timesteps
+        self.timesteps = path.timesteps
         self.level, self.after = sigmas[:-1], sigmas[1:]
 
     def __len__(self) -> int:
@@ -174,15 +180,15 @@ class _Walk:
         return (X - D) / col(self.level)
 
     def table(
-        self, told: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
+        self, timesteps: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
     ) -> SamplerTable:
-        """The table of rows N, whose y starts as noise of the first level, or, with leading spacing, as if a picture
+        """The table of rows N, whose y starts as noise of the first level, or, with leading spacing, as if an image
         of unit variance were in it."""
         start, schedule = float(max(level[0], left.max())), self.path.schedule
-        if schedule.told != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
+        if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
         return framed(
-            self.path, self.frame, told, level, left, N, step=step, init_scale=start, clip=clip_of(self.options)
+            self.path, self.frame, timesteps, level, left, N, step=step, init_scale=start, clip=clip_of(self.options)
         )
 
 
@@ -196,7 +202,7 @@ class _Churned(_Walk):
             return
         stirred = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
         self.level = self.level * (1 + np.where(stirred, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
-        self.told = self.frame.timestep(self.level)
+        self.timesteps = self.frame.timestep(self.level)
         self.left = np.append(self.level[1:], self.after[-1])
         self.up = options.s_noise * np.sqrt(np.maximum(self.left**2 - self.after**2, 0.0))
 
@@ -207,8 +213,6 @@ class _Ancestral(_Walk):
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule, exploding=True), path.ratios)
         self.eta = 1.0 if options.eta is None else options.eta
-        if not 0.0 <= self.eta <= 1.0:
-            raise InputError(f"eta={self.eta} is outside 0..1; 0 is deterministic, 1 is the usual ancestral sampler")
         self.down, up = _below(self.level, self.after, self.eta)
         self.up = up * options.s_noise
 
@@ -219,11 +223,11 @@ def _below(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray
     return np.sqrt(after**2 - up**2), up
 
 
-def _towards(target: np.ndarray, form: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    return col(kept) * form + col(1 - kept) * target
+def _towards(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
+    return col(share) * form + col(1 - share) * target
 
 
-def _some(level: np.ndarray) -> np.ndarray:
+def _divisor(level: np.ndarray) -> np.ndarray:
     """A column to divide by; rows at level 0 are left out by `pairs`."""
     return col(np.where(level > 0, level, np.inf))
 
@@ -235,14 +239,14 @@ def _two_stages(
     middle: np.ndarray,
     left: np.ndarray,
     both: np.ndarray,
-    middle_told: np.ndarray | None = None,
+    middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
     """The table of steps of two rows: from `level` to `middle`, and from there to `left`."""
     level = pairs(walk.level, middle, both)
     inner = np.where(both, middle, left)
-    if middle_told is None:
-        middle_told = walk.frame.timestep(np.where(both, middle, walk.level))
+    if middle_timesteps is None:
+        middle_timesteps = walk.frame.timestep(np.where(both, middle, walk.level))
     step = pairs(np.arange(len(walk)), np.arange(len(walk)), both)
     return walk.table(
-        pairs(walk.told, middle_told, both), level, pairs(inner, left, both), pairs(first, second, both), step
+        pairs(walk.timesteps, middle_timesteps, both), level, pairs(inner, left, both), pairs(first, second, both), step
     )

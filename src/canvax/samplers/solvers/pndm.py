@@ -20,10 +20,10 @@ AFTER_THE_END = -1.0
 
 
 class _Stage(NamedTuple):
-    """One evaluation of PNDM: told a timestep, it moves the x of slot `base` from level `start` to level `end` along
+    """One evaluation of PNDM, at `timestep`: it moves the x of slot `base` from level `start` to level `end` along
     weights . (output, slots 3-5) + summed * (slot 2)."""
 
-    told: float
+    timestep: float
     start: float
     end: float
     step: int
@@ -48,10 +48,10 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     path = training_path(schedule, steps, options)
     stages_of = _plms_stages if options.skip_prk_steps else _prk_stages
     stages = stages_of(path, schedule.num_train_timesteps // steps)
-    told, start, end, step, weights, summed, base, anchors, keep, add, pushes = (
+    timesteps, start, end, step, weights, summed, base, anchors, keep, add, pushes = (
         np.array(column) for column in zip(*stages, strict=True)
     )
-    remaining = _remaining(path, told, options)
+    remaining = _remaining(path, timesteps, options)
     a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
     demand_signal(schedule, a, "pndm", combines_eps=True)
     # The output again from what a row knows: on_x * x + on_d * D.
@@ -67,7 +67,7 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
         4: np.where(col(pushes), S3, S4),
         5: np.where(col(pushes), S4, S5),
     }
-    return table_of(schedule, told, a, s, rows(len(stages), slots), step=step)
+    return table_of(schedule, timesteps, a, s, rows(len(stages), slots), step=step)
 
 
 def _remaining(path: Path, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
@@ -82,7 +82,7 @@ def _after(path: Path, stride: int) -> list[float]:
 
 
 def _plms_stages(path: Path, stride: int) -> list[_Stage]:
-    """Predictor, corrector (told the second timestep, which the next stage is told again), then Adams-Bashforth."""
+    """Predictor, corrector (at the second timestep, as the next stage), then Adams-Bashforth."""
     t, after = list(path.timesteps), _after(path, stride)
     stages = [_Stage(t[0], t[0], after[0], 0, anchors=True)]
     if len(t) > 1:

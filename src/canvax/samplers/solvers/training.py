@@ -1,21 +1,19 @@
 """Solvers that step between training timesteps: DDIM and its inverse, DDPM, LCM, TCD.
 
-Notation: `a`, `s` weights of picture and noise at a row, `a_to`, `s_to` after it; eps = (X - a D) / s.
+Notation: `a`, `s` weights of image and noise at a row, `a_to`, `s_to` after it; eps = (X - a D) / s.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame
 from canvax.samplers.rows import NOISE, D, X, clip_of, col, demand_numbered, demand_signal, rows, table_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import distilled_path, training_path
 from canvax.samplers.table import SLOTS, SamplerTable
-
-VARIANCE_TYPES = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log")
 
 
 def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
@@ -32,7 +30,7 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     The step goes from t to t - train // steps whatever the spacing, and the noise direction comes from the unclipped
     output: both as checkpoints were tuned with. The last one ends the run. Along a curve it goes from level to level.
     """
-    eta = _eta(options, 0.0, "0 is deterministic DDIM, 1 is as random as DDPM")
+    eta = options.eta or 0.0
     path = training_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
     demand_signal(schedule, a, "ddim")
@@ -59,10 +57,10 @@ def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray)
 
 
 def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DDIM backwards: from a picture to the noise that draws it. x starts as the picture's latents.
+    """DDIM backwards: from an image to the noise that leads to it. x starts as the image's latents.
 
-    Source: Song et al. 2021, eq. 14, run towards noise; the network is told the timestep it goes to, as the reference
-    does. D is the picture that the network sees in x, at that timestep.
+    Source: Song et al. 2021, eq. 14, run towards noise; the network's timestep is that which the step goes to, as in
+    the reference. D is the image that the network sees in x, at that timestep.
     """
     demand_numbered(schedule, "ddim_inverse")
     if options.clip_sample or options.thresholding:
@@ -72,28 +70,28 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     if options.spacing == "linspace":
         raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
-    told, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
+    timesteps, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
     a_to, s_to = Frame(schedule).alpha_std(sigmas)
     stride = schedule.num_train_timesteps // steps
-    remaining = remaining_at(schedule, told - stride, options)
+    remaining = remaining_at(schedule, timesteps - stride, options)
     a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
     demand_signal(schedule, a_to, "ddim_inverse")
     match schedule.prediction_type:
         case "epsilon":
             eps = (X - col(a_to) * D) / col(s_to)
-            picture = (X - col(s) * eps) / col(a)
+            image = (X - col(s) * eps) / col(a)
         case "v_prediction":
             velocity = (col(a_to) * X - D) / col(s_to)
-            eps, picture = col(a) * velocity + col(s) * X, col(a) * X - col(s) * velocity
+            eps, image = col(a) * velocity + col(s) * X, col(a) * X - col(s) * velocity
         case _:
             if np.any(s == 0):
                 raise InputError(
-                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean picture, "
+                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean image, "
                     "where DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
                 )
-            eps, picture = (X - col(a) * D) / col(s), D
-    M = rows(steps, {0: col(a_to) * picture + col(s_to) * eps})
-    return table_of(schedule, told, a_to, s_to, M)
+            eps, image = (X - col(a) * D) / col(s), D
+    M = rows(steps, {0: col(a_to) * image + col(s_to) * eps})
+    return table_of(schedule, timesteps, a_to, s_to, M)
 
 
 def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -101,22 +99,12 @@ def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     path = training_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
     demand_signal(schedule, a, "ddpm")
-    kept = a / a_to
-    on_x = kept * (s_to / s) ** 2
+    ratio = a / a_to
+    on_x = ratio * (s_to / s) ** 2
     small = _posterior(a, s, a_to, s_to)
-    match options.variance_type:
-        case None | "fixed_small" | "fixed_small_log":
-            std = small
-        case "fixed_large" | "fixed_large_log":
-            std = np.sqrt(np.maximum(s**2 - (kept * s_to) ** 2, 0.0))
-        case "learned" | "learned_range":
-            raise InputError(
-                f"variance_type={options.variance_type!r} cannot be honoured: it needs a network that also predicts "
-                f"its variance; use one of {', '.join(VARIANCE_TYPES)}, or another sampler such as 'ddim'"
-            )
-        case other:
-            raise InputError(f"variance_type={other!r} is not known; {nearest(str(other), VARIANCE_TYPES)}")
-    std = np.where(path.timesteps > 0, std, 0.0)
+    large = np.sqrt(np.maximum(s**2 - (ratio * s_to) ** 2, 0.0))
+    std = large if options.variance_type in ("fixed_large", "fixed_large_log") else small
+    std = np.where(path.timesteps > 0 if schedule.timestep_unit == "index" else s_to > 0, std, 0.0)
     M = rows(len(path), {0: col(on_x) * X + col(a_to - on_x * a) * D + col(std) * NOISE})
     return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
 
@@ -132,10 +120,10 @@ def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     far = (
         np.maximum(path.timesteps, 0.0) * options.timestep_scaling if np.isfinite(options.timestep_scaling) else np.inf
     )
-    seen = 1 / np.hypot(1, 0.5 / np.where(far == 0, 1e-300, far)) * np.ones_like(a)
-    picture = col(seen) * D + col(1 - seen**2) * X
+    on_d = 1 / np.hypot(1, 0.5 / np.where(far == 0, 1e-300, far)) * np.ones_like(a)
+    image = col(on_d) * D + col(1 - on_d**2) * X
     to = np.append(a_to[:-1], 1.0)
-    M = rows(len(path), {0: col(to) * picture + col(np.append(s_to[:-1], 0.0)) * NOISE})
+    M = rows(len(path), {0: col(to) * image + col(np.append(s_to[:-1], 0.0)) * NOISE})
     return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
 
 
@@ -143,10 +131,10 @@ def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     """Trajectory consistency: down the trajectory to a part 1 - eta of the next timestep, then noised afresh.
 
     Source: Zheng et al. 2024 (TCD), algorithm 4, its gamma being eta. The run of a checkpoint ends at training timestep
-    0; with final_sigmas_type "zero" on the picture itself.
+    0; with final_sigmas_type "zero" on the image itself.
     """
     demand_numbered(schedule, "tcd")
-    eta = _eta(options, 0.3, "0 adds no noise, 0.3 is usual")
+    eta = 0.3 if options.eta is None else options.eta
     path = distilled_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:].copy(), path.std[1:].copy()
     demand_signal(schedule, a, "tcd")
@@ -161,16 +149,9 @@ def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
         a_to[-1], s_to[-1] = np.sqrt(remaining[-1]), np.sqrt(1 - remaining[-1])
     eps = (X - col(a) * D) / col(s)
     down = col(np.sqrt(remaining)) * D + col(np.sqrt(1 - remaining)) * eps
-    kept = a_to / np.sqrt(remaining)
-    fresh = np.sqrt(np.maximum(1 - kept**2, 0.0))
+    signal = a_to / np.sqrt(remaining)
+    fresh = np.sqrt(np.maximum(1 - signal**2, 0.0))
     if eta == 0:
-        kept, fresh = np.ones_like(kept), np.zeros_like(fresh)
-    M = rows(len(path), {0: col(kept) * down + col(fresh) * NOISE})
+        signal, fresh = np.ones_like(signal), np.zeros_like(fresh)
+    M = rows(len(path), {0: col(signal) * down + col(fresh) * NOISE})
     return table_of(schedule, path.timesteps, a, s, M)
-
-
-def _eta(options: SamplerOptions, usual: float, meaning: str) -> float:
-    eta = usual if options.eta is None else options.eta
-    if not 0.0 <= eta <= 1.0:
-        raise InputError(f"eta={eta} is outside 0..1; {meaning}")
-    return eta

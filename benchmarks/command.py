@@ -1,0 +1,282 @@
+"""``python -m benchmarks PART``: canvax beside its peers on this machine, outputs compared first."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.arguments import Parser, versions
+from canvax.cli.plan import parse_size
+from canvax.cli.terminal import complain, say, table
+from canvax.errors import InputError, check_count, nearest
+
+if TYPE_CHECKING:
+    from benchmarks.lab.job import Job
+
+BUSY = 0.25
+"""Load average for each processor from which on other work is in the way."""
+
+_WITHOUT = {"torch-compile": ("load", "start"), "flax": ("text", "picture", "load", "start")}
+"""Parts that a peer does not take part in."""
+
+
+EXAMPLES = """
+examples:
+  python -m benchmarks unet --model sd15 --size 512x512 --against torch
+  python -m benchmarks picture --model sdxl --steps 30 --dtype bfloat16 --against torch --against torch-compile
+  python -m benchmarks vae --model sd15 --against torch --against flax --flax-python ./old/bin/python --json
+  python -m benchmarks load --model sdxl --dtype bfloat16 --against torch --cold
+"""
+
+
+def run(words: Sequence[str], report: dict[str, Any]) -> None:
+    """Parse the command line, measure a part, and print a table."""
+    parser = Parser(
+        prog="python -m benchmarks",
+        description="Measure a part of a model: same weights, same inputs, same work, outputs compared first. "
+        "Contenders are processes that take turns; what they need is installed by you.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _flags(parser)
+    _measure(parser.parse_args(words), report)
+
+
+def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    from benchmarks.lab.job import PEERS
+    from benchmarks.lab.measure import measure
+    from benchmarks.lab.process import Contender, check_peer, probe
+    from canvax.planning.chips import peak_flops
+
+    width, height = parse_size(arguments.size)
+    check_count("--rounds", arguments.rounds)
+    pythons = {"torch": arguments.torch_python, "torch-compile": arguments.torch_python, "flax": arguments.flax_python}
+    peers = [Contender(name, pythons[name] or sys.executable) for name in dict.fromkeys(arguments.against)]
+    for peer in peers:
+        if arguments.part in _WITHOUT.get(peer.name, ()):
+            raise InputError(f"--against {peer.name}: it does not take part in {arguments.part}; use --against torch")
+        check_peer(peer)
+    platform, kind = probe(arguments.device)
+    if platform == "tpu" and peers:
+        raise InputError("--against: peers run on CPU and GPU, and canvax would run on a TPU; add --device cpu")
+    load = _load()[0]
+    if load / (os.cpu_count() or 1) > BUSY:
+        complain(f"other programs use this machine (load average {load:.1f}); trust ratios alone",
+                 label="warning: ")  # fmt: skip
+    tell = (lambda text: None) if arguments.quiet else complain
+    with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
+        job = _job(arguments, folder, width, height, platform)
+        report |= _about(arguments, job, platform, kind)
+        found = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
+    ours = found["canvax"]["median_s"]
+    theirs = {name: one["median_s"] for name, one in found.items() if name in PEERS}
+    peer = min(theirs, key=lambda name: theirs[name]) if theirs else None
+    peak = peak_flops(kind, job.dtype)
+    for one in found.values():
+        one["ratio"] = ours / one["median_s"]
+        one["ratio_of_fastest"] = found["canvax"]["min_s"] / one["min_s"]
+        if "flops" in found["canvax"]:  # the same work, so the same count
+            one["flops_per_s"] = found["canvax"]["flops"] / one["median_s"]
+            one["share_of_peak"] = peak and one["flops_per_s"] / peak
+        if job.part == "picture":
+            one["pictures_per_s"] = job.batch / one["median_s"]
+    report |= {
+        "unit": "s", "ours": ours, "theirs": theirs[peer] if peer else None, "peer": peer,
+        "ratio": ours / theirs[peer] if peer else None, "peak_flops_per_s": peak, "contenders": found,
+    }  # fmt: skip
+    if not arguments.json:
+        for line in lines(report):
+            say(line)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "part", metavar="PART", choices=["unet", "vae", "text", "picture", "load", "start"],
+        help="unet (one guided evaluation), vae (decoding), text (encoding), picture (all of it), load (a checkpoint "
+        "from files), start (from the start of a process to a picture on disk)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-m", "--model", default="emoji", metavar="MODEL",
+        help="sd14, sd15, sd21 or sdxl: full size, random weights; emoji (the default) or a folder",
+    )  # fmt: skip
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="pictures at once (1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of a picture (20; 4 for start)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
+    parser.add_argument(
+        "--against", action="append", default=[], choices=["torch", "torch-compile", "flax"],
+        help="a peer: PyTorch diffusers, the same compiled, or its old Flax classes; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
+    parser.add_argument("--flax-python", metavar="PATH", help="the Python that has the old Flax classes (this one)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")
+    parser.add_argument(
+        "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
+    )
+    parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+@contextmanager
+def _tidy_when_ended() -> Iterator[None]:
+    """Let SIGTERM stop this like Ctrl-C: else it would leave gigabytes of random weights behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _checkpoint(model: str, stored: str, tell: Any) -> Iterator[Path]:
+    """The folder of a model; that of a preset lasts as long as it is needed."""
+    from benchmarks.lab.models import find_preset, write_random
+    from canvax.models.presets import PRESETS
+    from canvax.weights.open import open_files
+    from canvax.weights.source import BUNDLED, Source
+
+    preset = find_preset(model)
+    if preset is None:
+        if "/" not in model and model not in BUNDLED and not Path(model).expanduser().exists():
+            raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*PRESETS, *BUNDLED])}")
+        yield open_files(Source(model)).folder()
+        return
+    with tempfile.TemporaryDirectory(prefix="canvax-model-") as scratch:
+        tell(f"writing {model} with random weights to {scratch}")
+        yield write_random(Path(scratch) / model, preset, dtype=stored)
+
+
+def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height: int | None, platform: str) -> Job:
+    """What is to be done, checked."""
+    import numpy as np
+
+    from benchmarks.lab.job import Job
+    from canvax.families.read import read_model
+    from canvax.pipelines.checks import check_size, parse_dtype
+    from canvax.weights.open import open_files
+    from canvax.weights.source import Source
+
+    usual = "float32" if platform == "cpu" else "bfloat16"
+    dtype = parse_dtype(arguments.dtype or usual).name
+    model = read_model(open_files(Source(folder)), np.float32)
+    side = model.native_size
+    if arguments.part == "vae" and dtype == "float16" and model.vae.force_upcast:
+        raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
+    steps = arguments.steps or (4 if arguments.part == "start" else 20)
+    return Job(
+        part=arguments.part,
+        folder=folder,
+        width=check_size("width", width, side[1]),
+        height=check_size("height", height, side[0]),
+        batch=check_count("--batch", arguments.batch),
+        steps=check_count("--steps", steps),
+        dtype=dtype,
+        device=platform,
+    )
+
+
+def _about(arguments: argparse.Namespace, job: Job, platform: str, kind: str) -> dict[str, Any]:
+    return {
+        "part": job.part, "model": arguments.model, "stored": arguments.stored, "width": job.width,
+        "height": job.height, "batch": job.batch, "steps": job.steps, "dtype": job.dtype, "rounds": arguments.rounds,
+        "cold": arguments.cold, "device": {"platform": platform, "kind": kind, "processors": os.cpu_count(),
+        "processor": _processor()}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": _load(), "versions": versions(),
+    }  # fmt: skip
+
+
+def _load() -> list[float]:
+    """The load average of 1, 5 and 15 minutes; zeros where the system has none."""
+    return list(os.getloadavg()) if hasattr(os, "getloadavg") else [0.0] * 3
+
+
+def _processor() -> str | None:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    part, device, found = report["part"], report["device"], report["contenders"]
+    work = {
+        "unet": f"one guided evaluation, {2 * report['batch']} samples",
+        "vae": f"decoding {report['batch']}",
+        "text": f"{report['batch']} prompts",
+        "picture": f"{report['batch']} at once, {report['steps']} guided steps",
+        "load": "files out of the page cache" if report["cold"] else "files in the page cache",
+        "start": f"from the start of the process to a picture on disk, {report['steps']} guided steps",
+    }[part]
+    size = "" if part in ("text", "load") else f" {report['width']} x {report['height']},"
+    where = device["kind"] if device["platform"] != "cpu" else f"{device['processors']} x {device['processor']}"
+    head = f"{report['model']} {part}:{size} {report['dtype']}, {work}; {where}; {report['date'][:10]}"
+    columns = [column for column in _COLUMNS if any(column[1](one) for one in found.values())]
+    rows = [("", *(title for title, _ in columns))]
+    rows += [(name, *(cell(one) for _, cell in columns)) for name, one in found.items()]
+    told = [head, "", *table(rows, right=range(1, len(columns) + 1)), ""]
+    if part == "start":
+        told += [*_moments(found), ""]
+    for name, one in found.items():
+        if "versions" in one:
+            told.append(f"{name}: {', '.join(f'{what} {number}' for what, number in one['versions'].items())}")
+    rounds = f"{report['rounds']} round{'s' * (report['rounds'] != 1)}, contenders taking turns"
+    told.append(f"python {report['versions']['python']}; {rounds}; load average {report['load_average'][0]:.1f}")
+    return told
+
+
+def _moments(found: dict[str, Any]) -> list[str]:
+    """When each thing was done, in seconds since the start of the process."""
+    names = list(found["canvax"]["moments"])
+    rows = [("", *(name.replace("_", " ") for name in names), "traces", "compilations")]
+    for name, one in found.items():
+        cells = [_spread(one["moments"][moment]) if moment in one["moments"] else "" for moment in names]
+        rows.append((name, *cells, str(one.get("traces", "")), str(one.get("compilations", ""))))
+    return table(rows, right=range(1, len(rows[0])))
+
+
+def _spread(one: dict[str, Any]) -> str:
+    return f"{_time(one['median_s'])} ({_time(one['min_s'])}-{_time(one['max_s'])})"
+
+
+def _time(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _gigabytes(one: dict[str, Any], name: str) -> str:
+    return f"{one[name] / 1e9:.2f}" if one.get(name) else ""
+
+
+def _number(one: dict[str, Any], name: str, form: str) -> str:
+    return f"{one[name]:{form}}" if one.get(name) is not None else ""
+
+
+_COLUMNS: list[tuple[str, Any]] = [
+    ("median s (min-max)", _spread),
+    ("canvax / it", lambda one: f"{one['ratio']:.2f}"),
+    ("fastest", lambda one: f"{one['ratio_of_fastest']:.2f}"),
+    ("it / reading", lambda one: _number(one, "over_reading", ".2f")),
+    ("pictures/s", lambda one: _number(one, "pictures_per_s", ".3g")),
+    ("GFLOP/s", lambda one: f"{one['flops_per_s'] / 1e9:.0f}" if "flops_per_s" in one else ""),
+    ("of peak", lambda one: _number(one, "share_of_peak", ".0%")),
+    ("compile s", lambda one: _number(one, "compile_s", ".1f")),
+    ("first run s", lambda one: _number(one, "first_s", ".2f")),
+    ("load s", lambda one: _number(one, "load_s", ".1f")),
+    ("peak host GB", lambda one: _gigabytes(one, "host_peak_bytes")),
+    ("/ weights", lambda one: _number(one, "peak_over_weights", ".2f")),
+    ("peak device GB", lambda one: _gigabytes(one, "device_peak_bytes")),
+    ("differs by", lambda one: _number(one, "differs_by", ".1e")),
+]

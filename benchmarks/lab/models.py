@@ -1,0 +1,109 @@
+"""Full-size checkpoints with random weights, in the real layout: nobody has to download anything to measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
+from canvax.params import count, flatten, init_param
+from canvax.types import DType
+from canvax.weights.layout import INDEX, KINDS, STEMS
+from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.source import BUNDLED
+
+_CLASSES = {
+    "unet": "UNet2DConditionModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+}
+
+_SCHEDULER = {
+    "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+    "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1,
+}  # fmt: skip
+
+
+def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, seed: int = 0) -> Path:
+    """A checkpoint of ``preset`` with random weights; the tokenizer is the bundled one.
+
+    One array at a time is made and written, so that memory does not matter.
+
+    Args:
+        folder: where to write; must not exist.
+        preset: the networks.
+        dtype: dtype of the stored weights, float32 or float16.
+        seed: of the weights.
+
+    Raises:
+        InputError: the disk has too little space; nothing has been written.
+    """
+    check_space(folder, preset, dtype)
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
+    for name, spec in preset.specs().items():
+        library = KINDS[name]
+        kind = {"_class_name": _CLASSES[name]} if library == "diffusers" else {"model_type": "clip_text_model"}
+        (folder / name).mkdir()
+        said = {key: value for key, value in dataclasses.asdict(configs[name]).items() if value is not None}
+        _write_json(folder / name / "config.json", said | kind)
+        arrays = [
+            Outgoing(key, shape, np.dtype(dtype), partial(init_param, param, rng, dtype, shape))
+            for key, param in flatten(spec)
+            for shape in param.checkpoint_shapes[:1]
+        ]
+        write_safetensors(folder / name / f"{STEMS[library]}.safetensors", arrays, {"format": "pt"})
+    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
+    for name in preset.text.parts:
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / tokenizer)
+        index[tokenizer] = ["transformers", "CLIPTokenizer"]
+    (folder / "scheduler").mkdir()
+    _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER | {"prediction_type": preset.prediction})
+    index |= {
+        "_class_name": "StableDiffusionXLPipeline" if preset.text.second else "StableDiffusionPipeline",
+        "scheduler": ["diffusers", "DDIMScheduler"],
+    }
+    if preset.text.first is None:
+        index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
+    _write_json(folder / INDEX, index)
+    return folder
+
+
+def preset_bytes(preset: Networks, dtype: DType) -> int:
+    """Bytes of the weights of a preset."""
+    return sum(count(spec) for spec in preset.specs().values()) * np.dtype(dtype).itemsize
+
+
+def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
+    """Refuse to write what the disk cannot hold.
+
+    Raises:
+        InputError: it cannot.
+    """
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    needed, free = preset_bytes(preset, dtype), shutil.disk_usage(there).free
+    if needed * 1.05 > free:
+        raise InputError(
+            f"a checkpoint of random weights needs {needed / 1e9:.1f} GB in {there}, where {free / 1e9:.1f} GB are "
+            "free; set TMPDIR to a folder with more, or give --model a folder"
+        )
+
+
+def find_preset(model: str) -> Networks | None:
+    """The preset of that name that can draw by itself; None if ``model`` is something else."""
+    return None if model == "sdxl-refiner" else PRESETS.get(model)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

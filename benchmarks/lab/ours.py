@@ -1,0 +1,203 @@
+"""canvax as a contender of a benchmark; see :mod:`benchmarks.lab.worker`. It uses one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import canvax
+from benchmarks.lab.job import Job, make_inputs
+from canvax.compile.monitor import compilations, traces
+from canvax.families.base import Model
+from canvax.families.read import read_model
+from canvax.kernels.target import compiled_on, compiling_for
+from canvax.models.text import encode_text
+from canvax.models.unet import unet
+from canvax.models.vae import vae_decode
+from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import place
+from canvax.params import Params
+from canvax.pipelines.checks import parse_dtype
+from canvax.planning.flops import count_flops
+from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
+
+Asked = dict[str, Any]
+"""A job as the worker reads it."""
+
+Ready = tuple[Callable[[], Any], Callable[[Any], dict[str, np.ndarray]], dict[str, Any]]
+Once = tuple[dict[str, Any], Callable[[], Any]]
+
+
+def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
+    """Load and compile a part; see :mod:`benchmarks.lab.worker`."""
+    began = time.perf_counter()
+    if job["part"] == "picture":
+        return _picture(job, inputs, began)
+    model, params, mesh = _load(job)
+    loaded = time.perf_counter()
+    function, arguments = _call(job["part"], model, params, inputs)
+    arguments = jax.device_put(arguments, mesh.devices.flat[0])
+    starts = time.perf_counter()
+    compiled = compiled_on(mesh, function, params, *arguments)
+    told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
+    told["flops"] = _flops(function, params, arguments)
+    return lambda: jax.block_until_ready(compiled(params, *arguments)), _float32, told
+
+
+def once(job: Asked, began: float) -> Once:
+    """Load a checkpoint, or draw a picture from the start of the process on."""
+    return _load_once(job) if job["part"] == "load" else _start(job, began)
+
+
+def device_peak(job: Asked) -> int | None:
+    """The most memory that has been in use on the device; None on the CPU, whose memory is the host's."""
+    del job
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _load(job: Asked) -> tuple[Model, Params, Mesh]:
+    """The networks of a part, through the loader that the pipeline uses."""
+    mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
+    files = open_files(Source(job["folder"]))
+    model = read_model(files, dtype)
+    names = tuple(model.text.parts) if job["part"] == "text" else (job["part"],)
+    components = [part for part in model.components if part.name in names]
+    params = load_components(files, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
+    return model, jax.block_until_ready(params), mesh
+
+
+def _call(
+    part: str, model: Model, params: Params, inputs: dict[str, np.ndarray]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function of a part, and its arguments after the parameters."""
+    if part == "text":
+        return partial(encode_text, cfg=model.text), (inputs, np.int32(0))
+    dtype = jax.tree.leaves(params)[0].dtype
+    latents = inputs["latents"].astype(dtype)
+    if part == "vae":
+        return lambda p, z: vae_decode(p["vae"], z, model.vae), (latents,)
+    told = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
+    if told:
+        told["pooled"] = told["pooled"].astype(dtype)
+    arguments = (latents, inputs["timesteps"], inputs["text"].astype(dtype), told)
+    return lambda p, x, t, text, told: unet(p["unet"], x, t, text, model.unet, **told), arguments
+
+
+def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
+    pipe = _pipeline(job)
+    params = jax.block_until_ready(pipe.params)
+    loaded = time.perf_counter()
+    pipe.compile(job["height"], job["width"], job["batch"], progress=False)
+    told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - loaded}
+    told["flops"] = _picture_flops(job, pipe)
+    return (
+        partial(_draw, pipe, job, inputs["latents"]),
+        lambda result: {"latents": result.latents, "pixels": result.pixels},
+        told,
+    )
+
+
+def _pipeline(job: Asked) -> canvax.StableDiffusion:
+    return canvax.load(job["folder"], dtype=job["dtype"], mesh=make_mesh(jax.devices()[:1]), progress=False)
+
+
+def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
+    return pipe(
+        job["prompts"],
+        height=job["height"],
+        width=job["width"],
+        num_inference_steps=job["steps"],
+        guidance_scale=job["guidance"],
+        seed=0,
+        sampler=job["sampler"],
+        latents=latents,
+        options=canvax.Options(progress=False, callback=callback),
+    )
+
+
+def _load_once(job: Asked) -> Once:
+    _ = canvax.StableDiffusion  # importing it is no part of loading, nor is starting the device
+    jax.devices()
+    began = time.perf_counter()
+    params = jax.block_until_ready(_pipeline(job).params)
+    told = {"seconds": time.perf_counter() - began} | _told(params) | {"device_peak_bytes": device_peak(job)}
+
+    def check() -> list[float]:
+        leaves = jax.tree.leaves(params)
+        return [sum(leaf.size for leaf in leaves), sum(map(_square, leaves))]
+
+    return told, check
+
+
+def _start(job: Asked, began: float) -> Once:
+    """Seconds since the process was started at which each thing was done."""
+    moments: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        moments.setdefault(name, time.time() - began)
+
+    _ = canvax.StableDiffusion
+    note("imported")
+    with np.load(job["inputs"]) as file:
+        latents = file["latents"]
+    pipe = _pipeline(job)
+    jax.block_until_ready(pipe.params)
+    note("loaded")
+    pipe.compile(job["height"], job["width"], job["batch"], progress=False)
+    note("programs")
+    result = _draw(pipe, job, latents, lambda step: note("first_step"))
+    result.save(Path(job["pictures"]))
+    note("picture")
+    told = _told(pipe.params) | {"moments": moments, "traces": traces(), "compilations": compilations()}
+    return told, lambda: np.savez(job["outputs"], latents=result.latents, pixels=result.pixels)
+
+
+def _told(params: Any) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "versions": {"canvax": canvax.__version__, "jax": jax.__version__},
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+    }
+
+
+def _float32(result: Any) -> dict[str, np.ndarray]:
+    named = result if isinstance(result, dict) else {"output": result}
+    return {name: np.asarray(array, np.float32) for name, array in named.items()}
+
+
+def _square(leaf: Any) -> float:
+    """Sum of squares, by blocks: a copy in float32 of a whole array would be the largest thing in memory."""
+    flat = np.asarray(leaf).reshape(-1)
+    blocks = (flat[i : i + (1 << 20)].astype(np.float32) for i in range(0, flat.size, 1 << 20))
+    return float(sum(np.dot(block, block) for block in blocks))
+
+
+def _flops(function: Callable[..., Any], params: Params, arguments: tuple[Any, ...]) -> float:
+    """What the model is: kernels that save work count in full, and one that is fused would not be counted at all."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), arguments)
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    with compiling_for("none"):
+        return count_flops(function, weights, *shapes)
+
+
+def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
+    """Both prompts, all guided steps, decoding."""
+    assert pipe.params is not None
+    names = ("folder", "width", "height", "batch", "steps", "dtype", "device")
+    total = 0.0
+    for part, times in (("text", 2), ("unet", job["steps"]), ("vae", 1)):
+        numbers = make_inputs(Job(part=part, **{name: job[name] for name in names}), pipe.model)
+        function, arguments = _call(part, pipe.model, pipe.params, numbers)
+        total += times * _flops(function, pipe.params, arguments)
+    return total

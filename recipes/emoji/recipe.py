@@ -1,0 +1,368 @@
+"""The recipe of the model in the package: vocabulary, autoencoder, latents, diffusion, finished folder.
+
+Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from PIL import Image
+
+from canvax.errors import CheckpointError, InputError
+from canvax.files import written
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.text import FIRST
+from canvax.models.vae import vae_spec
+from canvax.parallel.mesh import replicated
+from canvax.params import Params, init_params
+from canvax.pipelines.open import open_model
+from canvax.pipelines.options import Options
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.loop import Plan, Session, check_same, facts_of, fit
+from canvax.train.pictures import Pictures, read_pictures
+from canvax.train.state import load_state, save_state
+from canvax.types import DType, HostArray
+from recipes.emoji.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
+from recipes.emoji.autoencoder import (
+    KL,
+    encode_pictures,
+    in_pixel_metric,
+    reconstruction_psnr,
+    shifts,
+    train_autoencoder,
+    train_decoder,
+)
+from recipes.emoji.captions import FORMS
+from recipes.emoji.drawings import LICENCES, licences
+from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
+
+PREVIEW = (
+    "a red apple", "a slice of pizza in the style of noto", "a cat face in the style of twemoji", "an octopus",
+    "a hamburger in the style of fluent", "a red heart in the style of fluent flat", "a house", "a rocket",
+)  # fmt: skip
+"""Prompts of the grids that are drawn along the way."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes and plans.
+
+    Attributes:
+        size: pixels of a picture along each side.
+        crop: pixels of the pieces that the autoencoder learns from.
+        autoencoder: plan of the autoencoder.
+        decoder: plan of its decoder alone, on whole pictures.
+        diffusion: plan of text encoder and UNet.
+        shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
+        channels: of the UNet's levels; the first, where there are most pixels, has no attention.
+        vae_channels: of the autoencoder's levels; each but the last halves the picture.
+        latent_channels: numbers at each place of the latents.
+        kl: weight of the autoencoder's divergence.
+        forms: how many of the captions of each drawing are learnt from. The last two, a tag and a style, suit many
+            drawings, and the two before leave the style open.
+        width: of the text encoder.
+        vocabulary: entries of the tokenizer.
+        focus: where the training times lie, see :func:`denoising_loss`.
+        mixed: compute in bfloat16.
+    """
+
+    size: int
+    crop: int
+    autoencoder: Plan
+    decoder: Plan
+    diffusion: Plan
+    shift: int
+    channels: tuple[int, ...] = (64, 128, 144)
+    vae_channels: tuple[int, ...] = (32, 64, 128)
+    latent_channels: int = 4
+    kl: float = KL
+    forms: int = FORMS
+    width: int = 160
+    vocabulary: int = 2500
+    focus: tuple[float, float] | None = None
+    mixed: bool = False
+
+    @property
+    def design(self) -> Design:
+        """The model it makes."""
+        lower, vae_levels = len(self.channels) - 1, len(self.vae_channels)
+        unet = UNetConfig(
+            sample_size=self.size // 2 ** (vae_levels - 1),
+            in_channels=self.latent_channels,
+            out_channels=self.latent_channels,
+            down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * lower),
+            up_block_types=(*["CrossAttnUpBlock2D"] * lower, "UpBlock2D"),
+            block_out_channels=self.channels,
+            layers_per_block=1,
+            attention_head_dim=4,
+            cross_attention_dim=self.width,
+            norm_num_groups=math.gcd(16, *self.channels),
+        )
+        vae = VaeConfig(
+            latent_channels=self.latent_channels,
+            down_block_types=("DownEncoderBlock2D",) * vae_levels,
+            up_block_types=("UpDecoderBlock2D",) * vae_levels,
+            block_out_channels=self.vae_channels,
+            norm_num_groups=math.gcd(16, *self.vae_channels),
+            scaling_factor=1.0,
+        )
+        text = ClipTextConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=4 * self.width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            eos_token_id=self.vocabulary - 1,
+        )
+        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 2.0})
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype computed in."""
+        return jnp.bfloat16 if self.mixed else jnp.float32
+
+
+SCHEDULER = {
+    "_class_name": "DDIMScheduler",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    # On a white ground the mean of a picture matters: training must have seen pure noise, which sampling begins with.
+    "rescale_betas_zero_snr": True,
+    "set_alpha_to_one": True,
+    "steps_offset": 1,  # means nothing with trailing spacing, but diffusers warns of any other number
+    "timestep_spacing": "trailing",
+}
+"""The noise of Stable Diffusion with zero terminal SNR (Lin et al. 2024), drawn with DDIM."""
+
+RECIPES = {
+    "gpu": Recipe(
+        size=128,
+        crop=64,
+        autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
+        decoder=Plan(steps=3_000, batch=32, learning_rate=3e-4, chunk=50),
+        diffusion=Plan(steps=20_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=50),
+        shift=2,
+        mixed=True,
+    ),
+    "cpu": Recipe(
+        size=64,
+        crop=32,
+        autoencoder=Plan(steps=5_500, batch=16, learning_rate=1e-3, chunk=50),
+        decoder=Plan(steps=4_000, batch=8, learning_rate=3e-4, chunk=20, warmup=100),
+        diffusion=Plan(steps=40_000, batch=32, learning_rate=1e-3, average=0.999, chunk=50),
+        shift=0,
+        channels=(64, 192),
+        vae_channels=(24, 48, 80, 112),
+        latent_channels=32,
+        kl=5e-5,
+        forms=16,
+        focus=(0.4, 1.2),
+    ),
+    "smoke": Recipe(
+        size=32,
+        crop=16,
+        autoencoder=Plan(steps=8, batch=8, chunk=4, warmup=2),
+        decoder=Plan(steps=4, batch=8, chunk=4, warmup=2),
+        diffusion=Plan(steps=8, batch=8, chunk=4, warmup=2),
+        shift=1,
+        channels=(16, 16, 16),
+        vae_channels=(8, 8, 8),
+        width=16,
+        vocabulary=700,
+    ),
+}
+"""By name: ``gpu`` makes 128-pixel pictures, ``cpu`` 64-pixel ones, ``smoke`` nothing to look at, in seconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe at work.
+
+    Attributes:
+        recipe: the sizes and plans.
+        data: the file of drawings.
+        folder: where everything is kept.
+        mesh: the devices.
+        deadline: ``time.monotonic()`` at which to stop, to go on another time.
+        say: told what is going on.
+        start: a finished model of this recipe, whose text encoder, UNet and decoder are trained further, or None. Its
+            vocabulary and latents stay as they are.
+    """
+
+    recipe: Recipe
+    data: Path
+    folder: Path
+    mesh: Mesh
+    deadline: float | None = None
+    say: Callable[[str], None] = field(default=lambda _: None, repr=False)
+    start: Path | None = None
+
+    def session(self, stage: str, **more: Any) -> Session:
+        """The session of a stage."""
+        return Session(self.folder / stage, stage, self.mesh, deadline=self.deadline, **more)
+
+
+def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
+    """Do, or go on with, all stages; the finished model is in ``run.folder / "model"``.
+
+    Returns:
+        The model's folder, or None if the deadline came first.
+
+    Raises:
+        InputError: the folder holds a run of another recipe, or ``run.start`` is a model of one.
+        CheckpointError: ``run.start`` cannot be read.
+    """
+    target = run.folder / "model"
+    if target.exists():
+        return target
+    pictures = read_pictures(run.data, run.recipe.size)
+    train = pictures.split("train")
+    run.say(f"{len(pictures)} drawings of {run.recipe.size} pixels, {len(pictures) - len(train)} of them held out")
+    recipe = _with_vocabulary(run, train)
+    start = _started(run, recipe)
+    held_out = pictures.split("test")
+    vae, finished = _autoencoder(run, recipe, train, start)
+    if not finished:
+        return None
+    vae, finished = _decoder(run, recipe, train, held_out, vae)
+    if not finished:
+        return None
+    denoiser, finished = _diffusion(run, recipe, train, vae, start)
+    if not finished:
+        return None
+    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+    save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    (target / LICENCES).write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
+    return target
+
+
+def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
+    """Learn the tokenizer and write all but the weights; the recipe with the size that the vocabulary came out at."""
+    folder = run.folder / "skeleton"
+    if run.start is not None and not (folder / "tokenizer").exists():
+        if not (run.start / "tokenizer").is_dir():
+            raise CheckpointError(f"{run.start}: has no tokenizer; start from a finished model, FOLDER/model of a run")
+        shutil.copytree(run.start / "tokenizer", folder / "tokenizer")
+    if not (folder / "tokenizer" / "tokenizer_config.json").is_file():
+        vocabulary, merges = learn_vocabulary((c for texts in train.captions for c in texts), run.recipe.vocabulary)
+        save_vocabulary(folder / "tokenizer", vocabulary, merges, 77)
+    tokenizer = ClipTokenizer.from_folder(folder / "tokenizer")
+    recipe = replace(run.recipe, vocabulary=tokenizer.backend.get_vocab_size())
+    check_tokenizer(tokenizer, recipe.design.text)
+    write_skeleton(folder, recipe.design)
+    return recipe
+
+
+def _started(run: Run, recipe: Recipe) -> Params | None:
+    """The parameters of the model to start from, if there is one."""
+    if run.start is None:
+        return None
+    checkpoint, _, params = open_model(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
+    design = recipe.design
+    if (checkpoint.text.first, checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
+        raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
+    return params
+
+
+def _autoencoder(run: Run, recipe: Recipe, train: Pictures, start: Params | None) -> tuple[Params, bool]:
+    """The autoencoder in the metric of pixels; a finished one is read, and its training not compiled again."""
+    cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
+    if path.is_file():
+        check_same(path, recipe.autoencoder, len(train))
+        return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
+    if start is not None:
+        save_state(path, start["vae"], facts_of(recipe.autoencoder, len(train)))
+        return start["vae"], True
+    params, finished = train_autoencoder(
+        train.pixels,
+        cfg,
+        recipe.autoencoder,
+        run.session("autoencoder"),
+        crop=recipe.crop,
+        kl=recipe.kl,
+        dtype=recipe.dtype,
+    )
+    if not finished:
+        return params, False
+    params = in_pixel_metric(jax.device_get(params), train.pixels, cfg, run.mesh)
+    params = jax.device_put(params, replicated(run.mesh))
+    save_state(path, params, facts_of(recipe.autoencoder, len(train)))
+    return params, True
+
+
+def _decoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, vae: Params) -> tuple[Params, bool]:
+    """The autoencoder with its decoder trained on whole pictures; likewise."""
+    cfg, path = recipe.design.vae, run.folder / "decoder.safetensors"
+    if path.is_file():
+        check_same(path, recipe.decoder, len(train))
+        return load_state(path, vae), True
+    before = _shown(vae, held_out, run, recipe)
+    params, finished = train_decoder(vae, train.pixels, cfg, recipe.decoder, run.session("decoder"), dtype=recipe.dtype)
+    if not finished:
+        return params, False
+    run.say(f"decoder: {_shown(params, held_out, run, recipe)} dB on held-out drawings, {before} before")
+    save_state(path, params, facts_of(recipe.decoder, len(train)))
+    return params, True
+
+
+def _shown(vae: Params, held_out: Pictures, run: Run, recipe: Recipe) -> str:
+    """Mean PSNR of the autoencoder on drawings that it has not seen."""
+    return (
+        f"{reconstruction_psnr(vae, held_out.pixels, recipe.design.vae, run.mesh).mean():.2f}" if len(held_out) else "?"
+    )
+
+
+def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Params | None) -> tuple[Params, bool]:
+    design = recipe.design
+    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+    (tokenizer,) = pipe.model.tokenizers.values()
+    latents = _latents(run, recipe, train.pixels, vae)
+    data = denoising_data(
+        tokenizer, latents, caption_ids(tokenizer, [texts[: recipe.forms] for texts in train.captions], 77)
+    )
+
+    def preview(step: int, params: Params) -> None:
+        options = Options(progress=False)
+        result = pipe(list(PREVIEW), seed=list(range(len(PREVIEW))), params={**params, "vae": vae}, options=options)
+        rows = [np.concatenate(list(half), axis=1) for half in np.split(result.pixels, 2)]
+        grid = Image.fromarray((255 * np.concatenate(rows, axis=0) + 0.5).astype(np.uint8))
+        (run.folder / "previews").mkdir(exist_ok=True)
+        grid.save(run.folder / "previews" / f"{step:07d}.png")
+
+    loss = denoising_loss(design.text, design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype)
+    if start is None:
+        begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
+    else:
+        begin = {name: start[name] for name in (FIRST, "unet")}
+    return fit(begin, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
+
+
+def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
+    """Latents of every drawing, moved about: [N, V, h, w, C] in float16, whose rounding is below their own noise."""
+    path, cfg = run.folder / "latents.npy", recipe.design.vae
+    moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
+    if path.is_file():
+        kept = np.load(path)
+        if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
+            return kept
+    run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
+    forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
+    latents = np.stack(forms, axis=1)
+    with written(path) as temporary, temporary.open("wb") as file:
+        np.save(file, latents)
+    return latents

@@ -1,0 +1,93 @@
+"""Which program runs which rows of a table: with guidance or without, all of the network or its outer layers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Self
+
+import numpy as np
+
+from canvax.denoise import WINDOW, DeepFeatures
+from canvax.samplers import SamplerTable
+
+
+def guided_rows(table: SamplerTable, *, guided: bool = True) -> np.ndarray:
+    """Rows that need the negative prompt, [R] bool.
+
+    A guidance scale of 1 is the conditional output itself, so that nothing else need be computed (Kynkaanniemi et al.
+    2024); any other one, 0.5 too, needs both halves. Without ``guided`` none does.
+    """
+    return np.logical_and(guided, table.guidance != 1)
+
+
+def segments(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of equal values in ``rows``: where each starts and stops."""
+    found, start = [], 0
+    for _, same in groupby(rows):
+        stop = start + len(list(same))
+        found.append((start, stop))
+        start = stop
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class DeepPlan:
+    """Which rows compute the deep features of the network, and what the others make of those.
+
+    Attributes:
+        full: [R] bool, rows that compute them.
+        weights: [R, 2] float32, what each row makes of those of the last two full rows before it, or of its own.
+        layers: what is computed in any case, :func:`canvax.models.deep_features.unet_reusing`.
+        starts: rows at which another program begins, which has no features of rows before.
+    """
+
+    full: np.ndarray
+    weights: np.ndarray
+    layers: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, table: SamplerTable, guided: np.ndarray, every: int, layers: int) -> Self | None:
+        """The plan in which every ``every``-th row is full; None if all rows are.
+
+        The first row of a segment is full, and the second, where a line needs two points.
+
+        Args:
+            table: the rows.
+            guided: which of them are guided, [R] bool.
+            every: ``reuse`` of :class:`canvax.Options`.
+            layers: ``reuse_layers`` of the same.
+        """
+        full, parts = np.zeros(len(table), bool), segments(guided)
+        for start, stop in parts:
+            full[start] = True
+            full[start + 1 : stop : every] = True
+        weights = _weights(table.timestep, full, parts)
+        return None if full.all() else cls(full, weights, layers, tuple(start for start, _ in parts))
+
+    def window(self, row: int, features: Any) -> DeepFeatures:
+        """For a call from ``row`` on, with the features that the last call left."""
+        held = len(self.full) - row
+        full, weights = np.ones(WINDOW, bool), np.zeros((WINDOW, 2), np.float32)
+        full[:held] = self.full[row : row + WINDOW]
+        weights[:held] = self.weights[row : row + WINDOW]
+        return DeepFeatures(features, full, weights)
+
+
+def _weights(timestep: np.ndarray, full: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:
+    """What each row makes of the last two full rows: (1, 0) takes the last as it is.
+
+    The line through both is followed to the timestep of the row (TaylorSeer: Liu et al. 2025, equation 3 with m = 1,
+    over timesteps instead of rows, which need not be even).
+    """
+    weights = np.tile(np.array([1, 0], np.float32), (len(full), 1))
+    for start, stop in parts:
+        past: list[float] = []
+        for row in range(start, stop):
+            if full[row]:
+                past = [timestep[row], *past[:1]]
+            elif len(past) == 2 and past[0] != past[1]:
+                ahead = (past[0] - timestep[row]) / (past[1] - past[0])
+                weights[row] = 1 + ahead, -ahead
+    return weights

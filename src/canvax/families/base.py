@@ -1,0 +1,272 @@
+"""A model without its weights: files, networks, tokenizers, schedule and defaults; and what families differ in."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from canvax.errors import CheckpointError, InputError, check_count, check_number
+from canvax.files import read_json
+from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
+from canvax.models.text import FIRST, SECOND, TextEncoders
+from canvax.params import Params
+from canvax.samplers import Scheduler, curve_label, find
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.types import DType
+from canvax.weights.files import ModelFiles
+from canvax.weights.load import Component
+from canvax.weights.save import save_checkpoint
+
+TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
+"""The text encoders and their tokenizers."""
+
+SECOND_PROMPTS = ("prompt_2", "negative_prompt_2")
+SIZES = (
+    *("original_size", "crops_coords_top_left"),
+    *("negative_original_size", "negative_crops_coords_top_left"),
+)
+TARGET_SIZES = ("target_size", "negative_target_size")
+AESTHETICS = ("aesthetic_score", "negative_aesthetic_score")
+"""Options for SDXL, its base and its refiner, that other families have no use for."""
+
+Ids = dict[str, np.ndarray]
+"""Token ids [B, T] int32 for each text encoder."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a model works best with; the optional ``canvax.json`` beside its ``model_index.json`` says otherwise."""
+
+    num_inference_steps: int = 50
+    guidance_scale: float = 7.5
+
+
+class Family(ABC):
+    """What models of one kind have in common. A family is a value without state.
+
+    Attributes:
+        name: for people, and to tell families apart.
+        pipelines: the classes that ``model_index.json`` names.
+        defaults: of models that bring none.
+    """
+
+    name: ClassVar[str]
+    pipelines: ClassVar[tuple[str, ...]]
+    defaults: ClassVar[Defaults]
+
+    @abstractmethod
+    def encoders(self, files: ModelFiles) -> list[str]:
+        """The text encoders of a checkpoint, in the order of their features."""
+
+    @abstractmethod
+    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
+        """What is wrong between components that are right by themselves."""
+
+    @abstractmethod
+    def scheduler_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """``scheduler_config.json`` with the values that old files of this family leave out."""
+
+    @abstractmethod
+    def unused_options(self, model: Model) -> Mapping[str, str]:
+        """Options that mean nothing to a model of this family, and why."""
+
+    @abstractmethod
+    def size_conditions(
+        self, model: Model, height: int, width: int, options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Numbers about the image, and about what to keep away from, each [n] float32; None if it is told none."""
+
+    @abstractmethod
+    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
+        """Whether no negative prompt means zeros in place of the features of an empty one."""
+
+    def is_refiner(self, files: ModelFiles) -> bool:
+        """Whether the model only finishes images."""
+        del files
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Everything of a checkpoint but its weights.
+
+    Attributes:
+        files: where it came from.
+        family: what kind of model it is.
+        networks: its networks.
+        tokenizers: the tokenizer of each text encoder.
+        scheduler: the noise it was trained with and its own sampler.
+        defaults: steps and guidance when the caller names none.
+        dtype: name of the dtype its weights were loaded in.
+        quantize: to what its large weights were quantised, or None.
+    """
+
+    files: ModelFiles
+    family: Family
+    networks: Networks
+    tokenizers: Mapping[str, ClipTokenizer]
+    scheduler: Scheduler
+    defaults: Defaults
+    dtype: str
+    quantize: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The model as it was asked for."""
+        return self.files.name
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of a Hub checkpoint."""
+        return self.files.revision
+
+    @property
+    def text(self) -> TextEncoders:
+        """Configs of the text encoders."""
+        return self.networks.text
+
+    @property
+    def unet(self) -> UNetConfig:
+        """Config of the UNet."""
+        return self.networks.denoiser.cfg
+
+    @property
+    def vae(self) -> VaeConfig:
+        """Config of the autoencoder."""
+        return self.networks.vae
+
+    @property
+    def is_refiner(self) -> bool:
+        """Whether it only finishes images."""
+        return self.family.is_refiner(self.files)
+
+    @property
+    def zeros_for_no_negative(self) -> bool:
+        """Whether no negative prompt means zeros in place of the features of an empty one."""
+        return self.family.zeros_for_no_negative(self.files)
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        """Height and width the model was trained for, in pixels."""
+        return self.networks.native_size
+
+    @property
+    def components(self) -> list[Component]:
+        """The parts that have weights."""
+        return [
+            Component(name, spec, "transformers" if name in self.text.parts else "diffusers")
+            for name, spec in self.networks.specs(self.quantize).items()
+        ]
+
+    def tokenize(self, prompts: Sequence[str], prompts_2: Sequence[str]) -> Ids:
+        """Ids for each text encoder; one that is alone reads the first prompts."""
+        second = prompts_2 if len(self.tokenizers) > 1 else prompts
+        length = self.text.tokens
+        return {
+            name: tokenizer(list(second if name == SECOND else prompts), length=length)
+            for name, tokenizer in self.tokenizers.items()
+        }
+
+    def size_conditions(
+        self, height: int, width: int, options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """:meth:`Family.size_conditions`; ``options`` are those that were given."""
+        return self.family.size_conditions(self, height, width, options)
+
+    def sampler_names(self, sampler: str | None) -> tuple[str, str]:
+        """A name that samples the same again, and what other programs call it; the checkpoint's own sampler for None.
+
+        The class name stands where the plain name would imply other options than those that were used.
+        """
+        if sampler is None:
+            spec, implied = self.scheduler.spec, {}
+            same = all(getattr(self.scheduler.options, name) == value for name, value in spec.implied.items())
+        else:
+            spec, implied = find(sampler)
+            same = spec.implied.items() <= implied.items()
+        if curve := implied.get("sigmas"):
+            return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
+        own = self.scheduler.options.sigmas if spec.curves else "automatic"
+        label = f"{spec.label} {curve_label(own)}" if isinstance(own, str) and own != "automatic" else spec.label
+        return spec.name if same else spec.diffusers_class, label
+
+    def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
+        """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
+
+        Raises:
+            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
+        """
+        if self.quantize is not None:
+            raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
+        names = (*self.text.parts, self.networks.denoiser.component, "vae", "scheduler")
+        return save_checkpoint(
+            folder,
+            self.components,
+            params,
+            index=self.files.index,
+            configs={name: self.files.config(name) for name in names},
+            copy_from=self.files.folder(),
+            dtype=dtype,
+            overwrite=overwrite,
+        )
+
+
+def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
+    """The networks of a family of CLIP encoders, a UNet and a VAE; configs are all that is read.
+
+    Raises:
+        CheckpointError: a component is missing or its config asks for what is not supported.
+    """
+    encoders = family.encoders(files)
+    wanted = [*encoders, *(TOKENIZERS[name] for name in encoders), "unet", "vae", "scheduler"]
+    missing = [name for name in wanted if name not in files.components]
+    if missing:
+        raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
+    unet, vae = read_unet(files), VaeConfig.from_dict(files.config("vae"))
+    configs = {name: ClipTextConfig.from_dict(files.config(name)) for name in encoders}
+    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
+    networks = Networks(UNetDenoiser(unet), vae, text)
+    faults = []
+    if unet.in_channels != vae.latent_channels or unet.out_channels != vae.latent_channels:
+        faults.append(
+            f"the UNet takes {unet.in_channels} channels and gives {unet.out_channels}, the VAE has "
+            f"{vae.latent_channels} (inpainting and upscaling models are not text-to-image models)"
+        )
+    if unet.cross_attention_dim != text.width:
+        faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")
+    if faults := faults + family.faults(networks, files):
+        raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))
+    return networks
+
+
+def read_unet(files: ModelFiles) -> UNetConfig:
+    """The config of the UNet. Files from before diffusers 0.9 could say 32, its default then, for 64."""
+    config = files.config("unet")
+    unet = UNetConfig.from_dict(config)
+    version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
+    old = version is not None and int(version[1]) < 9
+    return replace(unet, sample_size=64) if old and (unet.sample_size or 64) < 64 else unet
+
+
+def read_defaults(path: Path, usual: Defaults) -> Defaults:
+    """``canvax.json``, if it is there.
+
+    Raises:
+        CheckpointError: it holds something else than defaults.
+    """
+    if not path.is_file():
+        return usual
+    try:
+        defaults = replace(usual, **read_json(path))
+        check_count("num_inference_steps", defaults.num_inference_steps)
+        return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))
+    except (ValueError, TypeError, InputError) as error:
+        raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

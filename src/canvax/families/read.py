@@ -1,0 +1,71 @@
+"""From the files of a checkpoint to a :class:`canvax.families.base.Model`; no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from canvax.errors import CheckpointError, InputError
+from canvax.families.base import TOKENIZERS, Family, Model, read_clip_unet_vae, read_defaults
+from canvax.families.sd import StableDiffusionFamily
+from canvax.families.sdxl import StableDiffusionXLFamily
+from canvax.models.networks import Networks
+from canvax.samplers import from_scheduler_config
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.types import DType
+from canvax.weights.files import ModelFiles
+
+SD, SDXL = StableDiffusionFamily(), StableDiffusionXLFamily()
+FAMILIES: tuple[Family, ...] = (SD, SDXL)
+
+
+def family_of(index: Mapping[str, Any]) -> Family:
+    """The family of a ``model_index.json``.
+
+    Raises:
+        CheckpointError: it is of another kind of model.
+    """
+    name = index.get("_class_name")
+    for family in FAMILIES:
+        if name in family.pipelines:
+            return family
+    known = [repr(pipeline) for family in FAMILIES for pipeline in family.pipelines]
+    raise CheckpointError(
+        f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} (Stable Diffusion 1.x, 2.x and "
+        "XL)"
+    )
+
+
+def read_networks(files: ModelFiles) -> Networks:
+    """The networks of a checkpoint, from its configs alone.
+
+    Raises:
+        CheckpointError: as :func:`read_model`.
+    """
+    return read_clip_unet_vae(family_of(files.index), files)
+
+
+def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
+    """Configs, tokenizers and schedule of a checkpoint.
+
+    Raises:
+        CheckpointError: a component is missing or its config asks for what is not supported.
+    """
+    family = family_of(files.index)
+    networks = read_networks(files)
+    try:
+        scheduler = from_scheduler_config(family.scheduler_config(files.config("scheduler")))
+    except InputError as error:
+        raise CheckpointError(f"{files}: {error}") from error
+    return Model(
+        files=files,
+        family=family,
+        networks=networks,
+        tokenizers={name: ClipTokenizer.from_folder(files.folder(TOKENIZERS[name])) for name in networks.text.parts},
+        scheduler=scheduler,
+        defaults=read_defaults(files.folder() / "canvax.json", family.defaults),
+        dtype=np.dtype(dtype).name,
+        quantize=quantize,
+    )

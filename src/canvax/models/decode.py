@@ -1,0 +1,56 @@
+"""The last of the three programs: from latents to images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from canvax.kernels.target import batch_shards
+from canvax.models.configs import VaeConfig
+from canvax.models.vae import divisor, vae_decode, vae_decode_tiled
+from canvax.params import Params
+from canvax.types import Array
+
+DECODE_PIXELS = 1024 * 1024
+"""Pixels that a device decodes at once, if there is more than one image: one of SDXL's, four of SD 1.5's.
+
+One such image keeps a device busy. More at once only take more memory: 1.2 GiB for each of 1024 x 1024 pixels.
+"""
+
+
+def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool = False) -> Array:
+    """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
+
+    In float32 instead where that is float16 and the config says that the VAE overflows in it. No more at once than
+    :data:`DECODE_PIXELS`, where the devices are known.
+    """
+    dtype = params["decoder"]["conv_in"]["weight"].dtype
+    if dtype == jnp.float16 and cfg.force_upcast:
+        dtype = jnp.float32
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def some(latents: Array) -> Array:
+        images = (vae_decode_tiled if tiled else vae_decode)(params, latents.astype(dtype), cfg)
+        return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    pixels = latents.shape[1] * latents.shape[2] * cfg.factor**2
+    return _in_micro_batches(some, latents, most=max(1, DECODE_PIXELS // pixels))
+
+
+def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:
+    """``function`` of images [B, ...], ``most`` of each device's at a time."""
+    shards = batch_shards()
+    if shards is None or x.shape[0] <= shards * most:
+        return function(x)
+    each = x.shape[0] // shards
+    now = divisor(each, most)
+
+    def regrouped(x: Array, first: int, second: int) -> Array:
+        """Its leading axes, of ``first`` x ``second`` x ``now``, with the first two changed about."""
+        return x.reshape(first, second, now, *x.shape[-3:]).swapaxes(0, 1)
+
+    turns = each // now
+    y = jax.lax.map(function, regrouped(x, shards, turns).reshape(turns, shards * now, *x.shape[1:]))
+    return regrouped(y, turns, shards).reshape(x.shape[0], *y.shape[2:])

@@ -1,0 +1,99 @@
+"""What a family of models gives the loop: the network that denoises, as one record.
+
+A record is a frozen dataclass over a config: hashable, and with a ``repr`` that says all that decides its programs,
+since both are part of a compiled program's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from canvax.models.configs import UNetConfig
+from canvax.models.deep_features import Recall, deep_shape, unet_reusing
+from canvax.models.text import Conditions
+from canvax.models.unet import cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.params import Params, Spec
+from canvax.types import Array, DType
+
+
+class Denoiser(Protocol):
+    """The network inside the loop.
+
+    Attributes:
+        component: its key in ``params``, which is its folder in a checkpoint.
+        spec: its parameters.
+        deep_layers: how many numbers of layers :meth:`apply_reusing` can be told, 0 if it cannot be called.
+    """
+
+    @property
+    def component(self) -> str: ...
+
+    @property
+    def spec(self) -> Spec: ...
+
+    @property
+    def deep_layers(self) -> int: ...
+
+    def dtype(self, p: Params) -> DType:
+        """The dtype that is computed in, which is that of the parameters."""
+        ...
+
+    def prepare(self, p: Params, conditions: Conditions) -> Any:
+        """What :meth:`apply` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
+        ...
+
+    def apply(self, p: Params, x: Array, timestep: Array, prepared: Any) -> Array:
+        """Network output [B, h, w, C] for scaled noisy latents [B, h, w, C] float32 and timesteps [B]."""
+        ...
+
+    def apply_reusing(
+        self, p: Params, x: Array, timestep: Array, prepared: Any, *, layers: int, recall: Recall
+    ) -> tuple[Array, Any]:
+        """:meth:`apply` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
+        ...
+
+    def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:
+        """Shape of these features for latents of shape [B, h, w, C]."""
+        ...
+
+
+@dataclass(frozen=True)
+class UNetDenoiser:
+    """The UNet of Stable Diffusion 1.x, 2.x and XL as a :class:`Denoiser`."""
+
+    cfg: UNetConfig
+
+    @property
+    def component(self) -> str:
+        return "unet"
+
+    @property
+    def spec(self) -> Spec:
+        return unet_spec(self.cfg)
+
+    @property
+    def deep_layers(self) -> int:
+        return skip_connections(self.cfg)
+
+    def dtype(self, p: Params) -> DType:
+        return p["conv_in"]["weight"].dtype
+
+    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+        # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
+        kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
+        return {**conditions, "text": kv}
+
+    def apply(self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any]) -> Array:
+        return unet(p, x.astype(self.dtype(p)), timestep, cfg=self.cfg, **prepared)
+
+    def apply_reusing(
+        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall
+    ) -> tuple[Array, Any]:
+        x = x.astype(self.dtype(p))
+        context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
+        return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
+
+    def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:
+        return deep_shape(self.cfg, latents, layers)

@@ -1,0 +1,50 @@
+"""The networks of one model, and what follows from them together: parameters, latent shapes, what is conditioned on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from canvax.models.configs import VaeConfig
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.text import TextEncoders
+from canvax.models.vae import vae_spec
+from canvax.params import Spec
+from canvax.quantize import quantized_specs
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What decides a model's compiled programs.
+
+    Attributes:
+        denoiser: the network inside the loop.
+        vae: config of the autoencoder.
+        text: configs of the text encoders.
+        prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
+            for itself.
+    """
+
+    denoiser: UNetDenoiser
+    vae: VaeConfig
+    text: TextEncoders
+    prediction: str = "epsilon"
+
+    def specs(self, quantize: str | None = None) -> dict[str, Spec]:
+        """Declared parameters of each component, large weights quantised to ``quantize``."""
+        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": vae_spec(self.vae)}
+        return quantized_specs(specs, quantize)
+
+    def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """[B, h, w, C] for images of ``height`` x ``width`` pixels."""
+        return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        """Height and width of the images it was trained on, in pixels."""
+        side = (self.denoiser.cfg.sample_size or 64) * self.vae.factor
+        return side, side
+
+    @property
+    def size_numbers(self) -> int:
+        """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
+        return self.denoiser.cfg.time_ids(self.text.pooled_width)

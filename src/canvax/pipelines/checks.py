@@ -1,0 +1,159 @@
+"""Checks of single values of a call: they know no model. Each error names the argument, the value and the cure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.errors import InputError, check_count, check_number, nearest
+from canvax.noise import image_seeds
+from canvax.types import DType
+
+MAX_SIDE = 16384
+SIZE_STEP = 8
+LARGEST_WHOLE = 1536 * 1536
+"""Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
+same image on every machine."""
+
+Tiling = Literal["auto", "on", "off"]
+
+_DTYPES = {
+    "float32": "float32", "fp32": "float32", "f32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+}  # fmt: skip
+
+
+def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
+    """Whether an image of that many pixels is decoded in tiles."""
+    return height * width > LARGEST_WHOLE if tiling == "auto" else tiling == "on"
+
+
+def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
+    """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
+    check_count("num_images_per_prompt", per_prompt)
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(p, str) for p in prompts):
+        raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
+    negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
+    if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
+        raise InputError(f"negative_prompt={negative!r} is neither a string nor a list of strings")
+    if len(negatives) != len(prompts):
+        raise InputError(
+            f"negative_prompt has {len(negatives)} entries for {len(prompts)} prompts; give one string for all, "
+            "or as many as there are prompts"
+        )
+    return (
+        [p for p in prompts for _ in range(per_prompt)],
+        [n for n in negatives for _ in range(per_prompt)],
+    )
+
+
+def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -> list[str]:
+    """What the second text encoder reads for each image: the same as the first unless told otherwise."""
+    if value is None:
+        return otherwise
+    count = len(otherwise) // per_prompt
+    values = [value] * count if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
+        raise InputError(f"{name}={value!r} is neither a string nor a list of strings")
+    if len(values) != count:
+        raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one string, or one for each")
+    return [v for v in values for _ in range(per_prompt)]
+
+
+def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:
+    """Height or width in pixels, for a VAE of ``factor`` pixels per latent."""
+    if value is None:
+        return default
+    step = math.lcm(SIZE_STEP, factor)
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
+        raise InputError(f"{name}={value!r} is not a whole number of pixels in {step}..{MAX_SIDE}")
+    value = int(value)
+    if value % step:
+        down, up = value - value % step, value - value % step + step
+        raise InputError(f"{name}={value} is not divisible by {step}; use {f'{down} or ' if down else ''}{up}")
+    return value
+
+
+def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
+    """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
+    if value is None:
+        return own or default
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
+        raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
+    if own not in (None, int(value)):
+        raise InputError(
+            f"num_inference_steps={value} with {own} levels, timesteps or scales of your own; leave it out"
+        )
+    return int(value)
+
+
+def check_guidance(scale: Any, default: float) -> float:
+    """Guidance scale: any finite number."""
+    return (
+        default if scale is None else check_number("guidance_scale", scale, "; 7.5 is usual, 1 or less switches it off")
+    )
+
+
+def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray | None:
+    """Initial noise given by the caller, in the layout of ``Result.latents``."""
+    if latents is None:
+        return None
+    try:
+        array = np.asarray(latents, np.float32)
+    except (TypeError, ValueError):
+        raise InputError(f"latents={latents!r} is not an array; this call needs [B, h, w, C] = {shape}") from None
+    if array.shape != shape:
+        raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape}")
+    if not np.isfinite(array).all():
+        raise InputError("latents has values that are not finite")
+    return array
+
+
+def check_seeds(seed: Any, count: int) -> list[int]:
+    """A seed for each image: ``seed + i``, or the list or array given."""
+    if isinstance(seed, np.ndarray):
+        return check_seeds(seed.tolist(), count)
+    if isinstance(seed, list | tuple | range):
+        if len(seed) != count:
+            raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
+        return [image_seeds(own, 1)[0] for own in seed]
+    return image_seeds(seed, count)
+
+
+def check_precision(precision: str | None) -> None:
+    """Refuse a matmul precision that JAX has not."""
+    try:
+        with jax.default_matmul_precision(precision or "default"):
+            pass
+    except ValueError:
+        raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
+
+
+def parse_dtype(dtype: DType) -> DType:
+    """A floating point dtype from itself or from any of its usual names.
+
+    Raises:
+        InputError: not float32, bfloat16 or float16.
+    """
+    name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
+    if name is None:
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:
+            name = str(dtype)
+    if name not in _DTYPES:
+        raise InputError(f"dtype={dtype!r} is not supported; {nearest(str(name), list(_DTYPES))}")
+    return jnp.dtype(_DTYPES[name])
+
+
+def default_dtype(mesh: Mesh) -> DType:
+    """bfloat16 on TPU and GPU, float32 on the CPU, which computes bfloat16 slower."""
+    return jnp.dtype(jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16)

@@ -1,0 +1,80 @@
+"""Opens a model: files, configs, devices and weights, and what cannot be used is found before weights are fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from canvax.compile.cache import size_limit
+from canvax.compile.programs import Programs
+from canvax.families.base import Model
+from canvax.families.read import family_of, read_model
+from canvax.parallel.memory import check_weights
+from canvax.parallel.mesh import check_mesh, make_mesh
+from canvax.parallel.rules import abstract_params, device_bytes, place
+from canvax.params import Params
+from canvax.pipelines.checks import check_precision, default_dtype, parse_dtype
+from canvax.quantize import check_kind
+from canvax.types import DType
+from canvax.weights.files import ModelFiles
+from canvax.weights.load import load_components
+from canvax.weights.open import open_files
+from canvax.weights.source import Source
+
+
+def open_model(
+    model: str | Path,
+    *,
+    dtype: DType | None = None,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+    precision: str | None = None,
+    weights: bool = True,
+    accept: Callable[[Mapping[str, Any]], None] | None = None,
+    **source: Any,
+) -> tuple[Model, Programs, Params]:
+    """Everything of a model; see :func:`canvax.load` for the arguments.
+
+    Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
+    ``accept`` refuses models that the caller has no use for, by their ``model_index.json``.
+    """
+    if dtype is not None:
+        dtype = parse_dtype(dtype)
+    check_kind(quantize)
+    check_precision(precision)
+    size_limit()
+    mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    dtype = default_dtype(mesh) if dtype is None else dtype
+
+    origin = Source(model, **source)
+    models: list[Model] = []
+
+    def look(files: ModelFiles) -> None:
+        opened = read_model(files, dtype, quantize)
+        if weights:
+            needed = weight_bytes(opened, dtype, mesh.shape)
+            check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
+        models.append(opened)
+
+    def accepted(index: Mapping[str, Any]) -> None:
+        family_of(index)
+        if accept is not None:
+            accept(index)
+
+    files = open_files(origin, accept=accepted, look=look, weights=weights)
+    (opened,) = models
+    if weights:
+        params = load_components(
+            files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
+        )
+    else:
+        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
+    return opened, Programs(opened.networks, mesh, precision), params
+
+
+def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int]) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
+    return sum(device_bytes(part.spec, dtype, sizes) for part in model.components)

@@ -1,0 +1,319 @@
+"""The front door, a model by name; and the pipeline, which holds a model, its programs and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.compile.aot import Build
+from canvax.compile.monitor import counting
+from canvax.compile.programs import PROGRAMS, Programs, Ready
+from canvax.errors import InputError, check_count
+from canvax.families.base import Model
+from canvax.parallel import multihost
+from canvax.parallel.memory import Memory, cures, explained, free_bytes, program_bytes
+from canvax.parallel.mesh import padded_batch
+from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
+from canvax.params import Params
+from canvax.pipelines.checks import check_size, is_tiled, parse_dtype
+from canvax.pipelines.display import Display, summary
+from canvax.pipelines.open import open_model, weight_bytes
+from canvax.pipelines.options import Options
+from canvax.pipelines.request import check_layers, make_request
+from canvax.pipelines.result import Result
+from canvax.pipelines.text_to_image import text_to_image
+from canvax.samplers import build_table
+from canvax.types import Array, DType
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StableDiffusion:
+    """A pipeline from text to images. Made by :func:`canvax.load` or :meth:`from_pretrained`.
+
+    Attributes:
+        model: where it came from, its configs, tokenizers and noise schedule.
+        programs: the compiled programs.
+        params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
+            arrays; None when the caller keeps them and passes them to each call.
+    """
+
+    model: Model
+    programs: Programs
+    params: Params | None = None
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
+        """Load a model as ``(pipeline, params)``; keywords are those of :func:`canvax.load`."""
+        opened, programs, params = open_model(model, **keywords)
+        return cls(opened, programs), params
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        num_images_per_prompt: int = 1,
+        seed: int | Sequence[int] | None = None,
+        sampler: str | None = None,
+        latents: np.ndarray | Array | None = None,
+        options: Options | None = None,
+        params: Params | None = None,
+    ) -> Result:
+        """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
+
+        Guidance that is on in a part of the run alone takes both programs.
+
+        Args:
+            prompt: what to show; a list gives an image of each.
+            negative_prompt: what to keep away from; one for all, or one for each prompt.
+            height: pixels, divisible by 8; by default the size the model was trained for.
+            width: likewise.
+            num_inference_steps: steps of the sampler; by default the model's own, else 50.
+            guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
+                default the model's own, else 7.5, and 5 for SDXL.
+            num_images_per_prompt: images for each prompt.
+            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
+            sampler: any name from ``canvax samplers``; by default the checkpoint's own.
+            latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
+                ``options.denoising_start``, the noisy latents to go on from.
+            options: what is seldom changed.
+            params: the parameters, if the pipeline does not hold them; if they are not on its
+                devices, :meth:`place` puts them there, for this call alone.
+
+        Returns:
+            The images; where several processes generate together, those of this process.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+            Cancelled: the callback returned False.
+            OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
+        """
+        mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
+        # One process that refuses must not leave the others waiting for it.
+        with multihost.together("canvax generate") if spread else nullcontext():
+            params = self._params(params)
+            request = make_request(
+                self.model,
+                prompt,
+                negative_prompt,
+                num_images_per_prompt,
+                size=(height, width),
+                steps=num_inference_steps,
+                guidance=guidance_scale,
+                seed=seed,
+                sampler=sampler,
+                latents=latents,
+                options=options,
+            )
+        if spread:
+            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
+        cure = partial(
+            cures,
+            mesh,
+            self.model.dtype,
+            quantized=self.model.quantize is not None,
+            batch=len(request.prompts),
+            height=request.height,
+            width=request.width,
+        )
+        with explained(cure), counting() as counts:
+            return text_to_image(self.model, self.programs, params, request, cure, counts)
+
+    def save(
+        self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
+    ) -> Path:
+        """Write the model in the diffusers layout, which PyTorch diffusers loads.
+
+        Where several processes run, the first one writes and all wait for it.
+
+        Args:
+            folder: where to write; one that is not empty only with ``overwrite``, which replaces files.
+            params: the parameters, if the pipeline does not hold them.
+            dtype: of the written arrays; their own by default.
+            overwrite: see ``folder``.
+        """
+        params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
+        if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
+            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
+        with multihost.together("canvax save") if spread else nullcontext():
+            if not spread or multihost.leads(self.programs.mesh):
+                self.model.save(
+                    folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
+                )
+        return Path(folder)
+
+    def place(self, params: Params) -> Params:
+        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
+
+        Args:
+            params: arrays of any kind, on the host or on devices; nested dicts as :meth:`from_pretrained` returns them.
+
+        Raises:
+            InputError: they do not fit the model.
+        """
+        return {
+            part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
+            for part in self.model.components
+        }
+
+    def memory(
+        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
+    ) -> Memory:
+        """What each device needs to generate ``batch`` images at once, as the compiler says.
+
+        The programs are made for it, as by :meth:`compile`, and are ready then; nothing runs.
+
+        Args:
+            height: pixels; by default the size the model was trained for.
+            width: likewise.
+            batch: images of one call.
+            guidance: whether the guidance scale is above 1.
+        """
+        params, mesh = self.params, self.programs.mesh
+        if params is None:
+            params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
+        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
+        weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
+        held = weights if self.params is not None else 0
+        programs = {name: program_bytes(program) or 0 for name, program in ready.named}
+        return Memory(weights, programs, None if free is None else free + held)
+
+    def compile(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        *,
+        guidance: bool = True,
+        reuse_layers: int = 0,
+        progress: bool = True,
+        params: Params | None = None,
+    ) -> tuple[Build, ...]:
+        """Make the three programs of a size and batch ready, without running them.
+
+        They come from the cache if they are there, and are compiled and stored there if not.
+
+        Args:
+            height: pixels; by default the size the model was trained for.
+            width: likewise.
+            batch: number of images, rounded up to the number of devices.
+            guidance: with it on; a guidance scale of 1 or less is another program.
+            reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
+            progress: show what is done on stderr.
+            params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
+                (``jax.ShapeDtypeStruct``).
+
+        Returns:
+            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        display = Display(shown=progress and multihost.leads(self.programs.mesh))
+        if reuse_layers:
+            check_layers(reuse_layers, self.model)
+        self._ready(self._params(params), (height, width), batch, guidance, display, reuse_layers)
+        return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
+
+    def _ready(
+        self, params: Params, size: tuple[Any, Any], batch: int, guided: bool, display: Display, deep_layers: int = 0
+    ) -> Ready:
+        """The programs of a size in pixels and a batch."""
+        (tall, wide), factor = self.model.native_size, self.model.vae.factor
+        height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
+        images = padded_batch(check_count("batch", batch), self.programs.mesh)
+        table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
+        return self.programs.ready(
+            params,
+            self.model.networks.latent_shape(images, height, width),
+            guided=[guided],
+            clip=table.clip,
+            deep_layers=deep_layers,
+            decoder="tiled" if is_tiled(height, width) else "whole",
+            announce=display.announce,
+        )
+
+    def _params(self, params: Params | None) -> Params:
+        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""
+        own = params is None or params is self.params
+        params = self.params if params is None else params
+        if params is None:
+            raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
+        if not isinstance(params, Mapping):
+            raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
+        placed = is_on(params, self.programs.mesh)
+        if own and placed:
+            return params
+        for part in self.model.components:
+            check_params(part.spec, params.get(part.name, {}), part.name)
+        if not placed:
+            params = {**params, **self.place(params)}
+            if own and self.params is not None:
+                self.params.update(params)
+        return params
+
+
+def load(
+    model: str | Path = "emoji",
+    *,
+    dtype: DType | None = None,
+    quantize: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    mesh: Mesh | None = None,
+    precision: str | None = None,
+    progress: bool = True,
+) -> StableDiffusion:
+    """Load a model, ready to draw.
+
+    Args:
+        model: "emoji" (in the package), a folder in the diffusers layout, or a Hub id "owner/name".
+        dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU, float32 on the CPU.
+        quantize: "int8" or "float8": keep the large weights of text encoders and UNet in 8 bits, which saves memory and
+            costs some precision (docs/less-work.md); None to leave them as they are.
+        revision: branch, tag or commit of a Hub id.
+        variant: which of several sets of weights, for example "fp16".
+        token: Hub token; by default HF_TOKEN or the stored login.
+        cache_dir: where the Hub's files are kept.
+        local_files_only: never ask the Hub.
+        mesh: devices with the axes ``data`` and ``model``, as :func:`canvax.make_mesh` makes them; by default all
+            devices on ``data``, those of all processes that ``jax.distributed`` has joined.
+        precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
+        progress: show downloads on stderr.
+
+    Raises:
+        InputError: an argument cannot be used.
+        CheckpointError: the checkpoint is missing, damaged or refused.
+        HubError: the Hub cannot be reached or does not have it.
+        OutOfMemoryError: the weights do not fit into the devices.
+    """
+    opened, programs, params = open_model(
+        model,
+        dtype=dtype,
+        quantize=quantize,
+        revision=revision,
+        variant=variant,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        mesh=mesh,
+        precision=precision,
+        progress=progress,
+    )
+    return StableDiffusion(opened, programs, params)

@@ -1,0 +1,86 @@
+"""Pictures to latents: what a denoiser is trained on is encoded once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.errors import InputError
+from canvax.kernels.target import compiling_on
+from canvax.models.configs import VaeConfig
+from canvax.models.vae import vae_encode
+from canvax.parallel.mesh import over_batch, padded_batch, replicated
+from canvax.params import Params
+from canvax.types import Array, HostArray
+
+
+def encode_pictures(
+    p: Params,
+    pixels: HostArray,
+    cfg: VaeConfig,
+    mesh: Mesh,
+    *,
+    shift: tuple[int, int] = (0, 0),
+    flip: bool = False,
+    batch: int = 32,
+) -> HostArray:
+    """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
+
+    Args:
+        p: parameters of the autoencoder.
+        pixels: the pictures.
+        cfg: its config.
+        mesh: the devices.
+        shift: pixels by which the pictures are moved down and to the right; the rim is repeated.
+        flip: mirror them.
+        batch: pictures encoded at once.
+    """
+    return by_batches(_encoder(cfg, mesh), p, _moved(pixels, shift, flip), mesh, padded_batch(batch, mesh))
+
+
+def as_input(pixels: Array) -> Array:
+    """uint8 pixels -> -1..1 float32."""
+    return pixels.astype(jnp.float32) / 127.5 - 1.0
+
+
+def _moved(pixels: HostArray, shift: tuple[int, int], flip: bool) -> HostArray:
+    for axis, by in zip((1, 2), shift, strict=True):
+        if by:
+            size = pixels.shape[axis]
+            pixels = np.take(pixels, np.clip(np.arange(size) - by, 0, size - 1), axis=axis)
+    return pixels[:, :, ::-1] if flip else pixels
+
+
+@lru_cache(maxsize=4)
+def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+    """Kept, because a new function would be compiled again for every set of pictures."""
+
+    def encode(p: Params, images: Array) -> Array:
+        mean, _ = vae_encode(p, as_input(images), cfg)
+        return (mean - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
+
+    return jitted(encode, mesh)
+
+
+def jitted(function: Any, mesh: Mesh) -> Any:
+    return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
+
+
+def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
+    """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
+    if not len(inputs):
+        raise InputError("there are no pictures to encode")
+    p = jax.device_put(p, replicated(mesh))
+    parts: list[HostArray] = []
+    with compiling_on(mesh):
+        for start in range(0, len(inputs), batch):
+            part = inputs[start : start + batch]
+            missing = batch - len(part)
+            filled = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)]) if missing else part
+            parts.append(np.asarray(program(p, np.ascontiguousarray(filled)))[: len(part)])
+    return np.concatenate(parts)

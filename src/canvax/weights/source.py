@@ -1,0 +1,98 @@
+"""Where a model comes from: the package, a folder, or one revision of a repository on the Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from canvax.errors import CheckpointError, InputError, nearest, warn
+from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
+
+BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
+"""Models inside the package, by name."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
+_REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, and how to get it.
+
+    Attributes:
+        model: a bundled model's name (``emoji``), a folder in the diffusers layout, or a Hub id ``owner/name``. A
+            folder that shares its name with a bundled model is reached as ``./emoji``.
+        revision: branch, tag or commit of a Hub id; ``main`` if not given.
+        variant: which of several sets of weights, for example ``fp16``.
+        token: Hub token; by default HF_TOKEN or the stored login.
+        cache_dir: where the Hub's files are kept; by default the cache shared by all Hub libraries.
+        local_files_only: use the cache alone, as with HF_HUB_OFFLINE=1.
+        progress: show download bars on stderr.
+
+    Raises:
+        InputError: an argument cannot mean anything.
+    """
+
+    model: str | Path = "emoji"
+    revision: str | None = None
+    variant: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike):
+            raise InputError(f"model = {self.model!r} is no name; pass a folder, a Hub id 'owner/name', or 'emoji'.")
+        if not str(self.model):
+            raise InputError("model = '' names nothing; pass a folder, a Hub id 'owner/name', or 'emoji'.")
+        check_variant(self.variant)
+        revision = self.revision
+        if revision is not None and (
+            not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision
+        ):
+            raise InputError(f"revision = {revision!r} is not a branch, tag or commit.")
+        if not isinstance(self.token, str | bool | None):
+            raise InputError(f"token is a {type(self.token).__name__}; pass the token's text, or leave it out.")
+        if not isinstance(self.cache_dir, str | os.PathLike | None):
+            raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
+
+    @property
+    def name(self) -> str:
+        """The model as it was asked for."""
+        return str(self.model)
+
+    def local_folder(self) -> Path | None:
+        """The folder that ``model`` names, or None if it is a Hub id.
+
+        Raises:
+            CheckpointError: it is neither.
+        """
+        folder = self._local_folder()
+        if folder is not None and self.revision is not None:
+            warn(f"revision = {self.revision!r} is ignored: {self.name!r} is a folder, not a Hub id")
+        return folder
+
+    def _local_folder(self) -> Path | None:
+        text = self.name
+        if isinstance(self.model, str) and text in BUNDLED:
+            return BUNDLED[text]
+        try:
+            path = Path(self.model).expanduser()
+            is_folder, is_file = path.is_dir(), path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
+            raise CheckpointError(f"model = {text[:200]!r} cannot be a folder's name ({error}).") from None
+        if is_folder:
+            return path
+        if text.lower().endswith(PICKLES):
+            raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
+        if is_file:
+            raise CheckpointError(
+                f"{text}: is a single file. Pass a folder in the diffusers layout ({INDEX}, unet/, vae/, ...)."
+            )
+        if isinstance(self.model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
+            return None
+        hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
+        raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
