@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,7 +19,12 @@ from checkpoints import INDEX, toy_params, write_checkpoint, write_frame, write_
 from hub_imitation import HubImitation, Repository, folder_files
 
 from canvax.errors import CheckpointError, InputError
+from canvax.models.configs import TinyConfig
+from canvax.models.tiny import tiny_spec
+from canvax.params import init_params
 from canvax.weights.hub import BUNDLED, resolve
+from canvax.weights.load import Component
+from canvax.weights.save import save_component
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
 SCRIPT = """
@@ -42,6 +48,10 @@ for call in json.load(sys.stdin):
             if call.pop("configs", False):
                 found = resolve_configs(**call)
                 answers.append({"sha": found.revision, "unet": found.config("unet")})
+                continue
+            if call.pop("preview", False):
+                from canvax import load_preview
+                answers.append({"blocks": load_preview(**call).cfg.num_decoder_blocks})
                 continue
             if call.pop("component", False):
                 found = resolve_component(**call)
@@ -197,6 +207,29 @@ def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
     assert client(call | {"model": "someone/nothing"})[0]["error"] == "HubError"
     hub.repositories["someone/tiny"].commit("main", {"config.json": b"{}", "diffusion_pytorch_model.bin": b"PK"})
     assert "pickle" in client(call)[0]["text"]
+
+
+def test_every_argument_of_a_preview_reaches_the_hub(hub: HubImitation, client: Client, tmp_path: Path) -> None:
+    """A branch of its own, a token, a folder for the files, and a second time without asking."""
+    repository = hub.repositories["someone/tiny"] = Repository(token="secret")
+    for branch, blocks in (("main", (1, 1)), ("deeper", (2, 1))):
+        cfg = TinyConfig(encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+                         num_encoder_blocks=(1, 1), num_decoder_blocks=blocks)  # fmt: skip
+        spec, values = tiny_spec(cfg), dataclasses.asdict(cfg) | {"_class_name": "AutoencoderTiny"}
+        save_component(tmp_path / branch, Component("", spec, "diffusers"), init_params(spec, 0), values)
+        repository.commit(branch, folder_files(tmp_path / branch))
+    usual = {"model": "someone/tiny", "preview": True, "token": "secret"}
+    elsewhere = usual | {"cache_dir": str(tmp_path / "files"), "revision": "deeper"}
+    main, deeper, without, nowhere, refused = client(
+        usual,
+        elsewhere,
+        elsewhere | {"local_files_only": True},
+        usual | {"local_files_only": True, "revision": "deeper"},
+        usual | {"token": None, "revision": "deeper"},
+    )
+    assert (main, deeper, without) == ({"blocks": [1, 1]}, {"blocks": [2, 1]}, {"blocks": [2, 1]})
+    assert "is not in the cache" in nowhere["text"]
+    assert refused["error"] == "HubError"
 
 
 def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
