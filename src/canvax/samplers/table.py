@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -147,7 +148,8 @@ class SamplerTable:
         return out
 
 
-EMPTY = SamplerTable(**{name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS})
+_NO_ROWS: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
+EMPTY = SamplerTable(**_NO_ROWS)
 """A table of no rows; its windows change nothing."""
 
 
