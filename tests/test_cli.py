@@ -406,14 +406,7 @@ def test_curves_and_their_picture(run: Run) -> None:
     _, out, _ = run("samplers", "curves")
     assert all(curve.name in out for curve in CURVES)
     assert len(json.loads(run("samplers", "curves", "--json")[1])["curves"]) == len(CURVES)
-    code, out, _ = run("samplers", "plot", "karras", "AYS", "trailing", "--steps", 12, "-o", "levels.png")
-    assert (code, out) == (0, "levels.png\n")
-    with Image.open("levels.png") as image:
-        assert image.size == (1440, 480)
-        assert len(image.getcolors(1 << 20) or []) > 5
-    Path("config.json").write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}))
-    flow = ("samplers", "plot", "beta", "automatic", "--scheduler-config", "config.json", "--sampler", "heun")
-    assert run(*flow, "--json", "-o", "flow.png")[0] == 0
+    Path("levels.png").touch()
     for words, said in (
         (("plto",), "did you mean 'plot'"),
         (("curves", "karras"), "one word too many"),
@@ -426,6 +419,22 @@ def test_curves_and_their_picture(run: Run) -> None:
     ):
         code, _, err = run("samplers", *words)
         assert (code, said in err) == (BAD_INPUT, True), err
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("samplers", "plot", "karras", "AYS", "trailing", "--steps", 12, "-o", "curves.png")
+    assert (code, out) == (0, "curves.png\n")
+    with Image.open("curves.png") as image:
+        assert image.size == (1440, 480)
+        assert len(image.getcolors(1 << 20) or []) > 5
+    Path("config.json").write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}))
+    flow = ("samplers", "plot", "beta", "automatic", "--scheduler-config", "config.json", "--sampler", "heun")
+    assert run(*flow, "--json", "-o", "flow.png")[0] == 0
+
+
+def test_a_plot_without_matplotlib_says_how_to_install_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = run("samplers", "plot", "karras")
+    assert (code, "pip install 'canvax[plot]'" in err) == (BAD_INPUT, True), err
+    assert not Path("schedules.png").exists()
 
 
 def test_settings_of_a_sampler_come_back_from_a_picture(draw: Run, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""``canvax samplers``: the catalogue, the curves of noise levels, and a picture of where they lie."""
+"""``canvax samplers``: the catalogue, the curves of noise levels, and a chart of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import numpy as np
 
 from canvax.cli.terminal import columns, say, table
 from canvax.errors import InputError, nearest
-from canvax.samplers import (
-    CURVES,
-    SAMPLERS,
-    Scheduler,
-    build_table,
-    curve_named,
-    find,
-    from_scheduler_config,
-)
+from canvax.samplers import CURVES, SAMPLERS, Scheduler, build_table, curve_named, find, from_scheduler_config
 from canvax.samplers.options import SPACINGS
 
 WORDS = ("list", "curves", "plot")
@@ -77,7 +69,7 @@ def _list_samplers(arguments: argparse.Namespace, report: dict[str, Any]) -> Non
     say(
         "\nEvaluations of the network for n steps. Any spelling works; put a curve behind: --sampler 'DPM++ 2M Karras'."
     )
-    say("canvax samplers curves lists the curves, canvax samplers plot draws them; --json also tells the papers.")
+    say("canvax samplers curves lists the curves, canvax samplers plot draws them; --json adds the papers.")
 
 
 def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -120,7 +112,7 @@ def _config(file: str | None) -> dict[str, Any]:
         return STABLE_DIFFUSION
     try:
         config = json.loads(Path(file).expanduser().read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--scheduler-config {file!r} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"--scheduler-config {file!r} is not a JSON object; give a model's scheduler_config.json")
@@ -139,11 +131,11 @@ def draw_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Any:
         chosen: dict[str, Any] = (
             {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": curve_named(name)}
         )
-        made = build_table(scheduler, steps, **chosen)
-        begins = np.searchsorted(made.step, np.arange(made.step[-1] + 1))
+        built = build_table(scheduler, steps, **chosen)
+        begins = np.searchsorted(built.step, np.arange(built.step[-1] + 1))
         label = name if name in SPACINGS else curve_named(name)
-        sigmas[label] = [(i, float(made.sigma[row])) for i, row in enumerate(begins)]
-        timesteps[label] = [(i, float(made.timestep[row])) for i, row in enumerate(begins)]
+        sigmas[label] = list(enumerate(built.sigma[begins]))
+        timesteps[label] = list(enumerate(built.timestep[begins]))
     title = f"{steps} steps of {scheduler.spec.label}"
     charts = [
         line_chart(sigmas, title=title, x_label="step", y_label="sigma", log_y=True),

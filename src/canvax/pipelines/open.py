@@ -34,12 +34,14 @@ def open_model(
     precision: str | None = None,
     weights: bool = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
+    check: Callable[[Model], None] | None = None,
     **source: Any,
 ) -> tuple[Model, Programs, Params]:
     """Everything of a model; see :func:`canvax.load` for the arguments.
 
     Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
-    ``accept`` refuses models that the caller has no use for, by their ``model_index.json``.
+    ``accept`` refuses models that the caller has no use for, by their ``model_index.json``; ``check`` by all of their
+    configs, before weights are fetched.
     """
     if dtype is not None:
         dtype = parse_dtype(dtype)
@@ -54,6 +56,8 @@ def open_model(
 
     def look(files: ModelFiles) -> None:
         opened = read_model(files, dtype, quantize)
+        if check is not None:
+            check(opened)
         if weights:
             needed = weight_bytes(opened, dtype, mesh.shape)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)

@@ -160,7 +160,7 @@ def build_table(
     `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
     settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
-    starts late begins from x as the part before it left it, and remembers nothing else.
+    starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
     """
     train = scheduler.schedule.num_train_timesteps
     spec, options, implied = scheduler.spec, scheduler.options, {}

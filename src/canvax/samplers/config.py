@@ -167,7 +167,7 @@ _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
 }
 # Fields that canvax passes over because they decide nothing here: the noise of a step comes from the image's seed, and
-# how the shift follows the size of the picture is for whoever gives `mu`.
+# how the shift follows the size of the image is for whoever gives `mu`.
 _NOTHING_HERE = (
     *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
@@ -183,7 +183,7 @@ _CURVES = {
 _REFUSED = {
     "solver_p": "another solver as predictor is not supported; remove it",
     "tau_func": "a function cannot be read from a file; remove it for the usual one",
-    "invert_sigmas": "runs from picture to noise are not supported; set it to false",
+    "invert_sigmas": "runs from image to noise are not supported; set it to false",
 }
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     **CHOICES,

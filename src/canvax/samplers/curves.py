@@ -142,7 +142,7 @@ def ddim_uniform(schedule: NoiseSchedule, steps: int) -> np.ndarray:
 
 
 def beta(schedule: NoiseSchedule, steps: int) -> np.ndarray:
-    """Quantiles of a beta distribution as timesteps, kept fractional: Lee et al. 2024 (Beta sampling), section 4."""
+    """Quantiles of a beta distribution as fractional timesteps: Lee et al. 2024 (Beta sampling), section 4."""
     u = 1.0 - np.arange(steps) / steps
     return schedule.sigma_at((schedule.num_train_timesteps - 1) * beta_quantile(u))
 

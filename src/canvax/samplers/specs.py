@@ -22,10 +22,10 @@ DPM = (*SINGLESTEP, "euler_at_final")
 class SamplerSpec:
     """One sampler of the catalogue.
 
-    order: of convergence, in steps, where it is deterministic. stochastic: draws noise in its steps at its usual eta (a
-    table knows for itself). evaluations: of the network, for a run of n steps.
-    implied: options that its name fixes, whatever the checkpoint says. curves: takes Karras and other sigma curves.
-    eta: has one to set. settings: further fields of SamplerOptions that it reads.
+    order: of convergence, in steps, where it is deterministic. stochastic: adds noise in its steps at its usual eta.
+    evaluations: of the network, for a run of n steps. implied: options that its name fixes, whatever the checkpoint
+    says. curves: takes Karras and other sigma curves. eta: has one to set. settings: further fields of SamplerOptions
+    that it reads.
     """
 
     name: str
@@ -112,7 +112,7 @@ SAMPLERS = (
         order="1 (eta 0)",
         stochastic=True,
         evaluations="n",
-        when="Varied and soft pictures in 20 to 40 steps; the picture keeps changing with the number of steps.",
+        when="Varied and soft images in 20 to 40 steps; the image keeps changing with the number of steps.",
         source="Song et al. 2021, arXiv:2011.13456; k-diffusion",
         also=("k_euler_a", "k_euler_ancestral"),
         eta=True,
@@ -189,7 +189,7 @@ SAMPLERS = (
         order="2",
         stochastic=False,
         evaluations="n",
-        when="Of smaller error than DPM++ 2M: for unguided or weakly guided pictures.",
+        when="Of smaller error than DPM++ 2M: for unguided or weakly guided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3},
         settings=DPM,
@@ -226,7 +226,7 @@ SAMPLERS = (
         order="2 (eta 0)",
         stochastic=True,
         evaluations="n",
-        when="DPM++ 2M SDE that remembers one picture more; exponential sigmas, 30 to 50 steps.",
+        when="DPM++ 2M SDE with one more step of memory; exponential sigmas, 30 to 50 steps.",
         source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
         implied={
             "algorithm_type": "sde-dpmsolver++",
@@ -267,7 +267,7 @@ SAMPLERS = (
         order="3",
         stochastic=False,
         evaluations="n",
-        when="The same in blocks of three: for unguided pictures.",
+        when="The same in blocks of three: for unguided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3, "solver_type": "heun", "lower_order_final": True},
         also=("DPM++ 3S", "dpmpp_3s"),
@@ -289,7 +289,7 @@ SAMPLERS = (
         order="4",
         stochastic=False,
         evaluations="n",
-        when="The same with B(h) = exp(h) - 1, the better choice for guided pictures in 5 to 10 steps.",
+        when="The same with B(h) = exp(h) - 1, the better choice for guided images in 5 to 10 steps.",
         source="Zhao et al. 2023, arXiv:2302.04867",
         implied={"predict_x0": True, "solver_type": "bh2", "solver_order": 3},
         settings=("solver_order", "solver_type", "lower_order_final", "final_sigmas_type", "disable_corrector"),
@@ -390,7 +390,7 @@ SAMPLERS = (
         order="1",
         stochastic=False,
         evaluations="n",
-        when="Backwards: from the latents of a picture to the noise that DDIM draws it from. 50 steps or more.",
+        when="Backwards: from the latents of an image to the noise that DDIM starts from. 50 steps or more.",
         source="Song et al. 2021, arXiv:2010.02502",
         implied={"clip_sample": False},
         also=("ddim_inversion",),

@@ -148,8 +148,8 @@ class SamplerTable:
         return out
 
 
-_no_rows: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
-EMPTY = SamplerTable(**_no_rows)
+_NO_ROWS: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
+EMPTY = SamplerTable(**_NO_ROWS)
 """A table of no rows; its windows change nothing."""
 
 

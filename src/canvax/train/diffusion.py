@@ -18,7 +18,7 @@ from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.loop import Loss
-from canvax.train.objectives import add_noise, cast, loss_weights, squared_error, target_of
+from canvax.train.objectives import add_noise, cast, check_trainable, loss_weights, squared_error, target_of
 from canvax.types import Array, DType, HostArray
 
 EMPTY = 0.1
@@ -90,7 +90,11 @@ def denoising_loss(
 
     Returns:
         A loss over :func:`denoising_data`. A text encoder in ``data["frozen"]`` is used and not trained.
+
+    Raises:
+        InputError: what the network predicts cannot be trained, see :func:`check_trainable`.
     """
+    check_trainable(schedule)
     alphas = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
     return partial(
         _denoising_loss,

@@ -24,6 +24,7 @@ from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
+from canvax.train.objectives import check_trainable
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.types import DType
 
@@ -91,17 +92,23 @@ def finetune(
         The finished model's folder, or None if the deadline came first.
 
     Raises:
-        InputError: an argument or a picture cannot be used, or the folder holds another run.
+        InputError: an argument, the kind of model or a picture cannot be used, or the folder holds another run.
         CheckpointError: the model cannot be read.
     """
     target = task.folder / "model"
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
     save_dtype = parse_dtype(save_dtype)
-    model, programs, params = open_model(task.model, dtype="float32", mesh=mesh, accept=_refuse_xl)
+    model, programs, params = open_model(
+        task.model,
+        dtype="float32",
+        mesh=mesh,
+        accept=_refuse_xl,
+        check=lambda model: check_trainable(model.scheduler.schedule),
+    )
     size = task.size or model.native_size[0]
-    if size % (8 * model.vae.factor // 4):
-        raise InputError(f"size = {size} must be divisible by {8 * model.vae.factor // 4}")
+    if size % (2 * model.vae.factor):
+        raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
     pictures = read_pictures(task.pictures, size, caption_column=task.caption_column).split("train")
     if not len(pictures):
         raise InputError(f"pictures = {str(task.pictures)!r}: none of its pictures is of the split 'train'")

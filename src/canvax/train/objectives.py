@@ -5,11 +5,32 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.types import Array
+
+TARGETS = ("epsilon", "v_prediction", "sample")
+
+
+def check_trainable(schedule: NoiseSchedule) -> None:
+    """Refuse models whose noise or target is not in this file.
+
+    Raises:
+        InputError: a flow model, one with EDM preconditioning, or one whose timesteps are not numbered.
+    """
+    if schedule.prediction_type not in TARGETS:
+        raise InputError(
+            f"prediction_type={schedule.prediction_type!r} of the scheduler config cannot be trained yet; "
+            f"trainable: {', '.join(TARGETS)}"
+        )
+    if schedule.sigma_data is not None or schedule.timestep_unit != "index":
+        raise InputError(
+            "the scheduler config is of an EDM or IPNDM class, which cannot be trained yet; trainable are those "
+            "with numbered timesteps (DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, ...)"
+        )
 
 
 def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
@@ -19,7 +40,7 @@ def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
 
 
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
-    """What the network shall say: eps, v (Salimans and Ho 2022, section 4) or x0."""
+    """The output to train towards, one of TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
     if prediction_type == "epsilon":
         return noise
@@ -71,15 +92,15 @@ def autoencoder_loss(
     mean, logvar = (part.astype(jnp.float32) for part in vae_encode(p, images, cfg))
     latents = mean + jnp.exp(0.5 * logvar) * noise
     # The decoder's input convention: what it is given is scaled.
-    drawn = vae_decode(p, ((latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor).astype(images.dtype), cfg)
-    loss, mse = reconstruction_loss(drawn, images, edges)
+    decoded = vae_decode(p, ((latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor).astype(images.dtype), cfg)
+    loss, mse = reconstruction_loss(decoded, images, edges)
     divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
     return loss + kl * divergence, {"mse": mse, "kl": divergence}
 
 
-def reconstruction_loss(drawn: Array, images: Array, edges: float) -> tuple[Array, Array]:
+def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Array, Array]:
     """Squared error and ``edges`` x the mean absolute error of differences between neighbours; and the first alone."""
-    error = drawn.astype(jnp.float32) - images.astype(jnp.float32)
+    error = decoded.astype(jnp.float32) - images.astype(jnp.float32)
     mse = jnp.square(error).mean()
     outline = jnp.abs(jnp.diff(error, axis=1)).mean() + jnp.abs(jnp.diff(error, axis=2)).mean()
     return mse + edges * outline, mse
