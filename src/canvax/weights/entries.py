@@ -160,12 +160,14 @@ def file_stamp(file: BinaryIO) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def foreign_content(head: bytes) -> str | None:
-    """What a file really is, told from its first bytes, when it is a well-known mix-up."""
+def check_head(path: Path, head: bytes) -> None:
+    """Refuse a file whose first bytes are those of a well-known mix-up, and say what it is."""
     if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
-    if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        return "is a pickle (.ckpt/.bin) under another name, which canvax refuses to open: convert it to safetensors"
-    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-        return "is a web page, not weights: download it again"
-    return None
+        fault = "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
+    elif head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        fault = "is a pickle (.ckpt/.bin) under another name, which canvax refuses to open: convert it to safetensors"
+    elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        fault = "is a web page, not the file that was asked for: download it again"
+    else:
+        return
+    raise CheckpointError(f"{path}: {fault}.")

@@ -26,12 +26,12 @@ from canvax.weights.entries import (
     MAX_NAME,
     MAX_RANK,
     Entry,
+    check_head,
     check_name,
     check_shape,
     check_size,
     file_size,
     file_stamp,
-    foreign_content,
     open_weight_file,
 )
 
@@ -61,9 +61,7 @@ def open_flax_msgpack(path: Path) -> list[Entry]:
         CheckpointError: the file is truncated, is something else, or lies about itself.
     """
     with open_weight_file(path) as file:
-        what = foreign_content(file.read(64))
-        if what:
-            raise CheckpointError(f"{path}: {what}.")
+        check_head(path, file.read(64))
         walker = _Walker(path, file)
         if not walker.at_map():
             raise CheckpointError(f"{path}: is not a Flax checkpoint (no map at its beginning). {DAMAGED}")

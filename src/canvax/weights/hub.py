@@ -19,8 +19,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from canvax.errors import CheckpointError, HubError, warn
-from canvax.files import DAMAGED, open_regular, read_json, written
-from canvax.weights.entries import foreign_content
+from canvax.files import read_json, written
+from canvax.weights.entries import check_head, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.source import Source
 
@@ -151,7 +151,8 @@ class Commit:
             elif path.suffix in (".safetensors", ".msgpack"):
                 open_weights(path)
             else:
-                _check_text(path)
+                with open_weight_file(path) as file:
+                    check_head(path, file.read(64))
         except CheckpointError as error:
             path.unlink(missing_ok=True)
             blob.unlink(missing_ok=True)
@@ -213,12 +214,6 @@ def _is_inside(name: Any) -> bool:
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     return not PurePosixPath(name).is_absolute() and not PureWindowsPath(name).drive and ".." not in name.split("/")
-
-
-def _check_text(path: Path) -> None:
-    with open_regular(path) as file:
-        if (fault := foreign_content(file.read(64))) is not None:
-            raise CheckpointError(f"{path}: {fault}. {DAMAGED}")
 
 
 class _NoBar(tqdm):

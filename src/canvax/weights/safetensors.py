@@ -21,12 +21,12 @@ from canvax.files import DAMAGED, written
 from canvax.types import HostArray
 from canvax.weights.entries import (
     Entry,
+    check_head,
     check_name,
     check_shape,
     check_size,
     file_size,
     file_stamp,
-    foreign_content,
     open_weight_file,
 )
 
@@ -129,9 +129,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     """The parsed JSON header, and the offset of the first array byte."""
     size = file_size(file)
     head = file.read(64)
-    what = foreign_content(head)
-    if what:
-        raise CheckpointError(f"{path}: {what}.")
+    check_head(path, head)
     length = int.from_bytes(head[:8], "little")
     if size < 8 or (length <= MAX_HEADER and 8 + length > size):
         raise CheckpointError(f"{path}: is truncated: {size} bytes do not even hold its header. {DAMAGED}")

@@ -311,10 +311,10 @@ def _drop_other_forms(folder: Path, written: Collection[str]) -> None:
     """
     for stem in STEMS.values():
         for name in written:
-            found = re.fullmatch(rf"{stem}(\.[^.]+)?(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
-            if found is None:
+            match = re.fullmatch(rf"{stem}(\.[^.]+)?(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
+            if match is None:
                 continue
-            infix = found[1] or ""
+            infix = match[1] or ""
             shard = re.compile(rf"{stem}{re.escape(infix)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
             for old in list(folder.iterdir()):
                 if old.name not in written and (
