@@ -32,7 +32,7 @@ _CURVES = {
 _SPELLINGS = {label.lower(): curve for label, curve in _CURVES.items()} | {"uniform": "normal"}
 _PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_NETWORK = re.compile(r" *(<(?:lora|lyco|hypernet):[^<>]*>) *")
+_NETWORK = re.compile(r"(?:(?<! ) +)?(<(?:lora|lyco|hypernet):[^<>]*>) *")
 """What names another network in a prompt, and is no words for the text encoder."""
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
@@ -111,7 +111,7 @@ def from_infotext(text: str) -> dict[str, Any]:
     read = _read_settings(settings)
     for name, words in told.items():
         read["other"] |= {tag[1]: "" for tag in _NETWORK.finditer(words)}
-        told[name] = re.sub(r" *\n", "\n", _NETWORK.sub(" ", words)).strip()
+        told[name] = re.sub(r"(?<! ) +\n", "\n", _NETWORK.sub(" ", words)).strip()
     return {**told, **read}
 
 
