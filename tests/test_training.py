@@ -25,7 +25,7 @@ from canvax.kernels.target import compiling_for
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
 from canvax.models.unet import unet_spec
-from canvax.models.vae import vae_spec
+from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
@@ -291,14 +291,27 @@ def test_min_snr_weights_bound_the_weight_of_x0() -> None:
     assert loss_weights(zero, 5.0)[-1] == 1.0  # pure noise is learnt from
 
 
-def test_autoencoder_loss_by_hand() -> None:
-    params = init_params(vae_spec(SMALL_VAE), 0)
+@pytest.mark.parametrize("edges", [0.0, 0.7])
+def test_autoencoder_loss_by_hand(edges: float) -> None:
+    """Of latents with noise: squared error, differences of neighbours, Kingma and Welling 2014, appendix B."""
+    cfg = replace(SMALL_VAE, scaling_factor=0.3, shift_factor=0.2)
+    params = init_params(vae_spec(cfg), 0)
     images = jnp.asarray(pixels(2)).astype(jnp.float32) / 127.5 - 1
-    noise = jnp.zeros((2, 8, 8, 4))
-    value, parts = autoencoder_loss(params, images, noise, SMALL_VAE, kl=0.5, edges=0.0)
-    assert value == pytest.approx(float(parts["mse"] + 0.5 * parts["kl"]))
-    sharper, _ = autoencoder_loss(params, images, noise, SMALL_VAE, kl=0.5, edges=1.0)
-    assert sharper > value
+    noise = np.random.default_rng(1).standard_normal((2, 8, 8, 4), np.float32)
+    value, parts = autoencoder_loss(params, images, jnp.asarray(noise), cfg, kl=0.5, edges=edges)
+
+    mean, logvar = (np.asarray(part, np.float64) for part in vae_encode(params, images, cfg))
+    deviation = np.sqrt(np.exp(logvar))
+    unscaled = replace(cfg, scaling_factor=1.0, shift_factor=None)
+    drawn = vae_decode(params, jnp.asarray(mean + deviation * noise, jnp.float32), unscaled)
+    error = np.asarray(drawn, np.float64) - np.asarray(images)
+    mse = (error**2).mean()
+    down, across = error[:, 1:] - error[:, :-1], error[:, :, 1:] - error[:, :, :-1]
+    divergence = 0.5 * (mean**2 + deviation**2 - 1 - np.log(deviation**2)).mean()
+    assert parts["mse"] == pytest.approx(mse, rel=1e-4)
+    assert parts["kl"] == pytest.approx(divergence, rel=1e-4)
+    outline = np.abs(down).mean() + np.abs(across).mean()
+    assert value == pytest.approx(mse + edges * outline + 0.5 * divergence, rel=1e-4)
 
 
 # Gradients

@@ -113,17 +113,10 @@ def finetune(
     if not len(pictures):
         raise InputError(f"pictures = {str(task.pictures)!r}: none of its pictures is of the split 'train'")
     dtype = default_dtype(mesh) if task.dtype is None else task.dtype
-    about = {
-        "model": str(task.model),
-        "size": size,
-        "flip": task.flip,
-        "gamma": task.gamma,
-        "empty": task.empty,
-        "dtype": np.dtype(dtype).name,
-        "pictures": pictures.digest(),
-    }
+    decisive = {name: getattr(task, name) for name in ("flip", "gamma", "empty")}
+    decisive |= {"model": str(task.model), "size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest()}
     if (state := task.folder / "unet" / STATE).is_file():
-        check_same(state, task.plan, len(pictures), about)  # before anything is encoded
+        check_same(state, task.plan, len(pictures), decisive)  # before anything is encoded
     say(f"{len(pictures)} pictures at {size} x {size}")
     data = _data(task, pictures, model, params, mesh)
     start = {"unet": jax.device_get(params.pop("unet"))}  # on the devices there is the copy that is trained, no other
@@ -150,7 +143,7 @@ def finetune(
         "fine-tuning",
         mesh,
         deadline=deadline,
-        about=about,
+        about=decisive,
         preview=preview if task.prompts else None,
     )
     trained, finished = fit(start, loss, data, len(pictures), task.plan, session)
