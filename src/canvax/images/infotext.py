@@ -27,11 +27,7 @@ _CURVES = {
 }
 """Schedule types in small letters, and what canvax calls these curves."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-<<<<<<< HEAD
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
-=======
-_NETWORK = re.compile(r"(?:(?<! ) +)?(<(?:lora|lyco|hypernet):[^<>]*>) *")
->>>>>>> tests
 """What names another network in a prompt, and is no words for the text encoder."""
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
@@ -106,7 +102,6 @@ def from_infotext(text: str) -> dict[str, Any]:
     negative = "\n".join(head[at:]).removeprefix(_NEGATIVE).strip()
     prompts = {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative}
     read = _read_settings(settings)
-<<<<<<< HEAD
     for name, words in prompts.items():
         read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
         prompts[name] = _without_networks(words)
@@ -122,12 +117,6 @@ def _without_networks(prompt: str) -> str:
     parts[1:] = [part.lstrip(" ") for part in parts[1:]]
     parts[:-1] = [part.rstrip(" ") for part in parts[:-1]]
     return "\n".join(line.rstrip(" ") for line in " ".join(parts).split("\n")).strip()
-=======
-    for name, words in told.items():
-        read["other"] |= {tag[1]: "" for tag in _NETWORK.finditer(words)}
-        told[name] = re.sub(r"(?<! ) +\n", "\n", _NETWORK.sub(" ", words)).strip()
-    return {**told, **read}
->>>>>>> tests
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:
