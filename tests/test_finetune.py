@@ -234,14 +234,14 @@ def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
 
 def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
-    given = task(model, tmp_path / "run", pictures)
+    given = task(model, tmp_path / "run", pictures, flip=True, gamma=5.0)  # as `done`, whose program JAX has kept
     assert finetune(given, mesh, deadline=time.monotonic()) is None
     other = tmp_path / "other"
     shutil.copytree(model, other)
     for change, message in (
         ({"model": other}, "model was"),
-        ({"gamma": 5.0}, "gamma was None, now 5.0"),
-        ({"flip": True}, "flip was False, now True"),
+        ({"gamma": None}, "gamma was 5.0, now None"),
+        ({"flip": False}, "flip was True, now False"),
     ):
         with pytest.raises(InputError, match=message):
             finetune(replace(given, **change), mesh)
