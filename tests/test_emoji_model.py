@@ -198,7 +198,8 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
 
 
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
-    from recipes.emoji.autoencoder import VARIANCE, encode_pictures
+    from canvax.train.encoding import encode_pictures
+    from recipes.emoji.autoencoder import VARIANCE
 
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.params is not None
@@ -292,7 +293,7 @@ def test_pairs_are_chosen_once_and_for_all() -> None:
 
 
 def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.StableDiffusion) -> None:
-    """A small version of benchmarks/emoji_quality.py: among twelve concepts, chance is one in twelve."""
+    """A small version of recipes/emoji/measure.py: among twelve concepts, chance is one in twelve."""
     pictures = read_pictures(DATA, emoji.model.native_size[0])
     asked = list(range(0, 48, 3))
     options = canvax.Options(progress=False)
