@@ -1,6 +1,6 @@
 """Full-size Stable Diffusion 1.5, 2.1, XL and its refiner against PyTorch, float32: UNet, VAE, text encoders.
 
-    python benchmarks/parity_full_size.py [--families sd15 sd21 sdxl sdxl-refiner]
+    python -m benchmarks.parity_full_size [--families sd15 sd21 sdxl sdxl-refiner]
 
 Weights are random. Prints the largest difference over the largest value of the reference for each model. Minutes; about
 12 GB of memory, and for XL 14 GB of memory and of disk. One model of one library is in memory at a time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,7 +19,12 @@ from checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, wr
 from hub_imitation import HubImitation, Repository, folder_files
 
 from canvax.errors import CheckpointError, InputError
+from canvax.models.configs import TinyConfig
+from canvax.models.tiny import tiny_spec
+from canvax.params import init_params
+from canvax.weights.load import Component
 from canvax.weights.open import open_files
+from canvax.weights.save import save_component
 from canvax.weights.source import BUNDLED, Source
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
@@ -40,10 +46,14 @@ for call in json.load(sys.stdin):
         options["look"] = look
     without = call.pop("without", False)
     config = call.pop("config", None)
-    network = call.pop("network", False)
+    network, preview = call.pop("network", False), call.pop("preview", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            if preview:
+                from canvax import load_preview
+                answers.append({"blocks": load_preview(**call).cfg.num_decoder_blocks})
+                continue
             source = Source(**call)
             if config:
                 answers.append(read_config(source, config))
@@ -213,6 +223,29 @@ def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) ->
     assert hub.fetched() == [name]
     (absent,) = client({"model": "someone/toy", "config": "scheduler_config.json"})
     assert "has no file scheduler_config.json" in absent["text"]
+
+
+def test_every_argument_of_a_preview_reaches_the_hub(hub: HubImitation, client: Client, tmp_path: Path) -> None:
+    """A branch of its own, a token, a folder for the files, and a second time without asking."""
+    repository = hub.repositories["someone/tiny"] = Repository(token="secret")
+    for branch, blocks in (("main", (1, 1)), ("deeper", (2, 1))):
+        cfg = TinyConfig(encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+                         num_encoder_blocks=(1, 1), num_decoder_blocks=blocks)  # fmt: skip
+        spec, values = tiny_spec(cfg), dataclasses.asdict(cfg) | {"_class_name": "AutoencoderTiny"}
+        save_component(tmp_path / branch, Component("", spec, "diffusers"), init_params(spec, 0), values)
+        repository.commit(branch, folder_files(tmp_path / branch))
+    usual = {"model": "someone/tiny", "preview": True, "token": "secret"}
+    elsewhere = usual | {"cache_dir": str(tmp_path / "files"), "revision": "deeper"}
+    main, deeper, without, nowhere, refused = client(
+        usual,
+        elsewhere,
+        elsewhere | {"local_files_only": True},
+        usual | {"local_files_only": True, "revision": "deeper"},
+        usual | {"token": None, "revision": "deeper"},
+    )
+    assert (main, deeper, without) == ({"blocks": [1, 1]}, {"blocks": [2, 1]}, {"blocks": [2, 1]})
+    assert "is not in the cache" in nowhere["text"]
+    assert refused["error"] == "HubError"
 
 
 def test_variants(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

@@ -256,6 +256,17 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
     assert psnr(got.pixels, images) >= 60
 
 
+def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) -> None:
+    """It is used, with an empty first one; diffusers takes zeros for both unless it is told the empty one."""
+    theirs, ours = base
+    negatives = {"negative_prompt": ["", ""], "negative_prompt_2": ["a drawing", "blurry"]}
+    latents, images = reference_picture(theirs, "Euler", **PLAIN, **negatives)
+    options = dataclasses.replace(QUIET, negative_prompt_2=["a drawing", "blurry"])
+    got = ours(PROMPTS, num_inference_steps=20, seed=SEEDS[0], sampler="Euler", options=options)
+    assert relative_error(got.latents, latents) <= 1e-3
+    assert psnr(got.pixels, images) >= 60
+
+
 def test_empty_negative_without_zeros(tmp_path: Path) -> None:
     theirs, ours = load(build(tmp_path / "base", zeros=False), "StableDiffusionXLPipeline")
     latents, images = reference_picture(theirs, "Euler", **PLAIN)
