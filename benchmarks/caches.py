@@ -119,11 +119,11 @@ def ready(arguments: argparse.Namespace) -> dict[str, float]:
     from canvax.parallel.mesh import make_mesh
     from canvax.parallel.rules import abstract_params
 
-    model, mesh = PRESETS[arguments.model], make_mesh(jax.devices()[:1])
-    programs = Programs(model.text, model.unet, model.vae, mesh)
-    params = {name: abstract_params(spec, arguments.dtype, mesh) for name, spec in model.specs.items()}
-    side = (arguments.size or 512) // model.vae.factor
-    latents = (1, side, side, model.unet.in_channels)
+    networks, mesh = PRESETS[arguments.model], make_mesh(jax.devices()[:1])
+    programs = Programs(networks, mesh)
+    params = {name: abstract_params(spec, arguments.dtype, mesh) for name, spec in networks.specs().items()}
+    side = arguments.size or 512
+    latents = networks.latent_shape(1, side, side)
     loaded = process_age()
     at_once([
         lambda: programs.encode_text(params, 1),

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 BUSY = 0.25
 """Load average for each processor from which on other work is in the way."""
 
-_WITHOUT = {"torch-compile": ("load", "start"), "flax": ("text", "picture", "load", "start")}
-"""Parts that a peer does not take part in."""
+_NOT_COMPILED = ("load", "start")
+"""Parts in which torch-compile does not take part: it would load and start as torch does, and compile for minutes."""
 
 
 EXAMPLES = """
 examples:
   python -m benchmarks unet --model sd15 --size 512x512 --against torch
   python -m benchmarks picture --model sdxl --steps 30 --dtype bfloat16 --against torch --against torch-compile
-  python -m benchmarks vae --model sd15 --against torch --against flax --flax-python ./old/bin/python --json
+  python -m benchmarks vae --model sd15 --against torch --torch-python ./other/bin/python --json
   python -m benchmarks load --model sdxl --dtype bfloat16 --against torch --cold
 """
 
@@ -59,10 +59,10 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
     width, height = parse_size(arguments.size)
     check_count("--rounds", arguments.rounds)
-    pythons = {"torch": arguments.torch_python, "torch-compile": arguments.torch_python, "flax": arguments.flax_python}
-    peers = [Contender(name, pythons[name] or sys.executable) for name in dict.fromkeys(arguments.against)]
+    python = arguments.torch_python or sys.executable
+    peers = [Contender(name, python) for name in dict.fromkeys(arguments.against)]
     for peer in peers:
-        if arguments.part in _WITHOUT.get(peer.name, ()):
+        if peer.name == "torch-compile" and arguments.part in _NOT_COMPILED:
             raise InputError(f"--against {peer.name}: it does not take part in {arguments.part}; use --against torch")
         check_peer(peer)
     platform, kind = probe(arguments.device)
@@ -75,23 +75,23 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     tell = (lambda text: None) if arguments.quiet else complain
     with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
         job = _job(arguments, folder, width, height, platform)
-        report |= _about(arguments, job, platform, kind)
-        found = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
-    ours = found["canvax"]["median_s"]
-    theirs = {name: one["median_s"] for name, one in found.items() if name in PEERS}
+        report |= _circumstances(arguments, job, platform, kind)
+        figures = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
+    ours = figures["canvax"]["median_s"]
+    theirs = {name: row["median_s"] for name, row in figures.items() if name in PEERS}
     peer = min(theirs, key=lambda name: theirs[name]) if theirs else None
     peak = peak_flops(kind, job.dtype)
-    for one in found.values():
-        one["ratio"] = ours / one["median_s"]
-        one["ratio_of_fastest"] = found["canvax"]["min_s"] / one["min_s"]
-        if "flops" in found["canvax"]:  # the same work, so the same count
-            one["flops_per_s"] = found["canvax"]["flops"] / one["median_s"]
-            one["share_of_peak"] = peak and one["flops_per_s"] / peak
+    for row in figures.values():
+        row["ratio"] = ours / row["median_s"]
+        row["ratio_of_fastest"] = figures["canvax"]["min_s"] / row["min_s"]
+        if "flops" in figures["canvax"]:  # the same work, so the same count
+            row["flops_per_s"] = figures["canvax"]["flops"] / row["median_s"]
+            row["share_of_peak"] = peak and row["flops_per_s"] / peak
         if job.part == "picture":
-            one["pictures_per_s"] = job.batch / one["median_s"]
+            row["pictures_per_s"] = job.batch / row["median_s"]
     report |= {
         "unit": "s", "ours": ours, "theirs": theirs[peer] if peer else None, "peer": peer,
-        "ratio": ours / theirs[peer] if peer else None, "peak_flops_per_s": peak, "contenders": found,
+        "ratio": ours / theirs[peer] if peer else None, "peak_flops_per_s": peak, "contenders": figures,
     }  # fmt: skip
     if not arguments.json:
         for line in lines(report):
@@ -114,11 +114,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
     parser.add_argument(
-        "--against", action="append", default=[], choices=["torch", "torch-compile", "flax"],
-        help="a peer: PyTorch diffusers, the same compiled, or its old Flax classes; may be repeated",
+        "--against", action="append", default=[], choices=["torch", "torch-compile"],
+        help="a peer: PyTorch diffusers, or the same compiled; may be repeated",
     )  # fmt: skip
     parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
-    parser.add_argument("--flax-python", metavar="PATH", help="the Python that has the old Flax classes (this one)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")
     parser.add_argument(
         "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
@@ -186,7 +185,7 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     )
 
 
-def _about(arguments: argparse.Namespace, job: Job, platform: str, kind: str) -> dict[str, Any]:
+def _circumstances(arguments: argparse.Namespace, job: Job, platform: str, kind: str) -> dict[str, Any]:
     return {
         "part": job.part, "model": arguments.model, "stored": arguments.stored, "width": job.width,
         "height": job.height, "batch": job.batch, "steps": job.steps, "dtype": job.dtype, "rounds": arguments.rounds,
@@ -212,7 +211,7 @@ def _processor() -> str | None:
 
 def lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    part, device, found = report["part"], report["device"], report["contenders"]
+    part, device, figures = report["part"], report["device"], report["contenders"]
     work = {
         "unet": f"one guided evaluation, {2 * report['batch']} samples",
         "vae": f"decoding {report['batch']}",
@@ -224,59 +223,59 @@ def lines(report: dict[str, Any]) -> list[str]:
     size = "" if part in ("text", "load") else f" {report['width']} x {report['height']},"
     where = device["kind"] if device["platform"] != "cpu" else f"{device['processors']} x {device['processor']}"
     head = f"{report['model']} {part}:{size} {report['dtype']}, {work}; {where}; {report['date'][:10]}"
-    columns = [column for column in _COLUMNS if any(column[1](one) for one in found.values())]
+    columns = [column for column in _COLUMNS if any(column[1](row) for row in figures.values())]
     rows = [("", *(title for title, _ in columns))]
-    rows += [(name, *(cell(one) for _, cell in columns)) for name, one in found.items()]
-    told = [head, "", *table(rows, right=range(1, len(columns) + 1)), ""]
+    rows += [(name, *(cell(row) for _, cell in columns)) for name, row in figures.items()]
+    text = [head, "", *table(rows, right=range(1, len(columns) + 1)), ""]
     if part == "start":
-        told += [*_moments(found), ""]
-    for name, one in found.items():
-        if "versions" in one:
-            told.append(f"{name}: {', '.join(f'{what} {number}' for what, number in one['versions'].items())}")
+        text += [*_moments(figures), ""]
+    for name, row in figures.items():
+        if "versions" in row:
+            text.append(f"{name}: {', '.join(f'{what} {number}' for what, number in row['versions'].items())}")
     rounds = f"{report['rounds']} round{'s' * (report['rounds'] != 1)}, contenders taking turns"
-    told.append(f"python {report['versions']['python']}; {rounds}; load average {report['load_average'][0]:.1f}")
-    return told
+    text.append(f"python {report['versions']['python']}; {rounds}; load average {report['load_average'][0]:.1f}")
+    return text
 
 
-def _moments(found: dict[str, Any]) -> list[str]:
+def _moments(figures: dict[str, Any]) -> list[str]:
     """When each thing was done, in seconds since the start of the process."""
-    names = list(found["canvax"]["moments"])
+    names = list(figures["canvax"]["moments"])
     rows = [("", *(name.replace("_", " ") for name in names), "traces", "compilations")]
-    for name, one in found.items():
-        cells = [_spread(one["moments"][moment]) if moment in one["moments"] else "" for moment in names]
-        rows.append((name, *cells, str(one.get("traces", "")), str(one.get("compilations", ""))))
+    for name, row in figures.items():
+        cells = [_spread(row["moments"][moment]) if moment in row["moments"] else "" for moment in names]
+        rows.append((name, *cells, str(row.get("traces", "")), str(row.get("compilations", ""))))
     return table(rows, right=range(1, len(rows[0])))
 
 
-def _spread(one: dict[str, Any]) -> str:
-    return f"{_time(one['median_s'])} ({_time(one['min_s'])}-{_time(one['max_s'])})"
+def _spread(row: dict[str, Any]) -> str:
+    return f"{_time(row['median_s'])} ({_time(row['min_s'])}-{_time(row['max_s'])})"
 
 
 def _time(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _gigabytes(one: dict[str, Any], name: str) -> str:
-    return f"{one[name] / 1e9:.2f}" if one.get(name) else ""
+def _gigabytes(row: dict[str, Any], name: str) -> str:
+    return f"{row[name] / 1e9:.2f}" if row.get(name) else ""
 
 
-def _number(one: dict[str, Any], name: str, form: str) -> str:
-    return f"{one[name]:{form}}" if one.get(name) is not None else ""
+def _number(row: dict[str, Any], name: str, form: str) -> str:
+    return f"{row[name]:{form}}" if row.get(name) is not None else ""
 
 
 _COLUMNS: list[tuple[str, Any]] = [
     ("median s (min-max)", _spread),
-    ("canvax / it", lambda one: f"{one['ratio']:.2f}"),
-    ("fastest", lambda one: f"{one['ratio_of_fastest']:.2f}"),
-    ("it / reading", lambda one: _number(one, "over_reading", ".2f")),
-    ("pictures/s", lambda one: _number(one, "pictures_per_s", ".3g")),
-    ("GFLOP/s", lambda one: f"{one['flops_per_s'] / 1e9:.0f}" if "flops_per_s" in one else ""),
-    ("of peak", lambda one: _number(one, "share_of_peak", ".0%")),
-    ("compile s", lambda one: _number(one, "compile_s", ".1f")),
-    ("first run s", lambda one: _number(one, "first_s", ".2f")),
-    ("load s", lambda one: _number(one, "load_s", ".1f")),
-    ("peak host GB", lambda one: _gigabytes(one, "host_peak_bytes")),
-    ("/ weights", lambda one: _number(one, "peak_over_weights", ".2f")),
-    ("peak device GB", lambda one: _gigabytes(one, "device_peak_bytes")),
-    ("differs by", lambda one: _number(one, "differs_by", ".1e")),
+    ("canvax / it", lambda row: f"{row['ratio']:.2f}"),
+    ("fastest", lambda row: f"{row['ratio_of_fastest']:.2f}"),
+    ("it / reading", lambda row: _number(row, "over_reading", ".2f")),
+    ("pictures/s", lambda row: _number(row, "pictures_per_s", ".3g")),
+    ("GFLOP/s", lambda row: f"{row['flops_per_s'] / 1e9:.0f}" if "flops_per_s" in row else ""),
+    ("of peak", lambda row: _number(row, "share_of_peak", ".0%")),
+    ("compile s", lambda row: _number(row, "compile_s", ".1f")),
+    ("first run s", lambda row: _number(row, "first_s", ".2f")),
+    ("load s", lambda row: _number(row, "load_s", ".1f")),
+    ("peak host GB", lambda row: _gigabytes(row, "host_peak_bytes")),
+    ("/ weights", lambda row: _number(row, "peak_over_weights", ".2f")),
+    ("peak device GB", lambda row: _gigabytes(row, "device_peak_bytes")),
+    ("differs by", lambda row: _number(row, "differs_by", ".1e")),
 ]

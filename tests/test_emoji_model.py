@@ -198,7 +198,8 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
 
 
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
-    from recipes.emoji.autoencoder import VARIANCE, encode_pictures
+    from canvax.train.encoding import encode_pictures
+    from recipes.emoji.autoencoder import VARIANCE
 
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.params is not None

@@ -1,4 +1,4 @@
-"""canvax beside PyTorch diffusers and the old Flax classes: same weights, same inputs, same work.
+"""canvax beside PyTorch diffusers: same weights, same inputs, same work.
 
 Every contender is a process of its own (:mod:`benchmarks.lab.worker`), so that each has its own peak memory and none
 has to be importable here. They take turns, so that a drift of the machine hits all alike, and their outputs are

@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.families.base import Model
 
-PEERS = ("torch", "torch-compile", "flax")
+PEERS = ("torch", "torch-compile")
 
 GUIDANCE = 5.0
 SAMPLER = "ddim"
@@ -50,17 +50,17 @@ class Job:
         """A prompt for each picture."""
         return [PROMPTS[i % len(PROMPTS)] for i in range(self.batch)]
 
-    def write(self, path: Path, contender: str, **more: Any) -> Path:
+    def write(self, path: Path, contender: str, **extra: Any) -> Path:
         """As JSON, for one contender."""
-        told = dataclasses.asdict(self) | {"contender": contender, "prompts": self.prompts, "guidance": GUIDANCE}
-        path.write_text(json.dumps(told | {"sampler": SAMPLER} | more, default=str), encoding="utf-8")
+        fields = dataclasses.asdict(self) | {"contender": contender, "prompts": self.prompts, "guidance": GUIDANCE}
+        path.write_text(json.dumps(fields | {"sampler": SAMPLER} | extra, default=str), encoding="utf-8")
         return path
 
 
 def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
-    """Inputs of a part: ``latents`` [n, h, w, C] and, for the UNet, ``timesteps`` [n] and what it is told; float32.
+    """Inputs of a part: ``latents`` [n, h, w, C] and, for the UNet, ``timesteps`` [n] and the conditioning; float32.
 
-    For the text encoders it is ``ids`` [B, T] of each, by component.
+    For the text encoders: ``ids`` [B, T] of each, by component.
     """
     rng = np.random.default_rng(0)
 
@@ -69,7 +69,7 @@ def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
 
     text, networks = model.text, model.networks
     if job.part == "text":
-        return {name: one(job.prompts, length=text.tokens) for name, one in model.tokenizers.items()}
+        return {name: tokenizer(job.prompts, length=text.tokens) for name, tokenizer in model.tokenizers.items()}
     samples = 2 * job.batch if job.part == "unet" else job.batch
     inputs = {"latents": normal(*networks.latent_shape(samples, job.height, job.width))}
     if job.part == "unet":

@@ -24,7 +24,7 @@ from canvax.weights.open import open_files
 from canvax.weights.source import Source
 
 Tell = Callable[[str], None]
-"""Told what is being done."""
+"""Called with a line about what is being done."""
 
 BOUNDS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """How far outputs may be apart, as the root mean square of the difference over that of a peer's output."""
@@ -45,7 +45,7 @@ def measure(
         peers: who else takes part.
         rounds: turns of each.
         cold: for ``load``: files leave the page cache before each run, instead of being in it.
-        tell: told what is being done.
+        tell: called with a line about what is being done.
 
     Raises:
         CanvaxError: a contender failed, or did other work than canvax.
@@ -79,19 +79,19 @@ def _turns(
 ) -> dict[str, Any]:
     """Contenders that stay, and take turns."""
     with ExitStack() as stack:
-        running, told = [], {}
+        running, facts = [], {}
         for contender in contenders:  # one by one: they would disturb each other's compile times
             tell(f"loading and compiling: {contender.name}")
             process = stack.enter_context(Process(contender, job, scratch, inputs=inputs))
-            told[contender.name] = process.answer()
+            facts[contender.name] = process.answer()
             running.append(process)
         differences = {process.name: _compare(job, running[0], process) for process in running[1:]}
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in told}
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in facts}
         for number in range(rounds):
             tell(f"round {number + 1} of {rounds}")
             for process in running:
                 turns[process.name].append(process.turn())
-    return _figures(turns, told, differences)
+    return _figures(turns, facts, differences)
 
 
 def _apart(
@@ -99,31 +99,31 @@ def _apart(
 ) -> dict[str, Any]:
     """Contenders that take turns, each turn a process of its own: memory does not hold them all."""
     turns: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
-    told, done, differences = {}, {}, {}
+    facts, done, differences = {}, {}, {}
     for number in range(rounds):
         for contender in contenders:
             tell(f"round {number + 1} of {rounds}: {contender.name}, alone since memory does not hold all contenders")
             with Process(contender, job, scratch, inputs=inputs) as process:
-                told[contender.name] = process.answer()
+                facts[contender.name] = process.answer()
                 if number == 0:
                     done[contender.name] = process
                     if contender is not contenders[0]:
                         differences[contender.name] = _compare(job, done[contenders[0].name], process)
                 turns[contender.name].append(process.turn())
-    return _figures(turns, told, differences)
+    return _figures(turns, facts, differences)
 
 
 def _figures(
     turns: Mapping[str, Sequence[dict[str, Any]]],
-    told: Mapping[str, dict[str, Any]],
+    facts: Mapping[str, dict[str, Any]],
     differences: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
     return {
         name: summary([turn["seconds"] for turn in turns[name]])
         | {key: turns[name][-1][key] for key in ("host_peak_bytes", "device_peak_bytes")}
-        | one
+        | facts[name]
         | differences.get(name, {})
-        for name, one in told.items()
+        for name in facts
     }
 
 

@@ -55,8 +55,8 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, s
         library = KINDS[name]
         kind = {"_class_name": _CLASSES[name]} if library == "diffusers" else {"model_type": "clip_text_model"}
         (folder / name).mkdir()
-        said = {key: value for key, value in dataclasses.asdict(configs[name]).items() if value is not None}
-        _write_json(folder / name / "config.json", said | kind)
+        config = {key: value for key, value in dataclasses.asdict(configs[name]).items() if value is not None}
+        _write_json(folder / name / "config.json", config | kind)
         arrays = [
             Outgoing(key, shape, np.dtype(dtype), partial(init_param, param, rng, dtype, shape))
             for key, param in flatten(spec)

@@ -49,9 +49,9 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     arguments = jax.device_put(arguments, mesh.devices.flat[0])
     starts = time.perf_counter()
     compiled = compiled_on(mesh, function, params, *arguments)
-    told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
-    told["flops"] = _flops(function, params, arguments)
-    return lambda: jax.block_until_ready(compiled(params, *arguments)), _float32, told
+    facts = _facts(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
+    facts["flops"] = _flops(function, params, arguments)
+    return lambda: jax.block_until_ready(compiled(params, *arguments)), _float32, facts
 
 
 def once(job: Asked, began: float) -> Once:
@@ -86,11 +86,11 @@ def _call(
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
         return lambda p, z: vae_decode(p["vae"], z, model.vae), (latents,)
-    told = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
-    if told:
-        told["pooled"] = told["pooled"].astype(dtype)
-    arguments = (latents, inputs["timesteps"], inputs["text"].astype(dtype), told)
-    return lambda p, x, t, text, told: unet(p["unet"], x, t, text, model.unet, **told), arguments
+    added = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
+    if added:
+        added["pooled"] = added["pooled"].astype(dtype)
+    arguments = (latents, inputs["timesteps"], inputs["text"].astype(dtype), added)
+    return lambda p, x, t, text, added: unet(p["unet"], x, t, text, model.unet, **added), arguments
 
 
 def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
@@ -98,12 +98,12 @@ def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
     params = jax.block_until_ready(pipe.params)
     loaded = time.perf_counter()
     pipe.compile(job["height"], job["width"], job["batch"], progress=False)
-    told = _told(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - loaded}
-    told["flops"] = _picture_flops(job, pipe)
+    facts = _facts(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - loaded}
+    facts["flops"] = _picture_flops(job, pipe)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
         lambda result: {"latents": result.latents, "pixels": result.pixels},
-        told,
+        facts,
     )
 
 
@@ -130,13 +130,13 @@ def _load_once(job: Asked) -> Once:
     jax.devices()
     began = time.perf_counter()
     params = jax.block_until_ready(_pipeline(job).params)
-    told = {"seconds": time.perf_counter() - began} | _told(params) | {"device_peak_bytes": device_peak(job)}
+    facts = {"seconds": time.perf_counter() - began} | _facts(params) | {"device_peak_bytes": device_peak(job)}
 
     def check() -> list[float]:
         leaves = jax.tree.leaves(params)
         return [sum(leaf.size for leaf in leaves), sum(map(_square, leaves))]
 
-    return told, check
+    return facts, check
 
 
 def _start(job: Asked, began: float) -> Once:
@@ -158,11 +158,11 @@ def _start(job: Asked, began: float) -> Once:
     result = _draw(pipe, job, latents, lambda step: note("first_step"))
     result.save(Path(job["pictures"]))
     note("picture")
-    told = _told(pipe.params) | {"moments": moments, "traces": traces(), "compilations": compilations()}
-    return told, lambda: np.savez(job["outputs"], latents=result.latents, pixels=result.pixels)
+    facts = _facts(pipe.params) | {"moments": moments, "traces": traces(), "compilations": compilations()}
+    return facts, lambda: np.savez(job["outputs"], latents=result.latents, pixels=result.pixels)
 
 
-def _told(params: Any) -> dict[str, Any]:
+def _facts(params: Any) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "device": {"platform": device.platform, "kind": device.device_kind},

@@ -1,8 +1,8 @@
-"""The peers of a benchmark: PyTorch diffusers, eager and compiled, and the old Flax classes; see ``worker.py``.
+"""The peers of a benchmark: PyTorch diffusers, eager and compiled; see ``worker.py``.
 
-The only file of the package that imports them, and no other file imports this one: ``worker.py`` loads it, in a process
-of its own, in an interpreter that need not have canvax. A contender gives the work that its own documentation gives for
-speed, no more and no less: channels last; compiled, also fused projections and the compiler's settings for diffusion.
+The only file here that imports PyTorch, and no other file imports this one: ``worker.py`` loads it, in a process of its
+own, in an interpreter that need not have canvax. Each gets the settings that its own documentation gives for speed, no
+more and no less: channels last; compiled, also fused projections and the compiler's settings for diffusion.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ Ready = tuple[Callable[[], Any], Callable[[Any], dict[str, np.ndarray]], dict[st
 Once = tuple[dict[str, Any], Callable[[], Any]]
 
 
-# PyTorch --------------------------------------------------------------------------------------------------------------
-
-
-def torch_prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: bool) -> Ready:
+def prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: bool) -> Ready:
     """Load a part, and compile it if wanted; the first run is what compiles."""
     import torch
 
@@ -35,7 +32,7 @@ def torch_prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: bool) ->
     with torch.no_grad():
         run, outputs, modules = _PARTS[job["part"]](job, inputs, compiled)
     _wait(job)
-    told = _told(job, modules) | {"load_s": time.perf_counter() - began}
+    facts = _facts(job, modules) | {"load_s": time.perf_counter() - began}
     # Compiled graphs are not meant to see inference tensors; eager ones are a little faster with them.
     mode = torch.no_grad if compiled else torch.inference_mode
 
@@ -45,22 +42,22 @@ def torch_prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: bool) ->
         _wait(job)
         return result
 
-    return synchronised, outputs, told
+    return synchronised, outputs, facts
 
 
-def torch_once(job: Job, began: float) -> Once:
+def once(job: Job, began: float) -> Once:
     """Load a checkpoint, or draw a picture from the start of the process on."""
     return _load_once(job) if job["part"] == "load" else _start(job, began)
 
 
-def torch_device_peak(job: Job) -> int | None:
+def device_peak(job: Job) -> int | None:
     """The most memory that tensors have had on the GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() if job["device"] == "gpu" else None
 
 
-def _torch_unet(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     import diffusers
 
     model = _network(diffusers.UNet2DConditionModel, job, "unet")
@@ -79,7 +76,7 @@ def _torch_unet(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     return run, lambda result: {"output": _channels_last(result)}, [model]
 
 
-def _torch_vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     import diffusers
 
     model = _network(diffusers.AutoencoderKL, job, "vae")
@@ -95,7 +92,7 @@ def _torch_vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     )
 
 
-def _torch_text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     """As the pipelines read them: SDXL takes the last layer but one of each, and the second gives a pooled vector."""
     import torch
     import transformers
@@ -119,7 +116,7 @@ def _torch_text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     return run, lambda result: {name: _numpy(tensor) for name, tensor in result.items()}, modules
 
 
-def _torch_picture(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     import torch
 
     pipe = _pipeline(job)
@@ -137,10 +134,10 @@ def _torch_picture(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> A
     )
 
 
-_PARTS = {"unet": _torch_unet, "vae": _torch_vae, "text": _torch_text, "picture": _torch_picture}
+_PARTS = {"unet": _unet, "vae": _vae, "text": _text, "picture": _picture}
 
 
-def _draw(pipe: Any, job: Job, noise: np.ndarray, first_step: Callable[[], None] | None = None) -> dict[str, Any]:
+def _draw(pipe: Any, job: Job, noise: np.ndarray, first_step: Callable[[], object] | None = None) -> dict[str, Any]:
     """Pictures as arrays and as PIL images, which canvax makes both too."""
     seen = {}
 
@@ -254,7 +251,7 @@ def _channels_last(tensor: Any) -> np.ndarray:
     return np.moveaxis(_numpy(tensor), 1, -1)
 
 
-def _told(job: Job, modules: list[Any]) -> dict[str, Any]:
+def _facts(job: Job, modules: list[Any]) -> dict[str, Any]:
     import diffusers
     import torch
     import transformers
@@ -284,7 +281,7 @@ def _load_once(job: Job) -> Once:
     began = time.perf_counter()
     pipe = _pipeline(job)
     _wait(job)
-    told = {"seconds": time.perf_counter() - began}
+    facts = {"seconds": time.perf_counter() - began}
     modules = _modules(pipe)
 
     def check() -> list[float]:
@@ -292,7 +289,7 @@ def _load_once(job: Job) -> Once:
         squares = sum(float(part.float().square().sum()) for one in weights for part in one.split(1 << 20))
         return [sum(weight.numel() for weight in weights), squares]
 
-    return told | _told(job, modules) | {"device_peak_bytes": torch_device_peak(job)}, check
+    return facts | _facts(job, modules) | {"device_peak_bytes": device_peak(job)}, check
 
 
 def _start(job: Job, began: float) -> Once:
@@ -306,97 +303,16 @@ def _start(job: Job, began: float) -> Once:
     pipe = _pipeline(job)
     _wait(job)
     moments["loaded"] = time.time() - began
-    drawn = _draw(pipe, job, noise, lambda: moments.setdefault("first_step", time.time() - began))
+    result = _draw(pipe, job, noise, lambda: moments.setdefault("first_step", time.time() - began))
     os.makedirs(job["pictures"])
-    for number, image in enumerate(drawn["images"]):
+    for number, image in enumerate(result["images"]):
         image.save(Path(job["pictures"]) / f"{number}.png")
     moments["picture"] = time.time() - began
-    outputs = {name: drawn[name] for name in ("latents", "pixels")}
-    return _told(job, _modules(pipe)) | {"moments": moments}, lambda: np.savez(job["outputs"], **outputs)
-
-
-# The old Flax classes -------------------------------------------------------------------------------------------------
-
-
-def flax_prepare(job: Job, inputs: dict[str, np.ndarray]) -> Ready:
-    """The UNet or the VAE, jitted, with the same weights renamed as their converter did."""
-    import diffusers
-    import jax
-    import jax.numpy as jnp
-
-    began = time.perf_counter()
-    part, dtype = job["part"], jnp.dtype(job["dtype"])
-    cls = diffusers.FlaxUNet2DConditionModel if part == "unet" else diffusers.FlaxAutoencoderKL
-    folder = Path(job["folder"]) / part
-    model = cls.from_config(cls.load_config(folder), dtype=dtype)
-    params = {"params": _flax_tree(folder, part, dtype)}
-    loaded = time.perf_counter()
-    x = jnp.asarray(np.moveaxis(inputs["latents"], -1, 1), dtype)
-    if part == "unet":
-        arguments = [params, x, jnp.asarray(inputs["timesteps"]), jnp.asarray(inputs["text"], dtype)]
-        if "pooled" in inputs:
-            pooled, time_ids = jnp.asarray(inputs["pooled"], dtype), jnp.asarray(inputs["time_ids"])
-            arguments.append({"text_embeds": pooled, "time_ids": time_ids})
-        function = jax.jit(lambda p, *a: model.apply(p, *a).sample)
-    else:
-        arguments = [params, x / model.scaling_factor]
-        function = jax.jit(lambda p, z: model.apply(p, z, method=model.decode).sample)
-    starts = time.perf_counter()
-    compiled = function.lower(*arguments).compile()
-    device = jax.devices()[0]
-    told = {
-        "load_s": loaded - began,
-        "compile_s": time.perf_counter() - starts,
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "versions": {"jax": jax.__version__, "diffusers": diffusers.__version__},
-        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(params)),
-    }
-    return (
-        lambda: jax.block_until_ready(compiled(*arguments)),
-        lambda result: {"output": np.moveaxis(np.asarray(result, np.float32), 1, -1)},
-        told,
-    )
-
-
-def flax_device_peak(job: Job) -> int | None:
-    """The most memory that has been in use on the device; None on the CPU."""
-    import jax
-
-    del job
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def _flax_tree(folder: Path, part: str, dtype: Any) -> dict[str, Any]:
-    """A PyTorch file as the old classes name and lay out its arrays."""
-    import jax.numpy as jnp
-    from safetensors.numpy import load_file
-
-    tree: dict[str, Any] = {}
-    for name, array in load_file(folder / "diffusion_pytorch_model.safetensors").items():
-        *steps, leaf = name.split(".")
-        path: list[str] = []
-        for step in steps:
-            if step.isdigit():
-                path[-1] += f"_{step}"
-            else:
-                path.append(step)
-        if leaf == "weight":
-            leaf = "scale" if array.ndim == 1 else "kernel"
-            array = array.T if array.ndim == 2 else array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
-        if part == "vae" and "attentions_0" in path:
-            names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out_0": "proj_attn"}
-            path[-1] = names.get(path[-1], path[-1])
-        node = tree
-        for step in path:
-            node = node.setdefault(step, {})
-        node[leaf] = jnp.asarray(array, dtype)
-    return tree
+    outputs = {name: result[name] for name in ("latents", "pixels")}
+    return _facts(job, _modules(pipe)) | {"moments": moments}, lambda: np.savez(job["outputs"], **outputs)
 
 
 CONTENDERS = {
-    "torch": SimpleNamespace(
-        prepare=partial(torch_prepare, compiled=False), once=torch_once, device_peak=torch_device_peak
-    ),
-    "torch-compile": SimpleNamespace(prepare=partial(torch_prepare, compiled=True), device_peak=torch_device_peak),
-    "flax": SimpleNamespace(prepare=flax_prepare, device_peak=flax_device_peak),
+    "torch": SimpleNamespace(prepare=partial(prepare, compiled=False), once=once, device_peak=device_peak),
+    "torch-compile": SimpleNamespace(prepare=partial(prepare, compiled=True), device_peak=device_peak),
 }

@@ -1,4 +1,4 @@
-"""Contenders as processes: starting them, talking to them, and telling what went wrong with them."""
+"""Contenders as processes: starting them, talking to them, and reporting what went wrong with them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,11 @@ from typing import Any, Self
 from benchmarks.lab.job import Job
 from canvax.errors import CanvaxError, InputError
 
-_NEEDS = {
-    "torch": ("torch", "diffusers", "transformers", "accelerate"),
-    "torch-compile": ("torch", "diffusers", "transformers", "accelerate"),
-    "flax": ("jax", "flax", "diffusers", "safetensors"),
-}
-_PIP = {
-    "torch": "torch diffusers transformers accelerate",
-    "torch-compile": "torch diffusers transformers accelerate",
-    "flax": "diffusers==0.35.2 jax==0.4.38 flax==0.10.2 transformers==4.49.0",
-}
+_NEEDS = ("torch", "diffusers", "transformers", "accelerate")
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
 _MISSING = """
-import importlib.metadata as m, importlib.util as u, sys
+import importlib.util as u, sys
 print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])
-print(m.version("diffusers") if u.find_spec("diffusers") else "")
 """
 _TRACEBACK = re.compile(r"^Traceback .*\n(?:[ ]+.*\n)*", re.MULTILINE)
 _PROBE = "import json, jax; d = jax.devices()[0]; print(json.dumps([d.platform, d.device_kind]))"
@@ -40,7 +30,7 @@ class Contender:
     """Who takes part.
 
     Attributes:
-        name: "canvax", "torch", "torch-compile", "flax", "read" or "read and keep"; "canvax cold" for ``start``.
+        name: "canvax", "torch", "torch-compile", "read" or "read and keep"; "canvax cold" for ``start``.
         python: its interpreter.
         environment: variables of its process beside those of this one.
     """
@@ -51,29 +41,29 @@ class Contender:
 
     def environ(self, device: str) -> dict[str, str]:
         """All variables of its process. Contenders share a GPU, so JAX may not take most of it beforehand."""
-        told = {"HF_HUB_OFFLINE": "1", "CANVAX_CACHE_DIR": "off", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        settings = {"HF_HUB_OFFLINE": "1", "CANVAX_CACHE_DIR": "off", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if device in _PLATFORMS:
-            told["JAX_PLATFORMS"] = _PLATFORMS[device]
+            settings["JAX_PLATFORMS"] = _PLATFORMS[device]
         inherited = dict(os.environ)
         if self.python != sys.executable:
             inherited.pop("PYTHONPATH", None)  # another Python has packages of its own
-        return inherited | told | self.environment
+        return inherited | settings | self.environment
 
 
 class Process:
     """A contender that runs: one line of JSON for each that it is sent, and one when it is ready.
 
     Raises:
-        CanvaxError: from any method, if the process fails; with the last of what it said.
+        CanvaxError: from any method, if the process fails; with the end of its log.
     """
 
-    def __init__(self, contender: Contender, job: Job, scratch: Path, **more: Any) -> None:
+    def __init__(self, contender: Contender, job: Job, scratch: Path, **extra: Any) -> None:
         self.name = contender.name
         stem = contender.name.replace(" ", "-")
         self.outputs = scratch / f"{stem}.npz"
-        asked = job.write(scratch / f"{stem}.json", contender.name, outputs=self.outputs, **more)
+        job_file = job.write(scratch / f"{stem}.json", contender.name, outputs=self.outputs, **extra)
         self._log = scratch / f"{stem}.log"
-        command = [contender.python, str(Path(__file__).with_name("worker.py")), str(asked), repr(time.time())]
+        command = [contender.python, str(Path(__file__).with_name("worker.py")), str(job_file), repr(time.time())]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -100,9 +90,9 @@ class Process:
         code = self._process.wait()
         if code == -9:
             raise CanvaxError(f"{self.name} was killed, probably for want of memory; use a smaller --batch or --size")
-        said = self._log.read_text(errors="replace").rstrip()
+        log = self._log.read_text(errors="replace").rstrip()
         # The exception, of however many lines, follows a traceback, which is indented.
-        error = _TRACEBACK.split(said)[-1] if _TRACEBACK.search(said) else said[-500:]
+        error = _TRACEBACK.split(log)[-1] if _TRACEBACK.search(log) else log[-500:]
         raise CanvaxError(f"{self.name} failed: {error.strip() or f'exit code {code}'}")
 
     def turn(self) -> dict[str, Any]:
@@ -112,7 +102,7 @@ class Process:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it says why on its own
+            pass  # answer() reports why
         return self.answer()
 
 
@@ -122,20 +112,17 @@ def check_peer(contender: Contender) -> None:
     Raises:
         InputError: naming what is missing, and the line for pip.
     """
-    needs, option = _NEEDS[contender.name], f"--{contender.name.partition('-')[0]}-python"
-    cure = f"{contender.python} -m pip install {_PIP[contender.name]}, or name another Python with {option}"
+    cure = f"{contender.python} -m pip install {' '.join(_NEEDS)}, or name another Python with --torch-python"
     environment = contender.environ("cpu")
     try:
         done = subprocess.run(
-            [contender.python, "-c", _MISSING, *needs], capture_output=True, text=True, check=True, env=environment
+            [contender.python, "-c", _MISSING, *_NEEDS], capture_output=True, text=True, check=True, env=environment
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise InputError(f"{option} {contender.python} is not a Python that runs: {error}") from None
-    missing, version = done.stdout.splitlines()[:2]
+        raise InputError(f"--torch-python {contender.python} is not a Python that runs: {error}") from None
+    missing = done.stdout.strip()
     if missing:
         raise InputError(f"--against {contender.name}: {contender.python} lacks {missing}; {cure}")
-    if contender.name == "flax" and tuple(map(int, version.split(".")[:2])) >= (0, 40):
-        raise InputError(f"--against flax: diffusers {version} has no Flax classes any more; {cure}")
 
 
 def probe(device: str) -> tuple[str, str]:
@@ -147,8 +134,8 @@ def probe(device: str) -> tuple[str, str]:
     environment = Contender("canvax").environ(device)
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [""])[-1]
+        last = (done.stderr.strip().splitlines() or [""])[-1]
         cure = "; pip install '.[cuda]'" if device == "gpu" else ""
-        raise InputError(f"--device {device}: JAX has no such device ({said[:200]}){cure}")
+        raise InputError(f"--device {device}: JAX has no such device ({last[:200]}){cure}")
     platform, kind = json.loads(done.stdout.splitlines()[-1])
     return platform, kind

@@ -9,8 +9,8 @@ is a turn: it runs, and prints the seconds.
 
 A contender is a module with
 
-    prepare(job, inputs) -> (run, outputs, told)    run() works and waits for the device, outputs(run()) are arrays
-    once(job, began) -> (told, check)               check() tells, when the clock is off, what was done
+    prepare(job, inputs) -> (run, outputs, facts)    run() works and waits for the device, outputs(run()) are arrays
+    once(job, began) -> (facts, check)               check() tells, when the clock is off, what was done
     device_peak(job) -> bytes or None
 """
 
@@ -47,26 +47,26 @@ def main() -> None:
     answers = _keep_stdout()
     contender = _contender(job["contender"])
 
-    def answer(told: dict[str, Any]) -> None:
-        answers.write(json.dumps(told) + "\n")
+    def answer(facts: dict[str, Any]) -> None:
+        answers.write(json.dumps(facts) + "\n")
         answers.flush()
 
     if job["part"] in ("load", "start"):
-        told, check = contender.once(job, float(sys.argv[2]))
-        told["host_peak_bytes"] = host_peak()
-        answer(told | ({"check": check()} if job["check"] else {}))
+        facts, check = contender.once(job, float(sys.argv[2]))
+        facts["host_peak_bytes"] = host_peak()
+        answer(facts | ({"check": check()} if job["check"] else {}))
         return
     with np.load(job["inputs"]) as file:
         inputs = dict(file)
-    run, outputs, told = contender.prepare(job, inputs)
+    run, outputs, facts = contender.prepare(job, inputs)
     began = time.perf_counter()
     result = run()
-    told["first_s"] = time.perf_counter() - began
+    facts["first_s"] = time.perf_counter() - began
     for _ in range(1, WARM_UP if job["device"] != "cpu" else 1):
         result = run()
     np.savez(job["outputs"], **outputs(result))
     del result
-    answer(told)
+    answer(facts)
     for _ in sys.stdin:
         seconds = _turn(run)
         answer({"seconds": seconds, "host_peak_bytes": host_peak(), "device_peak_bytes": contender.device_peak(job)})

@@ -100,7 +100,7 @@ def train_decoder(
     Returns:
         The parameters of the autoencoder, and whether the run is finished.
     """
-    forms = [encode_pictures(p, pixels, cfg, session.mesh, flip=flip).astype(np.float16) for flip in (False, True)]
+    forms = [encode_pictures(p, form, cfg, session.mesh).astype(np.float16) for form in (pixels, pixels[:, :, ::-1])]
     data = {"pixels": pixels, "latents": np.stack(forms, axis=1)}
     loss = partial(_decoder_loss, cfg=cfg, dtype=dtype)
     trained, finished = fit({name: p[name] for name in DECODER}, loss, data, len(pixels), plan, session)
@@ -211,6 +211,15 @@ def _decoder(cfg: VaeConfig, mesh: Mesh) -> Any:
         return jnp.clip(vae_decode(p, latents, cfg) / 2 + 0.5, 0.0, 1.0)
 
     return jitted(decode, mesh)
+
+
+def moved(pixels: HostArray, shift: tuple[int, int]) -> HostArray:
+    """Pictures [N, H, W, 3] moved down and to the right by ``shift`` pixels; the rim is repeated."""
+    for axis, by in zip((1, 2), shift, strict=True):
+        if by:
+            size = pixels.shape[axis]
+            pixels = np.take(pixels, np.clip(np.arange(size) - by, 0, size - 1), axis=axis)
+    return pixels
 
 
 def shifts(reach: int, step: int) -> Sequence[tuple[int, int]]:

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     pipe = canvax.load(options.model, progress=False)
+    assert pipe.params is not None
     drawings = read_pictures(options.data, pipe.model.native_size[0])
     trained, held_out = choose_pairs(drawings, options.trained, options.held_out)
     for name, score in check_measure(drawings, trained).items():

@@ -29,6 +29,7 @@ from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.encoding import encode_pictures
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.state import load_state, save_state
@@ -36,8 +37,8 @@ from canvax.types import DType, HostArray
 from recipes.emoji.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
 from recipes.emoji.autoencoder import (
     KL,
-    encode_pictures,
     in_pixel_metric,
+    moved,
     reconstruction_psnr,
     shifts,
     train_autoencoder,
@@ -361,7 +362,7 @@ def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostAr
         if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
             return kept
     run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
-    forms = [encode_pictures(vae, pixels, cfg, run.mesh, shift=move).astype(np.float16) for move in moves]
+    forms = [encode_pictures(vae, moved(pixels, move), cfg, run.mesh).astype(np.float16) for move in moves]
     latents = np.stack(forms, axis=1)
     with written(path) as temporary, temporary.open("wb") as file:
         np.save(file, latents)

@@ -1,6 +1,6 @@
-"""Training: pictures with captions, an autoencoder, a text encoder and UNet, and fine-tuning of a real checkpoint.
+"""Fine-tuning of a real checkpoint, and the parts of any training.
 
-``pictures`` reads captioned pictures, ``objectives`` holds the losses, ``loop`` runs compiled training that can be
-killed and resumed at any moment, ``autoencoder`` and ``diffusion`` are the two things trained, ``finetune`` goes on
-from a checkpoint. ``emoji`` is the recipe of the model in the package. Needs ``pip install '.[train]'``.
+``pictures`` reads captioned pictures, ``encoding`` turns them into latents, ``objectives`` and ``diffusion`` hold the
+loss, ``loop`` runs compiled training that can be killed and resumed at any moment, ``finetune`` goes on from a
+checkpoint. ``recipes/emoji`` makes the bundled model from the same parts. Needs ``pip install '.[train]'``.
 """

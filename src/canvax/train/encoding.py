@@ -19,16 +19,7 @@ from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
-def encode_pictures(
-    p: Params,
-    pixels: HostArray,
-    cfg: VaeConfig,
-    mesh: Mesh,
-    *,
-    shift: tuple[int, int] = (0, 0),
-    flip: bool = False,
-    batch: int = 32,
-) -> HostArray:
+def encode_pictures(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
     """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
 
     Args:
@@ -36,24 +27,14 @@ def encode_pictures(
         pixels: the pictures.
         cfg: its config.
         mesh: the devices.
-        shift: pixels by which the pictures are moved down and to the right; the rim is repeated.
-        flip: mirror them.
         batch: pictures encoded at once.
     """
-    return by_batches(_encoder(cfg, mesh), p, _moved(pixels, shift, flip), mesh, padded_batch(batch, mesh))
+    return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
 def as_input(pixels: Array) -> Array:
     """uint8 pixels -> -1..1 float32."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
-
-
-def _moved(pixels: HostArray, shift: tuple[int, int], flip: bool) -> HostArray:
-    for axis, by in zip((1, 2), shift, strict=True):
-        if by:
-            size = pixels.shape[axis]
-            pixels = np.take(pixels, np.clip(np.arange(size) - by, 0, size - 1), axis=axis)
-    return pixels[:, :, ::-1] if flip else pixels
 
 
 @lru_cache(maxsize=4)
@@ -68,6 +49,7 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
 
 
 def jitted(function: Any, mesh: Mesh) -> Any:
+    """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split."""
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
 
 

@@ -153,8 +153,8 @@ def finetune(
 def _data(task: FineTuning, pictures: Pictures, model: Model, params: Params, mesh: Mesh) -> dict[str, Any]:
     """Latents of all pictures, encoded once, and the ids of their captions."""
     forms = [
-        encode_pictures(params["vae"], pictures.pixels, model.vae, mesh, flip=flip, batch=4)
-        for flip in ((False, True) if task.flip else (False,))
+        encode_pictures(params["vae"], pixels, model.vae, mesh, batch=4)
+        for pixels in (pictures.pixels, pictures.pixels[:, :, ::-1])[: 1 + task.flip]
     ]
     text = model.text.parts[FIRST]
     tokenizer = model.tokenizers[FIRST]
