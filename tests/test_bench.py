@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: small models, real processes; and that it refuses to time different work."""
+"""``python -m benchmarks``: small models, real processes, no timing of different work; and ``canvax bench``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,13 +27,21 @@ from benchmarks.lab.measure import _compare, measure
 from benchmarks.lab.models import preset_bytes, write_random
 from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
+from canvax.cli.bench import lines
+from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, InputError
 from canvax.families.read import read_model
+from canvax.kernels.target import compiling_for
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.models.text import TextEncoders
+from canvax.models.unet import unet, unet_spec
+from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import abstract_params
 from canvax.pipelines.open import open_model
 from canvax.planning.chips import peak_flops
+from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.weights.cast import cast_into
 from canvax.weights.open import open_files
 from canvax.weights.source import Source
@@ -223,8 +233,6 @@ def test_bad_input(refused: Callable[..., str], tmp_path: Path) -> None:
     message = refused("unet", "--against", "torch", "--torch-python", bare)
     assert "lacks torch diffusers transformers accelerate" in message
     assert "-m pip install torch diffusers transformers accelerate" in message
-    message = refused("unet", "--against", "flax", "--flax-python", bare)
-    assert "-m pip install diffusers==0.35.2 jax==0.4.38" in message
     assert "is not a Python that runs" in refused("unet", "--against", "torch", "--torch-python", tmp_path / "none")
     assert "does not take part in load" in refused("load", "--against", "torch-compile")
     assert "did you mean 'sdxl'?" in refused("unet", "--model", "sdxxl")
@@ -239,6 +247,47 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match="set TMPDIR"):
         write_random(tmp_path / "model", SMALL, dtype=np.float16)
     assert os.listdir(tmp_path) == []
+
+
+# canvax alone
+
+
+@pytest.mark.parametrize("guidance", [5.0, 1.0])
+def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], guidance: float) -> None:
+    """Images a second, compiling apart, and FLOPs of an evaluation, of which a model without guidance needs half."""
+    folder = shutil.copytree(small, tmp_path / "model")
+    (folder / "canvax.json").write_text(json.dumps({"num_inference_steps": 3, "guidance_scale": guidance}))
+    words = ["bench", str(folder), "--size", "64x32", "--batch", "2", "--rounds", "2", "--mesh", "data=1", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-3:] == ["canvax: compiling", "canvax: round 1 of 2", "canvax: round 2 of 2"]
+    report = json.loads(out)
+    assert (report["width"], report["height"], report["batch"], report["steps"]) == (64, 32, 2, 3)
+    assert report["compilations"] == 3
+    assert len(report["seconds"]) == 2
+    assert max(report["seconds"]) < report["compile_s"]
+    assert report["images_per_s"] == pytest.approx(2 / report["median_s"])
+    assert report["share_of_peak"] is None
+    assert report["memory_bytes"] > preset_bytes(SMALL, np.float32)
+    model = read_model(open_files(Source(small)), np.float32)
+    inputs = make_inputs(Job("unet", small, 64, 32, 2 if guidance > 1 else 1, 1, "float32", "cpu"), model)
+    params = abstract_params(unet_spec(UNET), "float32", make_mesh(jax.devices()[:1]))
+    with compiling_for("none"):
+        want = count_flops(partial(unet, cfg=UNET), params, inputs["latents"], inputs["timesteps"], inputs["text"])
+    assert report["flops_per_s"] * report["evaluation_s"] == pytest.approx(want, rel=1e-6)
+    text = lines(report | {"share_of_peak": 0.25})
+    assert "2 of 64 x 32, 3 steps of ddim" in text[0]
+    assert any(line.endswith(", 25% of the peak") for line in text)
+
+
+def test_an_evaluation_is_as_published() -> None:
+    """0.80 TFLOP for each sample of Stable Diffusion 1.5 at 512 x 512, multiply-adds as two."""
+    networks, mesh = PRESETS["sd15"], make_mesh(jax.devices()[:1])
+    params = {name: abstract_params(spec, "bfloat16", mesh) for name, spec in networks.specs().items()}
+    latents = networks.latent_shape(1, 512, 512)
+    with compiling_for("none"):
+        each = [evaluation_flops(Programs(networks, mesh), params, latents, guided=guided) for guided in (False, True)]
+    assert each == pytest.approx([0.80e12, 1.60e12], rel=0.01)
 
 
 # Parts

@@ -163,7 +163,7 @@ def build_parser() -> Parser:
     _bench(commands.add_parser(
         "bench",
         help="how fast this machine generates images",
-        description="Time whole images, text to pixels, on this machine. Compiling is told apart.",
+        description="Time whole images, text to pixels, on this machine. Compiling is reported apart.",
         epilog=_BENCH_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip

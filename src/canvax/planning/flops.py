@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
+from canvax.params import Params
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -18,6 +22,27 @@ def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
     figure has element-wise work too, and counts the body of any loop once.
     """
     return _count(traced(function, *arguments))
+
+
+def evaluation_flops(programs: Programs, params: Params, latents: tuple[int, int, int, int], *, guided: bool) -> float:
+    """FLOPs of one evaluation of the denoiser on a batch of latents [B, h, w, C], twice as many samples if guided.
+
+    Args:
+        programs: of the model.
+        params: arrays, or shapes and dtypes alone.
+        latents: shape of the whole batch.
+        guided: whether the negative prompt is evaluated too.
+    """
+    denoiser = programs.networks.denoiser
+    samples = latents[0] * (2 if guided else 1), *latents[1:]
+    conditions = programs.step_inputs(params, samples, guided=False).conditions
+
+    def network(params: Params, x: Any, timestep: Any, conditions: Any) -> Any:
+        return denoiser.apply(params, x, timestep, denoiser.prepare(params, conditions))
+
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
+    x = jax.ShapeDtypeStruct(samples, denoiser.dtype(params[denoiser.component]))
+    return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), conditions)
 
 
 def _count(jaxpr: Any) -> float:

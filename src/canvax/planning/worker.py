@@ -28,7 +28,7 @@ from canvax.models.text import encode_text
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
-from canvax.planning.flops import count_flops
+from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.planning.hlo import Module, Work
 from canvax.planning.job import Job
 from canvax.planning.targets import parse_target
@@ -126,14 +126,7 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
             return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
-        batch, denoiser = job.batch * (2 if job.guided else 1), model.denoiser
-        inputs = programs.step_inputs(params, (batch, *latents[1:]), guided=False)
-
-        def network(params: Params, x: Any, t: Any, conditions: Any) -> Any:
-            return denoiser.apply(params, x, t, denoiser.prepare(params, conditions))
-
-        x = shape((batch, *latents[1:]), job.dtype)
-        return count_flops(network, params[denoiser.component], x, shape((batch,), jnp.float32), inputs.conditions)
+        return evaluation_flops(programs, params, latents, guided=job.guided)
 
 
 if __name__ == "__main__":
