@@ -182,10 +182,9 @@ def test_all_rows_in_full_draw_the_same(
     """The program that can reuse, in whose run every row is computed in full."""
 
     def in_full(table: SamplerTable, guided: np.ndarray, every: int, layers: int) -> DeepPlan:
-        plan = DeepPlan.of(table, guided, 2, layers)
-        assert plan is not None
-        first = np.tile(np.array([1, 0], np.float32), (len(table), 1))
-        return dataclasses.replace(plan, full=np.ones(len(table), bool), weights=first)
+        starts = tuple(start for start, _ in segments(guided))
+        weights = np.tile(np.array([1, 0], np.float32), (len(table), 1))
+        return DeepPlan(np.ones(len(table), bool), weights, layers, starts)
 
     want = draw(emoji, sampler=sampler, num_inference_steps=4)
     monkeypatch.setattr(text_to_image, "DeepPlan", type("InFull", (), {"of": staticmethod(in_full)}))
@@ -256,8 +255,9 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
     """How often each operation stands in the text of the denoiser, before any compiler has seen it."""
     texts = []
 
-    def lowered(_: Any, function: Any, arguments: Any) -> Any:
+    def lowered(_: Any, function: Any, arguments: Any) -> tuple[Any, bool]:
         texts.append(jax.jit(function).lower(*arguments).as_text())
+        return None, False
 
     monkeypatch.setattr(Programs, "_compile", lowered)
     programs = dataclasses.replace(pipe.programs, _compiled={}, _building={})

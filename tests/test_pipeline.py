@@ -67,10 +67,10 @@ def test_metadata_is_this_and_nothing_else(emoji: canvax.StableDiffusion) -> Non
 
 
 def test_metadata_names_the_weights(emoji: canvax.StableDiffusion) -> None:
-    checkout = dataclasses.replace(emoji.checkpoint.checkout, variant="fp16", revision="0a1b")
-    checkpoint = dataclasses.replace(emoji.checkpoint, checkout=checkout, dtype="bfloat16", quantize="int8")
+    files = dataclasses.replace(emoji.model.files, variant="fp16", revision="0a1b")
+    model = dataclasses.replace(emoji.model, files=files, dtype="bfloat16", quantize="int8")
     (usual,) = draw(emoji, "a cat", seed=1).metadata
-    (got,) = draw(dataclasses.replace(emoji, checkpoint=checkpoint), "a cat", seed=1).metadata
+    (got,) = draw(dataclasses.replace(emoji, model=model), "a cat", seed=1).metadata
     weights = {"variant": "fp16", "revision": "0a1b", "dtype": "bfloat16", "quantize": "int8"}
     assert got == usual | weights
 
@@ -193,7 +193,7 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.Cancelled, match="evaluation 3 of 4"):
         draw(emoji, PROMPTS, options=options)
     assert [(step.index, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4)]
-    with pytest.raises(canvax.Cancelled, match="step 1 of 4"):
+    with pytest.raises(canvax.Cancelled, match="evaluation 1 of 4"):
         draw(emoji, "a cat", options=dataclasses.replace(QUIET, callback=lambda step: step.denoised.max() > 1e9))
     assert steps[0].latents.shape == steps[0].denoised.shape == (4, *LATENTS)
 

@@ -208,10 +208,8 @@ def test_flops() -> None:
 
 
 def test_presets_have_the_published_sizes() -> None:
-    from canvax.models.unet import unet_spec
-
     """Millions of parameters of the UNets, as their model cards have them."""
-    sizes = {name: round(count(unet_spec(PRESETS[name].unet)) / 1e6) for name in ("sd14", "sd15", "sd21", "sdxl")}
+    sizes = {name: round(count(PRESETS[name].denoiser.spec) / 1e6) for name in ("sd14", "sd15", "sd21", "sdxl")}
     assert sizes == {"sd14": 860, "sd15": 860, "sd21": 866, "sdxl": 2567}
 
 

@@ -15,7 +15,8 @@ from tiny_preset import TINY
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.models.presets import PRESETS, Preset
+from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.params import count
 from canvax.planning import compiling
 from canvax.planning.job import PROGRAMS, Job
@@ -62,13 +63,12 @@ def test_compiled_for_four_chips(compiled: tuple[Plan, list[tuple[str, Any]]]) -
         assert 2 * parameters < program.argument_bytes, program.name  # and the inputs, in tiles
 
 
-def parameters_read(model: Preset) -> list[int]:
+def parameters_read(model: Networks) -> list[int]:
     """Parameters of the text encoder, the UNet and the VAE's decoder."""
-    from canvax.models.unet import unet_spec
     from canvax.models.vae import vae_spec
 
     text, decoder = model.text.specs["text_encoder"], vae_spec(model.vae)["decoder"]
-    return [count(spec) for spec in (text, unet_spec(model.unet), decoder)]
+    return [count(spec) for spec in (text, model.denoiser.spec, decoder)]
 
 
 def test_json_of_a_plan(compiled: tuple[Plan, Any]) -> None:

@@ -57,7 +57,7 @@ def test_nearest_weights(kind: str, shape: tuple[int, ...]) -> None:
 
 def test_which_weights() -> None:
     """Matrices and convolutions of blocks; nothing of the autoencoder, nor what is small and matters everywhere."""
-    specs = PRESETS["sdxl"].specs
+    specs = PRESETS["sdxl"].specs()
     narrow = quantized_specs(specs, "int8")
     assert narrow["vae"] == specs["vae"]
     assert quantized_specs(specs, None) == specs
@@ -79,7 +79,7 @@ def test_which_weights() -> None:
 
 def test_what_stays_whole_in_text_encoders() -> None:
     """The projection of pooled text and the embeddings, which every number of a prompt passes through."""
-    specs = PRESETS["sdxl"].specs
+    specs = PRESETS["sdxl"].specs()
     narrow = quantized_specs(specs, "int8")
     for name in ("text_encoder", "text_encoder_2"):
         whole = {key for key, param in flatten(narrow[name]) if key.endswith(".weight") and param.dtype != "int8"}

@@ -163,7 +163,7 @@ def test_transformer(linear_projection: bool, upcast: bool) -> None:
     x, text = normal(2, 5, 6, 32), normal(2, 77, 24)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
-    seen = blocks.attended_text(params, jnp.asarray(text), 4)
+    seen = blocks.transformer_kv(params, jnp.asarray(text), 4)
     got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=upcast)
     assert relative_error(got, want) <= TOLERANCE
 
@@ -245,7 +245,7 @@ def test_epsilon_of_transformer() -> None:
     x, text = 1e-3 * normal(2, 5, 6, 32), normal(2, 7, 24)
     with torch.no_grad():
         want = nhwc(reference(nchw(x), torch.from_numpy(text)).sample)
-    seen = blocks.attended_text(params, jnp.asarray(text), 4)
+    seen = blocks.transformer_kv(params, jnp.asarray(text), 4)
     got = blocks.transformer(params, jnp.asarray(x), seen, heads=4, groups=8, upcast=False)
     # Of what the block adds: x itself passes beside it.
     assert relative_error(got - x, want - x) <= TOLERANCE
