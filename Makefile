@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-newest test-tpu lint parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-newest test-tpu lint parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -32,10 +32,13 @@ test: .venv/test-$(REFERENCE) lint
 	$(BIN)/python $(PYTEST)
 
 # The same and the slow ones; the newest Python and JAX; the TPU's compiler. Each ends with its own count of tests.
-test-all: .venv/test-$(REFERENCE) lint
-	$(BIN)/python $(PYTEST) -m ""
+test-all: test-slow
 	$(MAKE) test-newest
 	$(MAKE) test-tpu
+
+# Every test, on this Python.
+test-slow: .venv/test-$(REFERENCE) lint
+	$(BIN)/python $(PYTEST) -m ""
 
 # Without the references, which have been compared with already.
 test-newest:
