@@ -28,7 +28,7 @@ demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
 		"a Christmas tree" "a clock" --seed 1 --grid --output out/demo
 
-test: .venv/test-$(REFERENCE) lint
+test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
 # The same and the slow ones; the newest Python and JAX; the TPU's compiler. Each ends with its own count of tests.

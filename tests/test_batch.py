@@ -104,7 +104,7 @@ def same(got: np.ndarray, want: np.ndarray, name: str = "") -> None:
     np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_image_in_any_company(pipe: canvax.StableDiffusion, rows: int) -> None:
     want = {image.prompt: alone(pipe, image) for image in IMAGES}
     got = serve(pipe, batch_of(pipe, 4), rows)

@@ -104,7 +104,9 @@ def test_alone(bench: Bench, small: Path) -> None:
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
-@pytest.mark.parametrize("part", [pytest.param("unet", marks=pytest.mark.slow), "text", "picture"])
+@pytest.mark.parametrize(
+    "part", ["text", *(pytest.param(part, marks=pytest.mark.slow) for part in ("unet", "picture"))]
+)
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
     pytest.importorskip("diffusers")
@@ -120,6 +122,7 @@ def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     assert theirs["versions"].keys() == {"torch", "diffusers", "transformers"}
 
 
+@pytest.mark.slow
 def test_loading(bench: Bench, small: Path) -> None:
     pytest.importorskip("diffusers")
     report = bench("load", "--model", small, "--against", "torch", "--dtype", "bfloat16", "--cold")
@@ -132,6 +135,7 @@ def test_loading(bench: Bench, small: Path) -> None:
     assert found["torch"]["differs_by"] < 1e-6
 
 
+@pytest.mark.slow
 def test_starting(bench: Bench, small: Path) -> None:
     report = bench("start", "--model", small, "--steps", 2)
     warm, cold = report["contenders"]["canvax"], report["contenders"]["canvax cold"]

@@ -100,6 +100,7 @@ def test_both_families_of_flags(draw: Run) -> None:
     assert read_metadata(Path(files[0]))["guidance_scale"] == 2
 
 
+@pytest.mark.slow
 def test_prompts_may_stand_between_flags(draw: Run) -> None:
     _, out, _ = draw("a cat", "-s", 1, "a dog", *FAST, "--", "-odd")
     assert [read_metadata(Path(file))["prompt"] for file in out.split()] == ["a cat", "a dog", "-odd"]
@@ -504,6 +505,7 @@ def test_wide_tables_fit_the_terminal() -> None:
     assert table(rows, fold=24) == below
 
 
+@pytest.mark.slow
 def test_the_variant_is_kept(run: Run, tmp_path: Path) -> None:
     shutil.copytree(BUNDLED["emoji"], tmp_path / "halves")
     for weights in (tmp_path / "halves").glob("*/*.safetensors"):

@@ -134,7 +134,7 @@ def test_rules() -> None:
     assert placement(gated, {"data": 2}).shape == placement(gated, {"model": 3}).shape == (64, 512)
 
 
-@pytest.mark.parametrize("model", [2, 4, 5, 8])
+@pytest.mark.parametrize("model", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4, 5))])
 @pytest.mark.parametrize("cfg", [SD15_UNET, SDXL_UNET], ids=["sd15", "sdxl"])
 def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:
     """Every weight that is split is split evenly, and the layers of a pair alike."""
@@ -344,7 +344,7 @@ def test_running_out_is_explained(checkpoint: Path, monkeypatch: pytest.MonkeyPa
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\n  a long dump")
 
     monkeypatch.setattr(Programs, "decode", fail)
-    with pytest.raises(canvax.OutOfMemoryError, match=r"allocating 123 bytes\.\); draw fewer images") as caught:
+    with pytest.raises(canvax.OutOfMemoryError, match=r"allocating 123 bytes\.\); generate fewer images") as caught:
         draw(pipe)
     assert "dump" not in str(caught.value)
 

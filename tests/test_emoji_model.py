@@ -190,6 +190,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_recipe_makes_a_model(smoke: Path) -> None:
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.model.native_size == (32, 32)
@@ -197,6 +198,7 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
     assert (smoke / "previews" / "0000008.png").is_file()
 
 
+@pytest.mark.slow
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     from canvax.train.encoding import encode_pictures
     from recipes.emoji.autoencoder import VARIANCE
@@ -240,6 +242,7 @@ def test_the_model_fits_into_the_package(name: str) -> None:
     assert 2 * sum(map(count, specs)) < 23_400_000
 
 
+@pytest.mark.slow
 def test_pytorch_diffusers_draws_the_same(smoke: Path) -> None:
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")

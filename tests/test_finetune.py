@@ -175,6 +175,7 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result
 
 
+@pytest.mark.slow
 def test_only_the_unet_changes(model: Path, done: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     before, after = canvax.load(model, mesh=mesh), canvax.load(done, mesh=mesh)

@@ -175,7 +175,9 @@ def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
             assert (output.shape, deep.shape) == (latents, shape)
 
 
-@pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M", "Heun"])
+@pytest.mark.parametrize(
+    "sampler", ["DPM++ 2M", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Euler a", "Heun"))]
+)
 def test_all_rows_in_full_draw_the_same(
     emoji: canvax.StableDiffusion, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +340,9 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
 
 
-@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 8}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "model": 2}, *(pytest.param({"data": n}, marks=pytest.mark.slow) for n in (1, 8))], ids=str
+)
 def test_a_large_batch_is_decoded_in_turns(
     emoji: canvax.StableDiffusion, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +390,7 @@ def test_tiles_cover_an_axis(size: int) -> None:
     assert all(0 < b - a <= side - 16 for a, b in pairwise(starts))
 
 
+@pytest.mark.slow
 def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
     shape = (1, 320, 320, LATENTS[-1])
     whole, tiled = (emoji.programs.decode(emoji.params, shape, tiled=one) for one in (False, True))  # type: ignore

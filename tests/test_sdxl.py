@@ -104,7 +104,7 @@ def test_latents_are_not_clipped_unless_the_config_says_so(folder: Path, tmp_pat
         assert (table.clip is not None) == clipped
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -> None:
     pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
     options = {"prompt_2": "a dog", "original_size": (1083, 1081)}
@@ -113,7 +113,7 @@ def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -
     assert 0 < np.abs(got.pixels - want.pixels).mean() < 0.05
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_same_picture_on_many_devices(count: int, folder: Path, base: canvax.StableDiffusion) -> None:
     prompts = ["a cat", "a dog", "a red apple"]
     options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}

@@ -4,7 +4,7 @@ Each output channel of a matrix or convolution has a scale of its own. Its weigh
 -127 to 127 (``int8``; Jacob et al. 2018, section 2.1, symmetric), or times a number of 8 bits (``float8``, e4m3;
 Micikevicius et al. 2022, section 3). They are widened where they are used; activations keep their dtype.
 
-What is small, or what every number passes through (the first and last convolution, what is told of time and size),
+What is small, or what every number passes through (the first and last convolution, the time and size embeddings),
 stays as it is, and so do biases, normalisations and the autoencoder.
 """
 

@@ -39,7 +39,9 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
     assert "Found 8 JAX devices" in printed
 
 
-@pytest.mark.parametrize(("script", "form"), [("sdxl_single", "flax"), ("sdxl_single_aot", "torch")])
+@pytest.mark.parametrize(
+    ("script", "form"), [pytest.param("sdxl_single", "flax", marks=pytest.mark.slow), ("sdxl_single_aot", "torch")]
+)
 def test_sdxl_script(script: str, form: str, tmp_path: Path) -> None:
     files = folder_files(build(tmp_path / "model", form=form))
     _, printed = run([str(HERE / f"{script}.py")], files, tmp_path, XL, "refs/pr/95")

@@ -47,7 +47,7 @@ K_CLASSES = (
     "DPMSolverSDEScheduler",
 )
 NO_SAMPLE = ("KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "DPMSolverSDEScheduler")
-"""Classes that refuse to read prediction type "sample"."""
+"""Classes that refuse to read prediction type "sample". They also take seconds a case: their curves are slow tests."""
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[(name, curve) for name in K_CLASSES for curve in CURVES],
@@ -77,10 +77,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("DDPMParallelScheduler", {"clip_sample": False}),
 ]
 ONE_SPACING = ("LCMScheduler", "TCDScheduler")
+CASES = [
+    pytest.param(name, fields, marks=pytest.mark.slow if name in NO_SAMPLE and fields else ())
+    for name, fields in VARIANTS
+]
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("name", "fields"), CASES, ids=str)
 def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -> None:
     if prediction == "sample" and name in NO_SAMPLE:
         pytest.skip("the reference does not read this prediction type")

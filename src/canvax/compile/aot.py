@@ -1,11 +1,11 @@
-"""Executables between processes: kept in the private folder of :mod:`canvax.compile.cache`, loaded without tracing.
+"""Executables between processes: stored in the private folder of :mod:`canvax.compile.cache`, loaded without tracing.
 
 What ``compile/`` uses of JAX that is experimental or not documented, and what happens if a later JAX lacks it:
 
-- ``jax.experimental.serialize_executable``: programs are compiled and not kept;
+- ``jax.experimental.serialize_executable``: programs are compiled and not stored;
 - ``jax.config.values``, ``Device.client`` and its ``platform_version``, for keys: likewise;
 - the names of JAX's monitoring events: counts stay 0, and a program that came from JAX's own cache is stored although
-  its copy may not run, which is found in the first run;
+  its copy may not run, which the first run shows;
 - the names of collectives in the compiler's text (``inspect.py``): they are not counted.
 """
 
@@ -35,7 +35,7 @@ class Build:
         program: "text encoder", "denoiser" or "decoder".
         cached: loaded from the cache instead of compiled.
         seconds: what it took; None while it goes on.
-        size: bytes of it on disk, 0 if it is not kept.
+        size: bytes of it on disk, 0 if it is not stored.
     """
 
     program: str
@@ -50,7 +50,7 @@ BuildCallback = Callable[[Build], None]
 
 @dataclass(frozen=True, eq=False)
 class CacheEntry:
-    """Where one program for these devices is kept, whether it is there yet or not."""
+    """Where one program for these devices is stored, whether it is there yet or not."""
 
     path: Path
     header: dict[str, Any]
@@ -84,13 +84,13 @@ class CacheEntry:
         cache.remove(self.path, f"cannot be used ({type(error).__name__}: {error})")
 
     def write(self, program: Any) -> int:
-        """Keep a compiled program; returns bytes on disk, 0 if it cannot be kept."""
+        """Store a compiled program; returns bytes on disk, 0 if it cannot be stored."""
         try:
             from jax.experimental.serialize_executable import serialize
 
             executable, _, out_tree = serialize(program)
         except Exception as error:  # not every backend can
-            cache.logger.debug("%s cannot be kept: %s", self.header["description"]["program"], error)
+            cache.logger.debug("%s cannot be stored: %s", self.header["description"]["program"], error)
             return 0
         out = _tree_to_json(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
         return cache.write(self.path, self.header | {"out": out, "created": time.time()}, executable)
@@ -99,7 +99,7 @@ class CacheEntry:
 def find_entry(
     function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, description: dict[str, Any], **decisive: Any
 ) -> CacheEntry | None:
-    """Where a program is kept; None if it cannot be.
+    """Where a program is stored; None if it cannot be.
 
     The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, or JAX may
     lack what the key is made of.
@@ -119,7 +119,7 @@ def find_entry(
         environment = key.environment(devices)
         name = key.digest([environment, key.program(function, arguments, mesh, **decisive)])
     except AttributeError as error:
-        cache.logger.debug("%s cannot be kept: %s", description["program"], error)
+        cache.logger.debug("%s cannot be stored: %s", description["program"], error)
         return None
     header = {"key": name, "description": description, **environment}
     return CacheEntry(folder / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
@@ -128,13 +128,13 @@ def find_entry(
 def load_or_compile(
     name: str, compile: Callable[[], tuple[Any, bool]], entry: CacheEntry | None, report: BuildCallback
 ) -> Callable[..., Any]:
-    """A program: loaded from its entry if it is there and good, else compiled, and kept there.
+    """A program: loaded from its entry if it is there and good, else compiled, and stored there.
 
     Args:
         name: of the program, for ``report``.
-        compile: returns the compiled program and whether it may be kept. One that the compiler made worse because of
+        compile: returns the compiled program and whether it may be stored. One that the compiler made worse because of
             a fault of this machine may not: the fault will be mended, and the key does not know of it.
-        entry: where it is kept; None if it is not.
+        entry: where it is stored; None if it is not.
         report: called when it begins to be loaded or compiled, and when it is done.
     """
 

@@ -50,7 +50,7 @@ class StoredProgram:
 
     Attributes:
         path: where it is.
-        header: what it says about itself; empty if it cannot be read.
+        header: its description of itself; empty if it cannot be read.
         size: bytes on disk.
         used: when it was last used, in seconds since 1970.
     """
@@ -209,7 +209,7 @@ def remove(path: Path, fault: str) -> None:
 
 
 def programs() -> list[StoredProgram]:
-    """Every program that is kept, the last used first.
+    """Every stored program, the last used first.
 
     Raises:
         CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
@@ -352,4 +352,4 @@ def _unlink(path: str | Path) -> bool:
 def _warn_once(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
-        warn(f"compiled programs are not kept for the next time: {reason}")
+        warn(f"compiled programs are not stored for the next time: {reason}")

@@ -158,7 +158,7 @@ class Programs:
             clip: limits on D.
             deep_layers: see :meth:`denoise`.
             decoder: which decoder; None for none.
-            announce: told of each program.
+            announce: called for each program.
         """
         wanted = list(guided)
         denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, announce=announce)
@@ -265,7 +265,7 @@ class Programs:
         return description
 
     def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, bool]:
-        """The compiled program, and whether it may be kept for other processes."""
+        """The compiled program, and whether it may be stored for other processes."""
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
             function = _on_each_device(function, self.mesh, arguments)
@@ -293,7 +293,7 @@ class _NotReady(Exception):
 def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
     """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy.
 
-    Where all of it is there already, as for every picture but the first, no thread is started. Ctrl-C does not wait
+    Where all of it is there already, as for every image but the first, no thread is started. Ctrl-C does not wait
     for the compiler, which cannot be stopped.
     """
     token = _READY_ONLY.set(True)

@@ -23,12 +23,12 @@ def guided_rows(table: SamplerTable, *, guided: bool = True) -> np.ndarray:
 
 def segments(rows: np.ndarray) -> list[tuple[int, int]]:
     """Runs of equal values in ``rows``: where each starts and stops."""
-    found, start = [], 0
+    parts, start = [], 0
     for _, same in groupby(rows):
         stop = start + len(list(same))
-        found.append((start, stop))
+        parts.append((start, stop))
         start = stop
-    return found
+    return parts
 
 
 @dataclass(frozen=True, eq=False)

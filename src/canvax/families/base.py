@@ -82,7 +82,7 @@ class Family(ABC):
     def size_conditions(
         self, model: Model, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Numbers about the image, and about what to keep away from, each [n] float32; None if it is told none."""
+        """Size conditions of the prompt and of the negative prompt, each [n] float32; None for a model without them."""
 
     @abstractmethod
     def zeros_for_no_negative(self, files: ModelFiles) -> bool:

@@ -1,4 +1,4 @@
-"""Line charts, drawn by matplotlib: for curves of noise levels and of errors."""
+"""Line charts by matplotlib: for curves of noise levels and of errors."""
 
 from __future__ import annotations
 

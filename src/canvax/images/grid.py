@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """All ``images`` in one picture, row by row; cells left over are black.
+    """All ``images`` on one sheet, row by row; cells left over are black.
 
     Without ``rows`` and ``cols`` the grid is as near to square as it can be, rather wide than high; with one of them,
     the other is as small as it can be.

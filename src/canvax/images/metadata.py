@@ -1,7 +1,7 @@
-"""The metadata of a picture: written into a PNG, read back from PNGs of canvax and of other programs.
+"""The metadata of an image: written into a PNG, read back from PNGs of canvax and of other programs.
 
 A PNG of canvax carries two texts: ``parameters``, in the form that A1111 and its relatives read, and ``canvax``, the
-whole metadata as JSON. Reading looks at the PNG's own structure and never decodes pixels, so a picture that claims to
+whole metadata as JSON. Reading looks at the PNG's own structure and never decodes pixels, so an image that claims to
 be enormous costs nothing. (Format: the PNG specification, sections 5 and 11.3.3.)
 """
 
@@ -36,11 +36,11 @@ _MAX_CHUNKS = 100_000
 
 
 def save_png(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
-    """Write a picture with its metadata, whole or not at all, and never over a file that is there.
+    """Write an image with its metadata, whole or not at all, and never over a file that is there.
 
     Args:
         path: the file to make, in a folder that exists.
-        image: the picture.
+        image: what to write.
         metadata: as in :attr:`canvax.Result.metadata`; the metadata of a grid is ``{"grid": [metadata, ...]}``.
 
     Raises:
@@ -115,7 +115,7 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Write a picture into a folder under the next free name (:func:`unique_path`), whoever else writes there."""
+    """Write an image into a folder under the next free name (:func:`unique_path`), whoever else writes there."""
     while True:
         path = unique_path(folder, seed, prefix=prefix)
         try:
@@ -126,7 +126,7 @@ def save_numbered(
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What a PNG says about how it was made, with the keys of :attr:`canvax.Result.metadata`.
+    """How a PNG was made, with the keys of :attr:`canvax.Result.metadata`.
 
     PNGs of canvax give back exactly what was written. Those of A1111, Forge and stable-diffusion.cpp give the keys that
     their text tells, and under ``other`` what canvax has no key for. No pixel is decoded.
@@ -152,7 +152,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     if "workflow" in texts or "prompt" in texts:
         raise InputError(f"{path}: holds a ComfyUI workflow, which canvax cannot read; type its prompt and settings")
     raise InputError(
-        f"{path}: says nothing about how it was made (no text 'parameters' or 'canvax'); editors and web sites often "
+        f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites often "
         "remove it, so use the file as it was first saved"
     )
 
@@ -179,8 +179,8 @@ def _texts(file: BinaryIO, path: Path) -> Iterator[tuple[str, str]]:
         if kind == b"IEND":
             return
         if kind in _TEXTS:
-            keyword, found, _ = file.read(min(length, 80)).partition(b"\0")
-            name = keyword.decode("latin-1") if found else ""
+            keyword, separator, _ = file.read(min(length, 80)).partition(b"\0")
+            name = keyword.decode("latin-1") if separator else ""
             wanted = name in (JSON_TEXT, INFOTEXT)
             if wanted and length > MAX_TEXT:
                 raise InputError(f"{path}: its text {name!r} is longer than {MAX_TEXT} bytes and is not read")

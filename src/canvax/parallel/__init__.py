@@ -1,1 +1,1 @@
-"""Devices are a mesh, said once."""
+"""Devices as a mesh, and where arrays lie on it."""

@@ -23,7 +23,7 @@ _CONTAINERS = (
 """Where Linux says what a container may use, what it does, and what for."""
 
 _ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
-"""What programs take. Asking the compiler costs tens of milliseconds, and every picture wants to know of three."""
+"""What programs take. Asking the compiler costs tens of milliseconds, and every image wants to know of three."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,12 @@ def program_bytes(program: Any) -> int | None:
     """What a compiled program takes on a device beside its arguments, as its compiler says; None if it does not."""
     if program not in _ASKED:
         try:
-            told = program.memory_analysis()
+            analysis = program.memory_analysis()
         except (NotImplementedError, jax.errors.JaxRuntimeError):  # a backend that does not tell
-            told = None
-        _ASKED[program] = told and told.temp_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
+            analysis = None
+        _ASKED[program] = (
+            analysis and analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        )
     return _ASKED[program]
 
 
@@ -143,20 +145,20 @@ def cures(
         mesh: the devices in use.
         dtype: the dtype of the weights.
         quantized: whether the large ones are of 8 bits already.
-        batch: images drawn at once; None while loading, when there are none yet.
+        batch: images generated at once; None while loading, when there are none yet.
         height: of an image, in pixels.
         width: likewise.
     """
     ways = []
     data, model = mesh.shape["data"], mesh.shape.get("model", 1)
     if batch is not None and batch > data:
-        ways.append(f"draw fewer images at once (now {batch}; {data} or a multiple suits the mesh)")
+        ways.append(f"generate fewer images at once (now {batch}; {data} or a multiple suits the mesh)")
     if dtype == "float32":
         ways.append("load in bfloat16, which takes half")
     if not quantized:
         ways.append("keep the large weights in 8 bits (quantize int8)")
     if batch is not None:
-        ways.append(f"draw smaller images (now {height} x {width})")
+        ways.append(f"generate smaller images (now {height} x {width})")
     if data > 1:
         ways.append(f"split the weights over devices (mesh data={data // 2}, model={2 * model})")
     elif model == 1:

@@ -23,7 +23,7 @@ from canvax.parallel.mesh import processes
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Join the other processes; before anything else that uses JAX. ``jax.distributed.initialize`` with clear errors.
 
-    On Cloud TPU, Slurm and Open MPI nothing need be said: JAX finds out. Elsewhere all three.
+    On Cloud TPU, Slurm and Open MPI JAX finds all three by itself. Elsewhere give all three.
 
     Args:
         coordinator: "host:port" of process 0, which all others can reach.
@@ -34,10 +34,10 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
         InputError: only some of the three are given, or they make no sense.
         CanvaxError: the others could not be reached, or nothing in the environment says where they are.
     """
-    said = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in said.items() if value is None]
+    cluster = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in cluster.items() if value is None]
     if missing and len(missing) < 3:
-        raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(said)}")
+        raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(cluster)}")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise InputError(f"process_id={process_id} is not in 0..{num_processes - 1}, for num_processes={num_processes}")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
@@ -62,19 +62,19 @@ def leads(mesh: Mesh) -> bool:
     return processes(mesh)[0] == jax.process_index()
 
 
-def agree(seeds: Sequence[int], *said: Any) -> list[int]:
+def agree(seeds: Sequence[int], *call: Any) -> list[int]:
     """The seeds of process 0, once it is certain that all processes were given the same.
 
-    Every process calls it. ``said`` are the arguments that must be the same everywhere, with a ``repr`` that shows it.
+    Every process calls it. ``call`` are the arguments that must be the same in all, with a ``repr`` that shows it.
 
     Raises:
         InputError: in every process, if they are not the same.
     """
-    digest = np.frombuffer(hashlib.sha256(repr((len(seeds), *said)).encode()).digest(), np.uint32)
+    digest = np.frombuffer(hashlib.sha256(repr((len(seeds), *call)).encode()).digest(), np.uint32)
     if (np.asarray(multihost_utils.process_allgather(digest)) != digest).any():
         raise InputError(
             "the processes were given different arguments; call the pipeline with the same ones in each, every process "
-            "draws its own part of the images"
+            "generates its own part of the images"
         )
     words = np.array(seeds, np.uint64).view(np.uint32)  # JAX knows no 64-bit integers by default
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(words))

@@ -39,10 +39,10 @@ def own_rows(array: Array, count: int | None = None) -> tuple[list[int], HostArr
     rows = [np.zeros((0, *array.shape[1:]), array.dtype)]
     for shard in shards:
         start, stop, _ = shard.index[0].indices(array.shape[0])
-        kept = range(start, min(stop, limit))
-        indices += kept
-        if kept:
-            rows.append(jax.device_get(shard.data)[: len(kept)])
+        rows_here = range(start, min(stop, limit))
+        indices += rows_here
+        if rows_here:
+            rows.append(jax.device_get(shard.data)[: len(rows_here)])
     return indices, np.concatenate(rows)
 
 
