@@ -152,8 +152,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     if "workflow" in texts or "prompt" in texts:
         raise InputError(f"{path}: holds a ComfyUI workflow, which canvax cannot read; type its prompt and settings")
     raise InputError(
-        f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites often "
-        "remove it, so use the file as it was first saved"
+        f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
+        "often remove it, so use the file as it was first saved"
     )
 
 
