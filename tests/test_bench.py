@@ -104,9 +104,8 @@ def test_alone(bench: Bench, small: Path) -> None:
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
-@pytest.mark.parametrize(
-    "part", ["text", *(pytest.param(part, marks=pytest.mark.slow) for part in ("unet", "picture"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["text", "unet", "picture"])
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
     pytest.importorskip("diffusers")

@@ -25,7 +25,7 @@ from canvax.cli.generate import batches
 from canvax.cli.info import reproduce
 from canvax.cli.pictures import SETTINGS, Picture, gather
 from canvax.cli.terminal import clean, command_line, table
-from canvax.images.metadata import read_metadata, save_png
+from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
 from canvax.weights.source import BUNDLED
@@ -300,7 +300,7 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("--prompt-file", "sizes.txt", "--grid"), "--grid: the pictures have several sizes"),
         (("--from-image", "none.png"), "none.png: cannot be read"),
         (("--from-image", "empty.txt"), "is not a PNG"),
-        (("--from-image", "plain.png"), "says nothing"),
+        (("--from-image", "plain.png"), "holds no description"),
         (("--from-image", "grid.png"), "is a grid"),
         (("--from-image", "odd.png"), "prompt=5"),
     ],
@@ -316,8 +316,8 @@ def test_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[s
     for name, content in files.items():
         Path(name).write_bytes(content)
     Image.new("RGB", (8, 8)).save("plain.png")
-    save_png("grid.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}]})
-    save_png("odd.png", Image.new("RGB", (8, 8)), {"prompt": 5, "canvax": "0.1.0"})
+    save_image("grid.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}]})
+    save_image("odd.png", Image.new("RGB", (8, 8)), {"prompt": 5, "canvax": "0.1.0"})
     before = sorted(os.listdir())
     code, out, err = run("generate", *arguments)
     assert (code, out) == (BAD_INPUT, "")
@@ -385,7 +385,7 @@ def test_info_names_what_is_not_used(run: Run) -> None:
 
 
 def test_info_never_steers_the_terminal(run: Run) -> None:
-    save_png("a.png", Image.new("RGB", (8, 8)), {"prompt": "a \x1b[2J b \u202e c", "canvax": "0.1.0"})
+    save_image("a.png", Image.new("RGB", (8, 8)), {"prompt": "a \x1b[2J b \u202e c", "canvax": "0.1.0"})
     out = run("info", "a.png")[1]
     assert "\x1b" not in out
     assert "\\x1b[2J" in out
@@ -393,7 +393,7 @@ def test_info_never_steers_the_terminal(run: Run) -> None:
 
 
 def test_info_of_a_grid(run: Run) -> None:
-    save_png("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
+    save_image("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
     assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
 
 
@@ -555,7 +555,7 @@ def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.Monk
 def test_the_model_of_a_picture_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {"revision": "v2", "variant": "fp16", "dtype": "bfloat16", "quantize": "int8"}
     metadata = {"prompt": "a cat", "canvax": "1", "model": "someone/model", **recorded}
-    save_png("a.png", Image.new("RGB", (8, 8)), metadata)
+    save_image("a.png", Image.new("RGB", (8, 8)), metadata)
     model, keywords = keywords_of_load(run, monkeypatch, "--from-image", "a.png", "-q")
     assert (model, {name: keywords[name] for name in recorded}) == ("someone/model", recorded)
     _, keywords = keywords_of_load(run, monkeypatch, "--from-image", "a.png", "-q", "--dtype", "float32")

@@ -233,6 +233,7 @@ def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
     given = task(model, tmp_path / "run", pictures, flip=True, gamma=5.0)  # as `done`, whose program JAX has kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import stat
 import struct
 import threading
@@ -21,9 +22,10 @@ from PIL.PngImagePlugin import PngInfo
 from canvax.errors import CanvaxError, InputError
 from canvax.images import metadata as module
 from canvax.images.convert import from_pil, to_pil, to_uint8
+from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid
 from canvax.images.infotext import from_infotext, to_infotext
-from canvax.images.metadata import read_metadata, save_numbered, save_png, unique_path
+from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 
 METADATA: dict[str, Any] = {
@@ -152,7 +154,7 @@ def test_grid_of_nothing_or_of_several_sizes() -> None:
 
 
 def test_metadata_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = save_png(tmp_path / "a.png", picture(), METADATA)
+    path = save_image(tmp_path / "a.png", picture(), METADATA)
     assert read_metadata(path) == METADATA
     assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
     with Image.open(path) as image:
@@ -160,13 +162,67 @@ def test_metadata_comes_back_as_it_was(tmp_path: Path) -> None:
         assert image.text["parameters"] == to_infotext(METADATA)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "a.webp", "a.png"])
+def test_every_format_carries_its_metadata(tmp_path: Path, name: str) -> None:
+    """Written by canvax, and by ``Image.save`` of a generated image; A1111 looks for its text in UserComment."""
+    metadata = METADATA | {"prompt": "un chat \u732b \U0001f431"}
+    assert read_metadata(save_image(tmp_path / name, picture(), metadata)) == metadata
+    generated = GeneratedImage.of(picture(), metadata)
+    generated.save(tmp_path / f"own-{name}")
+    assert read_metadata(tmp_path / f"own-{name}") == metadata
+    pickle.loads(pickle.dumps(generated)).save(tmp_path / f"again-{name}")
+    assert read_metadata(tmp_path / f"again-{name}") == metadata
+    with Image.open(tmp_path / name) as image:
+        assert (image.size, image.mode) == ((72, 64), "RGB")
+        if image.format != "PNG":
+            comment = image.getexif().get_ifd(0x8769)[0x9286]
+            assert comment.removeprefix(b"UNICODE\0").decode("utf-16-be") == to_infotext(metadata)
+        worst = np.abs(np.asarray(image, int) - np.asarray(picture(), int)).max()
+        assert worst == 0 or image.format == "JPEG"
+    generated.resize((8, 8)).save(tmp_path / "small.png")
+    with pytest.raises(InputError, match="holds no description"):
+        read_metadata(tmp_path / "small.png")
+
+
+def test_metadata_too_long_for_a_jpeg(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="write a PNG"):
+        save_image(tmp_path / "a.jpg", picture(), METADATA | {"prompt": "x" * 70_000})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("model", ["/home/ada/models/sd", "~/models/sd", "models/sd"])
+def test_the_folders_above_a_local_model_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "sd").mkdir(parents=True)
+    path = save_image(tmp_path / "a.png", picture(), METADATA | {"model": model})
+    assert read_metadata(path)["model"] == "./sd"
+    assert b"models" not in path.read_bytes()
+    assert read_metadata(save_image(tmp_path / "b.png", picture(), METADATA | {"model": "a/b"}))["model"] == "a/b"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "eps"])
+def test_only_regular_files_of_known_formats_are_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")
+    with pytest.raises(InputError, match=r"cannot be read|can be read"):
+        read_metadata(path)
+
+
 def test_half_a_surrogate_comes_back(tmp_path: Path) -> None:
     metadata = METADATA | {"prompt": "a \udcff b"}
-    assert read_metadata(save_png(tmp_path / "a.png", picture(), metadata)) == metadata
+    assert read_metadata(save_image(tmp_path / "a.png", picture(), metadata)) == metadata
 
 
 def test_numpy_numbers_are_written(tmp_path: Path) -> None:
-    path = save_png(tmp_path / "a.png", picture(), METADATA | {"seed": np.uint64(5), "guidance_scale": np.float32(2)})
+    path = save_image(tmp_path / "a.png", picture(), METADATA | {"seed": np.uint64(5), "guidance_scale": np.float32(2)})
     assert read_metadata(path)["seed"] == 5
 
 
@@ -174,7 +230,7 @@ def test_never_replaces_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_text("mine")
     with pytest.raises(InputError, match="not replaced"):
-        save_png(path, picture(), METADATA)
+        save_image(path, picture(), METADATA)
     assert path.read_text() == "mine"
     assert os.listdir(tmp_path) == ["a.png"]
 
@@ -184,10 +240,10 @@ def test_never_replaces_a_file_where_there_are_no_links(tmp_path: Path, monkeypa
         raise PermissionError("no links here")
 
     monkeypatch.setattr(os, "link", link)
-    path = save_png(tmp_path / "a.png", picture(), METADATA)
+    path = save_image(tmp_path / "a.png", picture(), METADATA)
     assert read_metadata(path) == METADATA
     with pytest.raises(InputError, match="not replaced"):
-        save_png(path, picture(), {})
+        save_image(path, picture(), {})
     assert os.listdir(tmp_path) == ["a.png"]
 
 
@@ -198,13 +254,13 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Image.Image, "save", save)
     with pytest.raises(CanvaxError, match="No space left"):
-        save_png(tmp_path / "a.png", picture(), METADATA)
+        save_image(tmp_path / "a.png", picture(), METADATA)
     assert os.listdir(tmp_path) == []
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(CanvaxError, match="cannot be written"):
-        save_png(tmp_path / "none" / "a.png", picture(), METADATA)
+        save_image(tmp_path / "none" / "a.png", picture(), METADATA)
 
 
 def test_free_names(tmp_path: Path) -> None:
@@ -395,8 +451,8 @@ def test_packed_text_after_the_pixels(tmp_path: Path) -> None:
     [
         (b"", "is not a PNG"),
         (b"GIF89a....", "is not a PNG"),
-        (png(), "says nothing"),
-        (png(chunk(b"tEXt", b"Software\0x")), "says nothing"),
+        (png(), "holds no description"),
+        (png(chunk(b"tEXt", b"Software\0x")), "holds no description"),
         (png(chunk(b"tEXt", b"workflow\0{}")), "ComfyUI"),
         (png(chunk(b"tEXt", b"parameters\0a"))[:30], "damaged"),
         (b"\x89PNG\r\n\x1a\n" + b"\xff\xff\xff\xfftEXt", "damaged"),

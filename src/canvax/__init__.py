@@ -67,7 +67,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'canvax' has no attribute {name!r}")
+        from canvax.familiar import missing_class
+
+        raise AttributeError(missing_class(name) or f"module 'canvax' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -15,7 +15,11 @@ from typing import Any
 
 
 class CanvaxError(Exception):
-    """Root of everything canvax raises on purpose."""
+    """Root of everything canvax raises on purpose. Messages are one line, however long a value in them is."""
+
+    def __init__(self, message: object = "") -> None:
+        words = [_shortened(word, LONGEST_WORD) for word in str(message).split()]
+        super().__init__(_shortened(" ".join(words), LONGEST_MESSAGE))
 
 
 class InputError(CanvaxError, ValueError):
@@ -46,15 +50,40 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def check_count(name: str, value: Any) -> int:
-    """``value`` as an int, if it is a whole number of at least 1.
+LONGEST_WORD, LONGEST_MESSAGE = 300, 4000
+"""Characters of a word and of a message beyond which the middle is left out."""
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
+def plain(value: Any) -> Any:
+    """A 0-d array of any library as a Python number; anything else as it is.
+
+    Raises:
+        InputError: a whole number of hundreds of digits, which Python itself refuses to write out.
+    """
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int) and value.bit_length() > 1024:
+        raise InputError(f"a whole number of {value.bit_length()} bits is too large for anything here")
+    return value
+
+
+def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
+    """``value`` as an int, if it is a whole number in 1..``most``.
 
     Raises:
         InputError: it is not.
     """
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(f"{name}={value!r} is not a whole number of at least 1")
-    return int(value)
+    count = int(value)
+    if count > most:
+        raise InputError(f"{name}={count} is more than {most}")
+    return count
 
 
 def check_number(name: str, value: Any, cure: str = "") -> float:
@@ -63,6 +92,7 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     Raises:
         InputError: it is not; ``cure`` follows.
     """
+    value = plain(value)
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:

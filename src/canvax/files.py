@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from canvax.errors import CheckpointError
 
@@ -25,7 +26,7 @@ _LEFTOVER = 3600
 """Seconds without a change after which a temporary file is taken for one that a killed process left."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> FileIO:
     """A file opened for reading, unbuffered, if it is a regular file.
 
     A pipe would be waited for and ``/dev/zero`` read without an end, so nothing else is opened.

@@ -46,7 +46,7 @@ def check_seed(seed: int | None) -> int:
     if seed is None:
         return random_seed()
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
-        raise InputError(f"seed must be an integer in 0..2**64-1, or None for a random one; got {seed!r}")
+        raise InputError(f"seed={seed!r} is not a whole number in 0..2**64-1, or None for a random one")
     seed = int(seed)
     if seed == -1:
         return random_seed()

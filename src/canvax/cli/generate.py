@@ -18,7 +18,7 @@ from canvax.cli.pictures import Picture, Source, check_table, gather
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
 from canvax.images.grid import make_grid
-from canvax.images.metadata import save_numbered, save_png
+from canvax.images.metadata import save_image, save_numbered
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -124,7 +124,7 @@ class Destination:
         except OSError as error:
             raise CanvaxError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
         if self.is_file:
-            return save_png(self.path, image, metadata)
+            return save_image(self.path, image, metadata)
         return save_numbered(self.path, image, metadata, metadata["seed"])
 
     def save_grid(self, images: Sequence[Image], metadata: Sequence[Mapping[str, Any]]) -> Path:

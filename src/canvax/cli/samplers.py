@@ -86,7 +86,7 @@ def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str, Any]) -> None:
-    from canvax.images.metadata import save_png
+    from canvax.images.metadata import save_image
 
     path = Path(arguments.output).expanduser()
     if path.suffix.lower() != ".png":
@@ -95,7 +95,7 @@ def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str
         raise InputError(f"--output {arguments.output!r} is there already, and nothing is written over; choose another")
     scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
     image = draw_curves(scheduler, curves or _usual(arguments.sampler), arguments.steps)
-    report["file"] = str(save_png(path, image, {}))
+    report["file"] = str(save_image(path, image, {}))
     if not arguments.json:
         say(report["file"])
 

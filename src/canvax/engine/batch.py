@@ -175,6 +175,13 @@ class Batch:
         self._runs[slot] = None
         return rows[indices.index(slot), 0]
 
+    def replace(self, latents: HostArray) -> None:
+        """Go on from other latents [n, h, w, C] float32 in the first slots; needs all devices in this process."""
+        assert self._flight is not None
+        state = np.array(jax.device_get(self._flight.state))
+        state[: len(latents), 0] = latents
+        self._flight = self._flight._replace(state=self._put(state))
+
     @property
     def free(self) -> list[int]:
         """Slots without an image."""

@@ -1,1 +1,1 @@
-"""Pictures: arrays to PIL and back, grids, and the text that a PNG carries."""
+"""Images: arrays to PIL and back, grids, and the metadata that their files carry."""

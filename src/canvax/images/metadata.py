@@ -1,8 +1,7 @@
-"""The metadata of an image: written into a PNG, read back from PNGs of canvax and of other programs.
+"""The metadata of an image: written into its file, read back from files of canvax and of other programs.
 
-A PNG of canvax carries two texts: ``parameters``, in the form that A1111 and its relatives read, and ``canvax``, the
-whole metadata as JSON. Reading looks at the PNG's own structure and never decodes pixels, so an image that claims to
-be enormous costs nothing. (Format: the PNG specification, sections 5 and 11.3.3.)
+:mod:`canvax.images.formats` says where it lies. Reading looks at a PNG's own structure and never decodes pixels, so an
+image that claims to be enormous costs nothing. (Format: the PNG specification, sections 5 and 11.3.3.)
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from canvax.errors import CanvaxError, InputError
-from canvax.images.infotext import from_infotext, to_infotext
+from canvax.files import open_regular
+from canvax.images.infotext import from_infotext
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-JSON_TEXT = "canvax"
-INFOTEXT = "parameters"
 
 MAX_TEXT = 4 << 20
 """The longest text that is read, in bytes, before and after it is unpacked."""
@@ -35,39 +33,36 @@ _TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 _MAX_CHUNKS = 100_000
 
 
-def save_png(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
+def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
     """Write an image with its metadata, whole or not at all, and never over a file that is there.
 
     Args:
-        path: the file to make, in a folder that exists.
+        path: the file to make, in a folder that exists; its ending, .png, .jpg or .webp, chooses the format.
         image: what to write.
         metadata: as in :attr:`canvax.Result.metadata`; the metadata of a grid is ``{"grid": [metadata, ...]}``.
 
     Raises:
-        InputError: the file exists, even if another process made it a moment ago.
+        InputError: the file exists, even if another process made it a moment ago, or its ending is not known.
         CanvaxError: it cannot be written.
     """
-    from PIL.PngImagePlugin import PngInfo
+    from canvax.images.formats import format_of, save_keywords
 
     path = Path(path)
-    texts = PngInfo()
-    if metadata:
-        grid = metadata.get("grid")
-        texts.add_text(INFOTEXT, _encodable(to_infotext(grid[0] if grid else metadata)))
-        texts.add_itxt(JSON_TEXT, _encodable(json.dumps(dict(metadata), ensure_ascii=False, default=_plain)))
+    kind = format_of(path)
+    keywords = save_keywords(kind, metadata)
     draft = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
         try:
             with open(draft, "xb") as file:
-                image.save(file, "PNG", pnginfo=texts)
+                image.save(file, kind, **keywords)
             _publish(draft, path)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError, ValueError):
                 draft.unlink()
     except FileExistsError:
         raise InputError(f"{path}: there is such a file already, and it is not replaced; choose another name") from None
-    except OSError as error:
-        raise CanvaxError(f"{path}: cannot be written ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:
+        raise CanvaxError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
     return path
 
 
@@ -84,16 +79,6 @@ def _publish(draft: Path, path: Path) -> None:
         except OSError:
             path.unlink()
             raise
-
-
-def _encodable(text: str) -> str:
-    """The text with escapes for what UTF-8 cannot hold, such as half of a surrogate pair; the same ones as in JSON."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """A numpy scalar as a Python number."""
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 MOST = 10**9 - 1
@@ -119,27 +104,31 @@ def save_numbered(
     while True:
         path = unique_path(folder, seed, prefix=prefix)
         try:
-            return save_png(path, image, metadata)
+            return save_image(path, image, metadata)
         except InputError:
             if not path.exists():
                 raise
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """How a PNG was made, with the keys of :attr:`canvax.Result.metadata`.
+    """How an image was made, with the keys of :attr:`canvax.Result.metadata`, from a PNG, JPEG or WebP.
 
-    PNGs of canvax give back exactly what was written. Those of A1111, Forge and stable-diffusion.cpp give the keys that
-    their text tells, and under ``other`` what canvax has no key for. No pixel is decoded.
+    Files of canvax give back exactly what was written. Those of A1111, Forge and stable-diffusion.cpp give the keys
+    that their text has, and under ``other`` what canvax has no key for. No pixel is decoded.
 
     Raises:
-        InputError: no such file, not a PNG, or nothing in it that can be read.
+        InputError: no such file, not such an image, or nothing in it that can be read.
     """
+    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
+
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            texts = dict(_texts(file, path))
+        with open_regular(path) as raw, BufferedReader(raw) as file:
+            is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
+            file.seek(0)
+            texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give the path of a PNG") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give the path of an image") from None
     if JSON_TEXT in texts:
         try:
             metadata = json.loads(texts[JSON_TEXT], parse_float=_finite, parse_constant=_finite)
@@ -165,10 +154,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _texts(file: BinaryIO, path: Path) -> Iterator[tuple[str, str]]:
-    """The texts of a PNG, in order; those under names that are not read are given as empty."""
-    if file.read(len(_SIGNATURE)) != _SIGNATURE:
-        raise InputError(f"{path}: is not a PNG; only PNGs carry metadata that canvax reads")
+def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The texts of a PNG, in order; those under other ``names`` are given as empty."""
+    file.seek(len(_SIGNATURE))
     size = os.fstat(file.fileno()).st_size
     for _ in range(_MAX_CHUNKS):
         head = file.read(8)
@@ -181,7 +169,7 @@ def _texts(file: BinaryIO, path: Path) -> Iterator[tuple[str, str]]:
         if kind in _TEXTS:
             keyword, separator, _ = file.read(min(length, 80)).partition(b"\0")
             name = keyword.decode("latin-1") if separator else ""
-            wanted = name in (JSON_TEXT, INFOTEXT)
+            wanted = name in names
             if wanted and length > MAX_TEXT:
                 raise InputError(f"{path}: its text {name!r} is longer than {MAX_TEXT} bytes and is not read")
             file.seek(end - 4 - length + len(keyword) + 1)

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count, check_number, nearest
+from canvax.errors import InputError, check_count, check_number, nearest, plain
 from canvax.noise import image_seeds
 from canvax.types import DType
 
 MAX_SIDE = 16384
+MOST_IMAGES = 65536
+"""Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
 SIZE_STEP = 8
 LARGEST_WHOLE = 1536 * 1536
 """Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
@@ -37,13 +40,18 @@ def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
-    check_count("num_images_per_prompt", per_prompt)
+    per_prompt = check_count("num_images_per_prompt", per_prompt)
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(p, str) for p in prompts):
         raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
         raise InputError(f"negative_prompt={negative!r} is neither a string nor a list of strings")
+    if len(prompts) * per_prompt > MOST_IMAGES:
+        raise InputError(
+            f"num_images_per_prompt={per_prompt} of {len(prompts)} prompts is more than {MOST_IMAGES} images at once; "
+            "call the pipeline for some at a time"
+        )
     if len(negatives) != len(prompts):
         raise InputError(
             f"negative_prompt has {len(negatives)} entries for {len(prompts)} prompts; give one string for all, "
@@ -70,7 +78,7 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
 
 def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:
     """Height or width in pixels, for a VAE of ``factor`` pixels per latent."""
-    if value is None:
+    if (value := plain(value)) is None:
         return default
     step = math.lcm(SIZE_STEP, factor)
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
@@ -84,7 +92,7 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
 
 def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
-    if value is None:
+    if (value := plain(value)) is None:
         return own or default
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
         raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
@@ -102,30 +110,55 @@ def check_guidance(scale: Any, default: float) -> float:
     )
 
 
-def check_latents(latents: Any, shape: tuple[int, int, int, int]) -> np.ndarray | None:
-    """Initial noise given by the caller, in the layout of ``Result.latents``."""
+def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> np.ndarray | None:
+    """Latents given by the caller, in the layout of ``Result.latents``."""
     if latents is None:
         return None
+    refuse_tracers(name, latents)
     try:
-        array = np.asarray(latents, np.float32)
-    except (TypeError, ValueError):
-        raise InputError(f"latents={latents!r} is not an array; this call needs [B, h, w, C] = {shape}") from None
-    if array.shape != shape:
-        raise InputError(f"latents has shape {array.shape}; this call needs [B, h, w, C] = {shape}")
+        array = np.asarray(latents)
+        array = array if np.iscomplexobj(array) else array.astype(np.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name}: not an array of numbers; this call needs [B, h, w, C] = {shape}") from None
+    if array.shape != shape or array.dtype != np.float32:
+        got = f"{array.dtype} {array.shape}"
+        moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)
+        raise InputError(f"{name}: {got} is not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():
-        raise InputError("latents has values that are not finite")
+        raise InputError(f"{name} has values that are not finite")
     return array
 
 
+def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(got) == 4 and got == (shape[0], shape[3], shape[1], shape[2])
+
+
+def refuse_tracers(name: str, value: Any) -> None:
+    """A pipeline called inside ``jax.jit``, ``jax.grad`` or ``jax.vmap`` gets tracers, which no host code can read."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise InputError(
+            f"{name} is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap; "
+            "docs/under-the-pipeline.md has the functions to use inside them"
+        )
+
+
 def check_seeds(seed: Any, count: int) -> list[int]:
-    """A seed for each image: ``seed + i``, or the list or array given."""
-    if isinstance(seed, np.ndarray):
-        return check_seeds(seed.tolist(), count)
+    """A seed for each image: ``seed + i``, or the list or array given.
+
+    Whole numbers of any library will do; keys of JAX and generators get a sentence.
+    """
+    refuse_tracers("seed", seed)
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        raise InputError("seed is a JAX key; write seed=1, or latents=jax.random.normal(key, (B, h, w, C))")
+    if (initial := getattr(seed, "initial_seed", None)) is not None:
+        raise InputError(f"seed is a generator; write generator=, or seed={initial()} and noise='torch'")
+    if not isinstance(seed, str) and getattr(seed, "ndim", 0) == 1 and hasattr(seed, "tolist"):
+        seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
             raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
-        return [image_seeds(own, 1)[0] for own in seed]
-    return image_seeds(seed, count)
+        return [image_seeds(plain(own), 1)[0] for own in seed]
+    return image_seeds(plain(seed), count)
 
 
 def check_precision(precision: str | None) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 
-from canvax.errors import InputError, check_count, nearest
+from canvax.errors import InputError, check_count, nearest, plain
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
 
@@ -23,18 +24,21 @@ class Step:
     Attributes:
         index: the evaluation just done, from 0.
         total: how many there are.
+        timestep: the timestep of it, of the checkpoint's 0..999.
         latents: the noisy latents after it [B, h, w, C] float32.
         denoised: the image the network sees in them [B, h, w, C] float32, for previews.
     """
 
     index: int
     total: int
+    timestep: float
     latents: np.ndarray
     denoised: np.ndarray
 
 
-Callback = Callable[[Step], bool | None]
-"""Called after each step; returning False cancels the picture (:class:`canvax.errors.Cancelled`)."""
+Callback = Callable[[Step], Any]
+"""Called after each evaluation. It may return None to go on, False to cancel the image
+(:class:`canvax.errors.Cancelled`), or latents [B, h, w, C] to go on from in place of ``Step.latents``."""
 
 
 PAIRS = (
@@ -115,10 +119,15 @@ class Options:
     aesthetic_score: float | None = None
     negative_aesthetic_score: float | None = None
 
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        """Refuse unknown names in a sentence, before the constructor does in a bare one."""
+        for name in keywords.keys() - set(_names()):
+            raise InputError(f"canvax.Options has no {name!r}; {nearest(name, _names())}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if isinstance(value := getattr(self, field.name), np.generic):
-                object.__setattr__(self, field.name, value.item())  # metadata keeps plain values
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
@@ -143,8 +152,7 @@ class Options:
                 f"denoising_start={self.denoising_start!r} and denoising_end={self.denoising_end!r} are not in order; "
                 "give 0 <= denoising_start < denoising_end <= 1, 0.8 is usual between base and refiner"
             )
-        if self.callback is not None and not callable(self.callback):
-            raise InputError(f"callback={self.callback!r} is not a function; it is called with a canvax.Step")
+        _check_callback(self.callback)
         for name in PAIRS:
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
         for name in ("aesthetic_score", "negative_aesthetic_score"):
@@ -166,13 +174,35 @@ class Options:
             return len(self.sigmas) - (self.sigmas[-1] == 0)
         return len(self.guidance_steps) if self.guidance_steps else None
 
+    def given(self) -> set[str]:
+        """Names of the options that differ from their defaults."""
+        return {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
-        return {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if field.name not in ("progress", "callback") and (value := getattr(self, field.name)) != field.default
-        }
+        decisive = self.given() - {"progress", "callback"}
+        return {name: getattr(self, name) for name in _names() if name in decisive}
+
+
+def _names() -> list[str]:
+    return [field.name for field in dataclasses.fields(Options)]
+
+
+def _check_callback(callback: Any) -> None:
+    """Refuse what cannot be called with one :class:`Step`, before anything runs."""
+    if callback is None:
+        return
+    if not callable(callback):
+        raise InputError(f"callback={callback!r} is not a function; it is called with a canvax.Step")
+    try:
+        inspect.signature(callback).bind(None)
+    except ValueError:  # a function of C, which does not tell
+        return
+    except TypeError:
+        raise InputError(
+            f"callback={callback!r} cannot be called with one argument, a canvax.Step; "
+            "callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
+        ) from None
 
 
 def check_options(options: Any) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,24 +18,28 @@ from canvax.compile.aot import Build
 from canvax.compile.monitor import counting
 from canvax.compile.programs import PROGRAMS, Programs, Ready
 from canvax.errors import InputError, check_count
+from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model
+from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, cures, explained, free_bytes, program_bytes
-from canvax.parallel.mesh import padded_batch
+from canvax.parallel.mesh import make_mesh, padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
-from canvax.pipelines.checks import check_size, is_tiled, parse_dtype
+from canvax.pipelines import functions
+from canvax.pipelines.checks import check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
+from canvax.pipelines.translate import translate_call, translate_load
 from canvax.samplers import build_table
 from canvax.types import Array, DType
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class StableDiffusion:
     """A pipeline from text to images. Made by :func:`canvax.load` or :meth:`from_pretrained`.
 
@@ -51,12 +57,105 @@ class StableDiffusion:
     def __repr__(self) -> str:
         return summary(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(answer(name, ATTRIBUTES, dir(type(self)), "an attribute of a pipeline"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Parameters may be replaced; nothing else, since programs and configs belong together."""
+        if name != "params" and (name not in ("model", "programs") or name in vars(self)):
+            raise AttributeError(f"cannot be set: {answer(name, ATTRIBUTES, [], 'an attribute that can be set')}")
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices."""
+        if self.params is None:
+            raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
+        files, model = self.model.files, self.model
+        keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
+        keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
+        return _load_again, (files.name, keywords, dict(self.mesh.shape))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices, with the axes ``data`` and ``model``."""
+        return self.programs.mesh
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices in the order of the mesh."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def device(self) -> Any:
+        """The first device."""
+        return self.mesh.devices.flat[0]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of weights and activations."""
+        return parse_dtype(self.model.dtype)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the first text encoder."""
+        return next(iter(self.model.tokenizers.values()))
+
+    def encode(
+        self,
+        prompt: str | Sequence[str],
+        prompt_2: str | Sequence[str] | None = None,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        clip_skip: int = 0,
+        params: Params | None = None,
+    ) -> Conditions:
+        """What the denoiser is conditioned on: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
+
+        A pure function of ``params``: it can stand inside ``jax.jit`` and ``jax.grad``.
+
+        Args:
+            prompt: one or several.
+            prompt_2: what SDXL's second text encoder reads, if not ``prompt``.
+            height: pixels of the images, of which SDXL is told; by default the size the model was trained for.
+            width: likewise.
+            clip_skip: layers of the text encoder left out at the end.
+            params: the parameters, if not those of the pipeline.
+        """
+        params = self._own(params)
+        return functions.encode(self.model, params, prompt, prompt_2, height=height, width=width, clip_skip=clip_skip)
+
+    def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
+        """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
+
+        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+
+        Args:
+            latents: noisy latents [B, h, w, C], of variance 1 or less (variance-preserving).
+            timestep: one of the checkpoint's, 0..999; one for all or [B].
+            conditions: as from :meth:`encode`.
+            params: the parameters, if not those of the pipeline.
+        """
+        return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
+
+    def decode(self, latents: Array, *, params: Params | None = None) -> Array:
+        """Images [B, H, W, 3] float32 in 0..1 of latents [B, h, w, C], such as ``Result.latents``.
+
+        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+        """
+        return functions.decode(self.model, self._own(params), latents)
+
     @classmethod
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of :func:`canvax.load`."""
-        opened, programs, params = open_model(model, **keywords)
-        return cls(opened, programs), params
+        pipe = load(model, **keywords)
+        assert pipe.params is not None
+        return cls(pipe.model, pipe.programs), pipe.params
 
+    @accepts(translate_call)
     def __call__(
         self,
         prompt: str | Sequence[str],
@@ -155,6 +254,8 @@ class StableDiffusion:
                 )
         return Path(folder)
 
+    save_pretrained = save
+
     def place(self, params: Params) -> Params:
         """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
 
@@ -246,14 +347,19 @@ class StableDiffusion:
             announce=display.announce,
         )
 
-    def _params(self, params: Params | None) -> Params:
-        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""
-        own = params is None or params is self.params
+    def _own(self, params: Params | None) -> Params:
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
+        return params
+
+    def _params(self, params: Params | None) -> Params:
+        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""
+        own = params is None or params is self.params
+        params = self._own(params)
         if not isinstance(params, Mapping):
             raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
+        refuse_tracers("params", params)
         placed = is_on(params, self.programs.mesh)
         if own and placed:
             return params
@@ -266,6 +372,14 @@ class StableDiffusion:
         return params
 
 
+def _load_again(model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int]) -> StableDiffusion:
+    """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
+    count = math.prod(mesh.values())
+    devices = jax.devices()
+    return load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+
+
+@accepts(translate_load)
 def load(
     model: str | Path = "emoji",
     *,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,9 +13,10 @@ from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import Cancelled
+from canvax.errors import Cancelled, CanvaxError, InputError
 from canvax.families.base import Ids, Model
 from canvax.images.convert import to_pil
+from canvax.images.formats import GeneratedImage
 from canvax.models.text import Conditions
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel import multihost
@@ -22,7 +24,7 @@ from canvax.parallel.memory import check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
-from canvax.pipelines.checks import is_tiled
+from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
 from canvax.pipelines.options import Step
 from canvax.pipelines.record import metadata
@@ -71,18 +73,23 @@ def text_to_image(
             noise = initial_noise(request.seeds, request.shape[1:], request.options.noise)
         batch = Batch(programs, params, latents, ready.denoisers)
         batch.fill(noise, conditions, negative, seed_keys(request.seeds), [table] * count, deep)
-        denoise(batch, request, display, singly=multihost.is_spread(mesh))
+        denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
         pixels = np.zeros((0, request.height, request.width, 3), np.float32)
         if ready.decode:
             _, pixels = own_rows(ready.decode(params["vae"], map_parts(lambda part: part[:, 0], batch.state)), count)
 
+    if not np.isfinite(pixels).all():
+        raise CanvaxError(
+            f"the images have values that are not finite: {model.name} overflows in {model.dtype}; load it with "
+            "dtype='bfloat16' or 'float32', or lower the guidance scale"
+        )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
     timings |= {"first_step": display.first_step - began, "total": time.perf_counter() - began}
     records = metadata(model, request)
     return Result(
-        images=to_pil(pixels),
+        images=[GeneratedImage.of(image, records[i]) for i, image in zip(indices, to_pil(pixels), strict=False)],
         pixels=pixels,
         latents=rows[:, 0],
         metadata=[records[i] for i in indices],
@@ -142,23 +149,41 @@ def zeros_like(conditions: Conditions) -> Conditions:
     return {name: put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()}
 
 
-def denoise(batch: Batch, request: Request, display: Display, *, singly: bool) -> None:
-    """Run all rows, a few at a time, with progress on the way.
+def denoise(batch: Batch, request: Request, table: SamplerTable, display: Display, *, spread: bool) -> None:
+    """Run all rows, a few at a time, with progress on the way; ``spread`` over several processes.
 
     Raises:
         Cancelled: the callback returned False.
+        InputError: it returned what cannot be gone on from.
     """
     total, count, callback = batch.rows_left, len(request.prompts), request.options.callback
     # Every process must run the same number of rows per call, so its size must not depend on local timing.
-    singly = singly or callback is not None
+    singly = spread or callback is not None
     with display.bar(total) as bar:
         while left := batch.rows_left:
             batch.step(1 if singly else bar.chunk(left))
             bar.advance(left - batch.rows_left)
             display.stepped()
             if callback:
-                done = total - batch.rows_left
+                row = total - batch.rows_left - 1
                 assert batch.denoised is not None
-                step = Step(done - 1, total, own_rows(batch.state, count)[1][:, 0], own_rows(batch.denoised, count)[1])
-                if isinstance(go_on := callback(step), bool | np.bool_) and not go_on:
-                    raise Cancelled(f"cancelled by the callback after evaluation {done} of {total}")
+                latents, denoised = own_rows(batch.state, count)[1][:, 0], own_rows(batch.denoised, count)[1]
+                step = Step(row, total, float(table.timestep[row]), latents.copy(), denoised)
+                returned = callback(step)
+                if isinstance(returned, bool | np.bool_) and not returned:
+                    raise Cancelled(f"cancelled by the callback after evaluation {row + 1} of {total}")
+                if not isinstance(returned, bool | np.bool_ | None):
+                    batch.replace(steered(returned, latents.shape, spread=spread))
+                elif not np.array_equal(step.latents, latents):
+                    batch.replace(steered(step.latents, latents.shape, spread=spread))
+
+
+def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarray:
+    """The latents that a callback wants to go on from, checked."""
+    if isinstance(returned, Mapping):
+        returned = returned.get("latents")
+    latents = check_latents(returned, shape, "the latents that the callback returned")
+    if latents is None or spread:
+        why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
+        raise InputError(f"the callback returned {type(returned).__name__}, which cannot be used: {why}")
+    return latents

@@ -1,0 +1,237 @@
+"""Names that people know from diffusers, A1111 and their relatives, and what canvax does with each.
+
+One table serves calls, :func:`canvax.load`, attributes, the command line and ``docs/coming-from-diffusers.md``, which
+shows it. A name that works under another one says so in ``becomes``; the others get one sentence, their ``answer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar
+
+from canvax.errors import InputError
+
+PAGE = "docs/coming-from-diffusers.md"
+NOT_HERE = "canvax does not have {} yet"
+
+
+class Familiar(NamedTuple):
+    """What happens to a name: it means ``becomes``, or its user gets ``answer``."""
+
+    answer: str = ""
+    becomes: str = ""
+
+
+def _same(names: str, answer: str) -> dict[str, Familiar]:
+    return {name: Familiar(answer) for name in names.split()}
+
+
+def _renamed(names: str, becomes: str) -> dict[str, Familiar]:
+    return {name: Familiar(becomes=becomes) for name in names.split()}
+
+
+CALL: dict[str, Familiar] = {
+    **_renamed("steps sampling_steps", "num_inference_steps"),
+    **_renamed("cfg cfg_scale guidance scale", "guidance_scale"),
+    **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
+    **_renamed("negative uc", "negative_prompt"),
+    **_renamed("scheduler sampler_name", "sampler"),
+    **_same("prompt_embeds negative_prompt_embeds pooled_prompt_embeds negative_pooled_prompt_embeds",
+            "pipe.encode gives the conditions of a prompt, and docs/under-the-pipeline.md shows a loop over them"),
+    **_same("image init_image strength denoising_strength", NOT_HERE.format("image to image")),
+    **_same("mask mask_image", NOT_HERE.format("inpainting")),
+    **_same("control_image controlnet_conditioning_scale guess_mode", NOT_HERE.format("ControlNet")),
+    **_same("ip_adapter_image ip_adapter_image_embeds", NOT_HERE.format("IP-Adapter")),
+    **_same("cross_attention_kwargs lora_scale", NOT_HERE.format("LoRA")),
+    **_same("callback_steps", "options.callback is called after each evaluation of the network"),
+    **_same("pag_scale sag_scale", NOT_HERE.format("perturbed or self-attention guidance")),
+    **_same("aesthetic_gradients hr_scale enable_hr hires_fix", NOT_HERE.format("a second pass at a larger size")),
+    **_same("width_height size resolution", "write height=512, width=512"),
+    **_same("rng prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, C))"),
+    **_same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
+}  # fmt: skip
+"""Arguments of a call. The fields of :class:`canvax.Options` are arguments as well."""
+
+LOAD: dict[str, Familiar] = {
+    **_renamed("torch_dtype weights_dtype", "dtype"),
+    **_renamed("use_auth_token", "token"),
+    **_renamed("pretrained_model_name_or_path model_id", "model"),
+    **_same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
+            "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
+    **_same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
+    **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
+            "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
+    **_same("subfolder", "pass the folder of the whole model, with model_index.json in it"),
+    **_same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),
+    **_same("from_tf from_flax from_pt", "safetensors and Flax's msgpack are both read; leave it out"),
+    **_same("load_in_8bit load_in_4bit quantization_config", "write quantize='int8' or quantize='float8'"),
+    **_same("force_download resume_download proxies mirror local_dir",
+            "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
+    **_same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
+    **_same("lora adapter adapters", NOT_HERE.format("LoRA")),
+    **_same("controlnet", NOT_HERE.format("ControlNet")),
+}  # fmt: skip
+"""Arguments of :func:`canvax.load`."""
+
+HARMLESS: dict[str, tuple[object, ...]] = {
+    "safety_checker": (None,),
+    "feature_extractor": (None,),
+    "image_encoder": (None,),
+    "requires_safety_checker": (False, None),
+    "use_safetensors": (True, None),
+    "low_cpu_mem_usage": (True, False, None),
+    "add_watermarker": (False, None),
+    "device_map": (None,),
+}
+"""Arguments of :func:`canvax.load` that ask for what canvax does anyway, and with which values."""
+
+ATTRIBUTES: dict[str, Familiar] = {
+    **_same("to cuda cpu half float", "weights are placed and cast while loading: drop this line, or write dtype= and "
+            "mesh= in canvax.load"),
+    **_same("enable_attention_slicing disable_attention_slicing enable_xformers_memory_efficient_attention "
+            "disable_xformers_memory_efficient_attention set_use_memory_efficient_attention_xformers",
+            "attention never holds all its scores: drop this line"),
+    **_same("enable_vae_tiling disable_vae_tiling", "pass tiling='on' to a call; large images are tiled by themselves"),
+    **_same("enable_vae_slicing disable_vae_slicing", "batches are decoded in parts by themselves: drop this line"),
+    **_same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
+            "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
+    **_same("enable_freeu disable_freeu", NOT_HERE.format("FreeU")),
+    **_same("load_lora_weights unload_lora_weights fuse_lora unfuse_lora set_adapters delete_adapters load_attn_procs",
+            NOT_HERE.format("LoRA")),
+    **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
+    **_same("load_ip_adapter set_ip_adapter_scale", NOT_HERE.format("IP-Adapter")),
+    **_same("set_progress_bar_config progress_bar", "pass progress=False to a call"),
+    **_same("encode_prompt", "pipe.encode(prompt) gives the conditions of a prompt"),
+    **_same("from_single_file", "save the model as a folder with diffusers first: docs/loading.md#single-files"),
+    **_same("from_ckpt", "save the model as a folder with diffusers first: docs/loading.md#single-files"),
+    **_same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
+    **_same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on, configs "
+            "pipe.model.unet and so on; docs/under-the-pipeline.md calls the networks"),
+    **_same("safety_checker feature_extractor image_encoder", "canvax has no safety checker"),
+    **_same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
+    **_same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
+    **_same("vae_scale_factor", "pipe.model.vae.factor"),
+    **_same("jit apply init", "the pipeline compiles by itself; docs/under-the-pipeline.md has its functions"),
+    **_same("generate txt2img text2img", "call the pipeline: pipe('a red apple')"),
+    **_same("img2img", NOT_HERE.format("image to image")),
+    **_same("inpaint", NOT_HERE.format("inpainting")),
+    **_renamed("save_pretrained", "save"),
+}  # fmt: skip
+"""Attributes and methods of a pipeline."""
+
+FLAGS: dict[str, Familiar] = {
+    **_same("lora lora-dir lora-model", NOT_HERE.format("LoRA")),
+    **_same("controlnet control control-net control-image", NOT_HERE.format("ControlNet")),
+    **_same("image init-image init-img image-path strength denoising-strength img2img",
+            NOT_HERE.format("image to image")),
+    **_same("mask mask-image inpaint", NOT_HERE.format("inpainting")),
+    **_same("embedding embeddings embeddings-dir textual-inversion", NOT_HERE.format("textual inversion")),
+    **_same("ip-adapter", NOT_HERE.format("IP-Adapter")),
+    **_same("device gpu cuda cpu use-cpu platform", "the variable JAX_PLATFORMS chooses: JAX_PLATFORMS=cpu canvax ..."),
+    **_same("fp16 half precision no-half", "write --dtype float16 (or bfloat16, float32)"),
+    **_same("bf16", "write --dtype bfloat16"),
+    **_same("fp32 full-precision no-half-vae", "write --dtype float32"),
+    **_same("lowvram medvram offload cpu-offload", "write --quantize int8, --vae-tiling on or a smaller --batch-size"),
+    **_same("xformers flash-attention opt-sdp-attention attention-slicing sdp",
+            "attention never holds all its scores: leave it out"),
+    **_same("jpg jpeg webp png format extension", "the name chooses: -o cat.png, -o cat.jpg or -o cat.webp"),
+    **_same("size resolution", "write --width 512 --height 512"),
+    **_same("ckpt checkpoint safetensors ckpt-dir", "write --model with a folder in the diffusers layout or a Hub id"),
+    **_same("vae", "a model folder holds its own VAE: put it into vae/"),
+    **_same("safety-checker no-safety-checker nsfw disable-nsfw-checker", "canvax has no safety checker: leave it out"),
+    **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
+    **_same("hires-fix hr-scale upscale upscaler", NOT_HERE.format("a second pass at a larger size")),
+    **_same("negative-prompt-file", 'a prompt file may hold them: {"prompt": "...", "negative_prompt": "..."}'),
+    **_same("api listen port share", NOT_HERE.format("a server")),
+    **_same("karras", "write --sigmas karras, or a sampler such as 'DPM++ 2M Karras'"),
+    **_same("torch-compile compile", "programs are always compiled and cached: leave it out"),
+    **_same("ddim plms euler dpm", "write --sampler with its name; canvax samplers lists them"),
+    **_same("n-iter n-samples", "write --num-images"),
+}  # fmt: skip
+"""Flags of the command line, without their dashes."""
+
+CLASSES = {
+    "StableDiffusionPipeline": "write canvax.load(model)",
+    "StableDiffusionXLPipeline": "write canvax.load(model)",
+    "DiffusionPipeline": "write canvax.load(model)",
+    "AutoPipelineForText2Image": "write canvax.load(model)",
+    "StableDiffusionImg2ImgPipeline": NOT_HERE.format("image to image"),
+    "AutoPipelineForImage2Image": NOT_HERE.format("image to image"),
+    "StableDiffusionInpaintPipeline": NOT_HERE.format("inpainting"),
+    "AutoPipelineForInpainting": NOT_HERE.format("inpainting"),
+    "StableDiffusionControlNetPipeline": NOT_HERE.format("ControlNet"),
+    "ControlNetModel": NOT_HERE.format("ControlNet"),
+    "AutoencoderKL": "canvax.models.vae has its functions; docs/under-the-pipeline.md calls them",
+    "UNet2DConditionModel": "canvax.models.unet has its functions; docs/under-the-pipeline.md calls them",
+    "FluxPipeline": NOT_HERE.format("FLUX"),
+    "StableDiffusion3Pipeline": NOT_HERE.format("Stable Diffusion 3"),
+}
+"""Names looked for in the module ``canvax``; those that start with Flax are in :mod:`canvax.flax_api`."""
+
+
+def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str) -> str:
+    """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
+    if entry := table.get(name):
+        return f"{name}: {entry.answer or f'write {entry.becomes}'} ({PAGE})"
+    near = get_close_matches(name, [*known, *table], n=1, cutoff=0.7)
+    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {PAGE}'}"
+
+
+def missing_class(name: str) -> str | None:
+    """What to say of a name that the module ``canvax`` has not; None if it is nothing people know."""
+    if name.startswith("Flax"):
+        return f"write from canvax.flax_api import {name} (docs/migrating-from-diffusers-flax.md)"
+    if name.endswith("Scheduler"):
+        return f"write sampler={name!r} in a call"
+    return f"{CLASSES[name]} ({PAGE})" if name in CLASSES else None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Callable[[Any], Any] | None]]
+"""From a function's own keywords and the others to those to call it with, and what to do with its result."""
+
+
+def accepts(translate: Translate) -> Callable[[F], F]:
+    """A decorator: a call with keywords that a function does not name goes through ``translate`` first."""
+
+    def decorate(function: F) -> F:
+        parameters = list(signature(function).parameters)
+
+        @wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            others = {name: value for name, value in keywords.items() if name not in parameters}
+            if not others:
+                return function(*arguments, **keywords)
+            own = dict(zip(parameters, arguments, strict=False))
+            for name in keywords.keys() - others.keys():
+                if name in own:
+                    raise InputError(f"{name} is given twice, by its place and by its name")
+                own[name] = keywords[name]
+            own, finish = translate(own, others)
+            result = function(**own)
+            return finish(result) if finish else result
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:
+    """Put what only has another name here under that name into ``own``; returns what is left of ``others``.
+
+    Raises:
+        InputError: one thing is given under two names.
+    """
+    left = {}
+    for name, value in others.items():
+        target = table[name].becomes if name in table else ""
+        if not target:
+            left[name] = value
+        elif own.get(target) is not None:
+            raise InputError(f"{name} and {target} are one argument; give it once")
+        else:
+            own[target] = value
+    return left

@@ -1,0 +1,141 @@
+"""How metadata lies in the files of each format, and images that write it themselves when they are saved.
+
+PNG: the texts ``parameters`` (the form that A1111 and its relatives read) and ``canvax`` (JSON). JPEG and WebP: EXIF,
+with ``parameters`` as UserComment, where A1111 has it, and the JSON as MakerNote. (EXIF 2.3, tags 0x9286 and 0x927C.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
+
+from canvax.errors import InputError
+from canvax.images.infotext import to_infotext
+
+JSON_TEXT = "canvax"
+INFOTEXT = "parameters"
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+
+MAX_EXIF = 65_000
+"""Bytes of EXIF that a JPEG can hold, about: one segment of 64 KiB."""
+
+_EXIF, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
+_UTF16 = b"UNICODE\0"
+_QUALITY = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}, "PNG": {}}
+
+
+def format_of(path: str | Path) -> str:
+    """The format that a name asks for, as Pillow calls it.
+
+    Raises:
+        InputError: its ending is none of :data:`FORMATS`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise InputError(f"{path}: {suffix or 'no ending'} is no format here; end it with .png, .jpg or .webp")
+    return FORMATS[suffix]
+
+
+def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as it goes into files: of a local model its folder's name alone, ``./name``.
+
+    The folders above it are nobody's business but the owner's.
+    """
+    if "grid" in metadata:
+        return {**metadata, "grid": [written(one) for one in metadata["grid"]]}
+    model = metadata.get("model")
+    if isinstance(model, str) and (os.path.isabs(model) or os.path.isdir(os.path.expanduser(model))):
+        return {**metadata, "model": f"./{os.path.basename(os.path.normpath(model))}"}
+    return dict(metadata)
+
+
+def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``Image.save`` is given to write ``metadata`` into a file of this kind."""
+    keywords = dict(_QUALITY[kind])
+    if not metadata:
+        return keywords
+    metadata = written(metadata)
+    grid = metadata.get("grid")
+    info = _encodable(to_infotext(grid[0] if grid else metadata))
+    text = _encodable(json.dumps(metadata, ensure_ascii=False, default=_plain))
+    if kind == "PNG":
+        keywords["pnginfo"] = texts = PngInfo()
+        texts.add_text(INFOTEXT, info)
+        texts.add_itxt(JSON_TEXT, text)
+        return keywords
+    exif = Image.Exif()
+    tags = exif.get_ifd(_EXIF)
+    tags[_USER_COMMENT] = _UTF16 + info.encode("utf-16-be")
+    tags[_MAKER_NOTE] = text.encode()
+    if len(exif.tobytes()) > MAX_EXIF and kind == "JPEG":
+        raise InputError(f"its metadata is longer than the {MAX_EXIF} bytes that a JPEG holds; write a PNG")
+    return keywords | {"exif": exif}
+
+
+def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
+    """The texts of a JPEG or WebP under the names that they have in a PNG; no pixel is decoded.
+
+    Raises:
+        InputError: it is neither.
+    """
+    try:
+        with Image.open(file, formats=("JPEG", "WEBP")) as image:
+            tags = image.getexif().get_ifd(_EXIF)
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError):
+        raise InputError(f"{path}: is not a PNG, JPEG or WebP that can be read") from None
+    texts = {}
+    if isinstance(note := tags.get(_MAKER_NOTE), bytes):
+        texts[JSON_TEXT] = note.decode("utf-8", "replace")
+    comment = tags.get(_USER_COMMENT)
+    if isinstance(comment, bytes) and comment.startswith(_UTF16):
+        texts[INFOTEXT] = comment.removeprefix(_UTF16).decode("utf-16-be", "replace")
+    return texts
+
+
+class GeneratedImage(Image.Image):
+    """A PIL image that writes how it was made into the PNG, JPEG or WebP that it is saved as.
+
+    What Pillow derives from it, such as a smaller copy, is an ordinary image.
+
+    Attributes:
+        metadata: as in :attr:`canvax.Result.metadata`.
+    """
+
+    metadata: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
+        """The same pixels with ``metadata``."""
+        copy = cls()
+        copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
+        return copy
+
+    def __getstate__(self) -> list[Any]:
+        return [*super().__getstate__(), getattr(self, "metadata", {})]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        super().__setstate__(state[:5])
+        self.metadata = state[5] if len(state) > 5 else {}
+
+    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
+        """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own."""
+        name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
+        kind = (format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
+        own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
+        super().save(fp, format, **own | params)
+
+
+def _encodable(text: str) -> str:
+    """The text with escapes for what UTF-8 cannot hold, such as half of a surrogate pair; the same ones as in JSON."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as a Python number."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,59 @@
+"""The three networks as functions of arrays, for loops of one's own: they can be jitted, differentiated and mapped.
+
+``docs/under-the-pipeline.md`` shows them at work. They run where their arrays are; the pipeline's own programs, its
+padding and its mesh have no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from canvax.families.base import Model
+from canvax.models.decode import decode_images
+from canvax.models.text import Conditions, encode_text
+from canvax.params import Params
+from canvax.pipelines.checks import check_prompts, check_second, check_size
+from canvax.types import Array
+
+_encode_text = jax.jit(encode_text, static_argnames="cfg")
+_decode_images = jax.jit(decode_images, static_argnames=("cfg", "tiled"))
+
+
+def encode(
+    model: Model,
+    params: Params,
+    prompt: str | Sequence[str],
+    prompt_2: str | Sequence[str] | None = None,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    clip_skip: int = 0,
+) -> Conditions:
+    """See :meth:`canvax.StableDiffusion.encode`."""
+    prompts, _ = check_prompts(prompt, None, 1)
+    ids = model.tokenize(prompts, check_second("prompt_2", prompt_2, prompts, 1))
+    weights = {name: params[name] for name in model.text.parts}
+    conditions = dict(_encode_text(weights, dict(ids), jnp.int32(clip_skip), cfg=model.text))
+    (tall, wide), factor = model.native_size, model.vae.factor
+    size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
+    if (numbers := model.size_conditions(*size, {})) is not None:
+        conditions["time_ids"] = jnp.tile(jnp.asarray(numbers[0]), (len(prompts), 1))
+    return conditions
+
+
+def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
+    """See :meth:`canvax.StableDiffusion.denoiser`."""
+    denoiser = model.networks.denoiser
+    weights = params[denoiser.component]
+    timesteps = jnp.broadcast_to(jnp.asarray(timestep, jnp.float32), latents.shape[:1])
+    output = denoiser.apply(weights, latents, timesteps, denoiser.prepare(weights, conditions))
+    return output.astype(jnp.float32)
+
+
+def decode(model: Model, params: Params, latents: Array) -> Array:
+    """See :meth:`canvax.StableDiffusion.decode`."""
+    return _decode_images(params["vae"], jnp.asarray(latents), cfg=model.vae)

@@ -1,0 +1,121 @@
+"""Arguments under names of diffusers and its relatives, as canvax's own: :mod:`canvax.familiar` has the names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, answer, renamed
+from canvax.pipelines.options import Options, Step, check_options
+
+if TYPE_CHECKING:
+    from canvax.pipelines.result import Result
+
+OUTPUTS = ("pil", "np", "numpy", "latent")
+_OWN = tuple(field.name for field in dataclasses.fields(Options))
+_ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
+_ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params")
+_LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
+_SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end")
+_SPECIAL += ("callback_on_step_end_tensor_inputs",)
+
+
+def translate_call(
+    own: dict[str, Any], others: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[[Result], Result] | None]:
+    """The keywords of a call, given its ``own`` and ``others``, and how to give its result the asked-for kind.
+
+    Fields of :class:`canvax.Options` may be given as arguments of the call.
+
+    Raises:
+        InputError: an argument is not known, is given twice or means what canvax does not have.
+    """
+    left = renamed(own, others, CALL)
+    for name in left:
+        if name not in _OWN and name not in _SPECIAL:
+            raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
+    changes = {name: value for name, value in left.items() if name in _OWN}
+    if (timesteps := left.get("timesteps")) is not None:
+        settings = {"timesteps": np.asarray(timesteps).tolist()}
+        changes["sampler_settings"] = {**check_options(own.get("options")).settings, **settings}
+    if (callback := left.get("callback_on_step_end")) is not None:
+        changes["callback"] = _on_step_end(own["self"], callback)
+    if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
+        raise InputError(f"callback_on_step_end_tensor_inputs: a callback is given 'latents' and nothing else ({PAGE})")
+    if (generator := left.get("generator")) is not None:
+        if own.get("seed") is not None:
+            raise InputError("generator and seed are one argument; give it once")
+        own["seed"], changes["noise"] = _seeds(generator), "torch"
+    if not left.get("return_dict", True):
+        raise InputError("return_dict=False: a call returns a canvax.Result; its images are result.images")
+    output = left.get("output_type") or "pil"
+    if output not in OUTPUTS:
+        raise InputError(f"output_type={output!r} is not one of {', '.join(OUTPUTS)}; result.pixels is an array")
+    own["options"] = with_changes(own.get("options"), changes)
+    return own, None if output == "pil" else partial(as_output, output=output)
+
+
+def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
+    """``options`` with fields that were given beside it.
+
+    Raises:
+        InputError: a field is given in both.
+    """
+    options = check_options(options)
+    twice = options.given() & changes.keys() - {"sampler_settings"}
+    if twice:
+        raise InputError(f"{min(twice)} is given twice, as an argument and in options; give it once")
+    return dataclasses.replace(options, **changes)
+
+
+def as_output(result: Result, *, output: str) -> Result:
+    """``result`` with images of the kind that was asked for, one of :data:`OUTPUTS`."""
+    images: Any = result.latents if output == "latent" else result.pixels
+    return dataclasses.replace(result, images=images)
+
+
+def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], Any]:
+    """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax."""
+
+    def call(step: Step) -> Any:
+        returned = callback(pipe, step.index, step.timestep, {"latents": step.latents})
+        return returned.get("latents") if isinstance(returned, Mapping) else returned
+
+    return call
+
+
+def _seeds(generator: Any) -> Any:
+    """The seed of a generator of PyTorch, or of each in a list."""
+    if isinstance(generator, list | tuple):
+        return [_seeds(one) for one in generator]
+    if not (hasattr(generator, "initial_seed") and hasattr(generator, "get_state")):
+        raise InputError(f"generator={generator!r} is not a torch.Generator; write seed=1, a whole number ({PAGE})")
+    seed = int(generator.initial_seed())
+    unused = type(generator)(device=generator.device).manual_seed(seed)
+    if bytes(unused.get_state().cpu().numpy()) != bytes(generator.get_state().cpu().numpy()):
+        raise InputError(
+            f"generator has given numbers since manual_seed({seed}), and what follows cannot be told from its seed; "
+            "use a new one, or seed=1"
+        )
+    return seed
+
+
+def translate_load(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    """The keywords of :func:`canvax.load`.
+
+    Raises:
+        InputError: an argument is not known, is given twice or means what canvax does not have.
+    """
+    for name, value in renamed(own, others, LOAD).items():
+        if not any(value is harmless for harmless in HARMLESS.get(name, ())):
+            if name in HARMLESS and name not in LOAD:
+                raise InputError(f"{name}={value!r}: canvax has none; leave it out ({PAGE})")
+            raise InputError(answer(name, LOAD, [*_LOAD, *HARMLESS], "an argument of canvax.load"))
+    if (dtype := own.get("dtype")) is not None and type(dtype).__module__ == "torch":
+        own["dtype"] = str(dtype)
+    return own, None

@@ -1,0 +1,192 @@
+"""Names of diffusers and its relatives: what can work works, the rest gets one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import canvax
+from canvax.familiar import ATTRIBUTES, CALL, LOAD
+from canvax.pipelines.translate import translate_call, translate_load
+
+QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
+
+
+def test_other_names_of_the_same_arguments(emoji: canvax.StableDiffusion) -> None:
+    options = canvax.Options(clip_skip=1, guidance_rescale=0.5, progress=False)
+    want = emoji("a cat", "red", num_inference_steps=2, guidance_scale=3.0, seed=1, options=options)
+    got = emoji("a cat", negative="red", steps=2, cfg_scale=3.0, seed=1, clip_skip=1, guidance_rescale=0.5,
+                progress=False)  # fmt: skip
+    np.testing.assert_array_equal(got.latents, want.latents)
+    got = emoji("a cat", "red", 64, 64, 2, jnp.float32(3), seed=jnp.int32(1), clip_skip=1,
+                options=dataclasses.replace(options, clip_skip=0))  # fmt: skip
+    np.testing.assert_array_equal(got.latents, want.latents)
+
+
+def test_output_types(emoji: canvax.StableDiffusion) -> None:
+    result = emoji("a cat", output_type="np", **QUICK)
+    np.testing.assert_array_equal(result.images, result.pixels)
+    result = emoji("a cat", output_type="latent", **QUICK)
+    np.testing.assert_array_equal(result.images, result.latents)
+    assert isinstance(emoji("a cat", output_type="pil", return_dict=True, **QUICK)[0].size, tuple)
+
+
+def test_generators() -> None:
+    torch = pytest.importorskip("torch")
+    used = torch.Generator().manual_seed(5)
+    torch.randn(3, generator=used)
+    own, _ = translate_call({"prompt": "a"}, {"generator": torch.Generator().manual_seed(5)})
+    assert (own["seed"], own["options"].noise) == (5, "torch")
+    own, _ = translate_call({}, {"generator": [torch.Generator().manual_seed(i) for i in (3, 4)]})
+    assert own["seed"] == [3, 4]
+    with pytest.raises(canvax.InputError, match="has given numbers since"):
+        translate_call({}, {"generator": used})
+    with pytest.raises(canvax.InputError, match="generator and seed are one"):
+        translate_call({"seed": 1}, {"generator": used})
+
+
+@pytest.mark.parametrize("kind", ["returned", "in place", "diffusers"])
+def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> None:
+    """Half of every latent on the way, with the same programs."""
+    seen: list[Any] = []
+
+    def halve(step: canvax.Step) -> Any:
+        seen.append(step.timestep)
+        if kind == "returned":
+            return step.latents / 2
+        step.latents[:] /= 2
+        return None
+
+    def on_step_end(pipe: Any, index: int, timestep: float, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        assert (pipe, index) == (emoji, len(seen))
+        seen.append(timestep)
+        return {"latents": tensors["latents"] / 2}
+
+    plain = emoji("a cat", **QUICK)
+    call = {"callback_on_step_end": on_step_end} if kind == "diffusers" else {"callback": halve}
+    steered = emoji("a cat", **QUICK, **call)
+    assert steered.compilations == 0
+    assert len(seen) == 2
+    assert seen[0] > seen[1]
+    # The last half alone would be half of the plain latents; the first has changed what the network saw.
+    assert np.abs(steered.latents - plain.latents / 2).max() > 1e-3
+    last = emoji("a cat", **QUICK, callback=lambda step: step.latents / 2 if step.index == 1 else None)
+    np.testing.assert_allclose(last.latents, plain.latents / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("returned", ["text", np.zeros((1, 8, 8, 4)), {"noise": 1}, float("nan")])
+def test_what_a_callback_cannot_return(emoji: canvax.StableDiffusion, returned: Any) -> None:
+    with pytest.raises(canvax.InputError, match="the callback returned"):
+        emoji("a cat", **QUICK, callback=lambda step: returned)
+
+
+@pytest.mark.parametrize("name", sorted(CALL))
+def test_every_argument_of_a_call_has_an_answer(name: str) -> None:
+    if CALL[name].becomes:
+        assert translate_call({}, {name: 7})[0][CALL[name].becomes] == 7
+        with pytest.raises(canvax.InputError, match="give it once"):
+            translate_call({CALL[name].becomes: 7}, {name: 7})
+    else:
+        with pytest.raises(canvax.InputError, match=f"^{name}: .*docs/coming-from-diffusers.md"):
+            translate_call({}, {name: 7})
+
+
+@pytest.mark.parametrize("name", sorted(LOAD))
+def test_every_argument_of_load_has_an_answer(name: str) -> None:
+    if LOAD[name].becomes:
+        assert translate_load({}, {name: 7})[0][LOAD[name].becomes] == 7
+    else:
+        with pytest.raises(canvax.InputError, match=f"^{name}: "):
+            canvax.load("emoji", **{name: 7})  # type: ignore[call-arg]
+
+
+def test_harmless_arguments_of_load() -> None:
+    harmless = {"safety_checker": None, "use_safetensors": True, "requires_safety_checker": False, "device_map": None}
+    assert translate_load({"model": "emoji"}, harmless) == ({"model": "emoji"}, None)
+    with pytest.raises(canvax.InputError, match="safety_checker='x': canvax has none"):
+        translate_load({}, {"safety_checker": "x"})
+
+
+@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
+def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion, name: str) -> None:
+    if ATTRIBUTES[name].becomes:
+        assert callable(getattr(emoji, name))
+    else:
+        with pytest.raises(AttributeError, match=f"{name}: "):
+            getattr(emoji, name)
+
+
+def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match="did you mean 'clip_skip'"):
+        emoji("a", clipskip=1)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match="did you mean 'clip_skip'"):
+        canvax.Options(clipskip=1)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match=r"is not an argument of a call; see docs/"):
+        emoji("a", qqqq=1)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match="by its place and by its name"):
+        emoji("a", "b", steps=1, negative_prompt="c")  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match="an argument and in options"):
+        emoji("a", clip_skip=1, options=canvax.Options(clip_skip=1))  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="did you mean 'decode'"):
+        emoji.decoded  # noqa: B018
+    with pytest.raises(AttributeError, match="cannot be set: scheduler: the sampler is chosen in each call"):
+        emoji.scheduler = 1
+    with pytest.raises(AttributeError, match=r"write canvax.load\(model\)"):
+        canvax.StableDiffusionPipeline  # noqa: B018
+    with pytest.raises(AttributeError, match=r"from canvax.flax_api import FlaxDDIMScheduler"):
+        canvax.FlaxDDIMScheduler  # noqa: B018
+
+
+def test_what_was_said_wrongly(emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match="seed is a JAX key"):
+        emoji("a", seed=jax.random.key(0))  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError, match="seed is traced by JAX"):
+        jax.jit(lambda seed: emoji("a", seed=seed).pixels)(1)
+    with pytest.raises(canvax.InputError, match="params is traced by JAX"):
+        jax.grad(lambda params: emoji("a", params=params).pixels.sum())(emoji.params)
+    with pytest.raises(canvax.InputError, match="cannot be called with one argument"):
+        emoji("a", callback=lambda index, timestep, latents: None)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match="latents: complex64"):
+        emoji("a", latents=np.zeros((1, 8, 8, 32), np.complex64))
+    with pytest.raises(canvax.InputError, match="move PyTorch's channels last"):
+        emoji("a", latents=np.zeros((1, 32, 8, 8)))
+    with pytest.raises(canvax.InputError, match="more than 65536 images at once"):
+        emoji("a", n=10**9)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError, match="is too large for anything here"):
+        emoji("a", steps=10**5000)  # type: ignore[call-arg]
+    with pytest.raises(canvax.InputError) as caught:
+        emoji("a", sampler="x" * 100_000)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_pipeline_can_be_pickled(emoji: canvax.StableDiffusion) -> None:
+    again = pickle.loads(pickle.dumps(emoji))
+    assert (again.mesh, again.dtype, again.model.name) == (emoji.mesh, emoji.dtype, "emoji")
+    with pytest.raises(TypeError, match="without parameters cannot be pickled"):
+        pickle.dumps(canvax.StableDiffusion(emoji.model, emoji.programs))
+
+
+def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
+    """The own loop of a researcher gives what the pipeline gives; gradients reach latents, conditions and weights."""
+    result = emoji("a cat", steps=1, seed=1, sampler="DDIM", guidance_scale=1, progress=False)
+    np.testing.assert_allclose(emoji.decode(result.latents), result.pixels, atol=1e-5)
+    conditions = emoji.encode("a cat")
+    noise = jax.random.normal(jax.random.key(0), (1, 8, 8, 32))
+
+    def energy(latents: Any, conditions: Any, params: Any) -> Any:
+        return (emoji.denoiser(latents, 500, conditions, params=params) ** 2).mean()
+
+    slopes = jax.jit(jax.grad(energy, (0, 1, 2)))(noise, conditions, emoji.params)
+    step = 1e-2 * slopes[0] / jnp.linalg.norm(slopes[0])
+    difference = energy(noise + step, conditions, emoji.params) - energy(noise - step, conditions, emoji.params)
+    assert float(difference) == pytest.approx(2 * float((slopes[0] * step).sum()), rel=1e-2)
+    assert float(jnp.abs(slopes[1]["text"]).max()) > 0
+    assert float(jnp.abs(slopes[2]["unet"]["conv_in"]["weight"]).max()) > 0
+    both = jax.vmap(lambda latents: emoji.denoiser(latents[None], 500, conditions)[0])(jnp.concatenate([noise, -noise]))
+    np.testing.assert_allclose(both[0], emoji.denoiser(noise, 500, conditions)[0], atol=1e-4)
