@@ -15,6 +15,7 @@ from canvax._version import __version__
 
 if TYPE_CHECKING:
     from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
+    from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.options import Options, Step
@@ -40,6 +41,7 @@ _HOMES = {
     "load": "canvax.pipelines.pipeline",
     "load_preview": "canvax.pipelines.preview",
     "make_mesh": "canvax.parallel.mesh",
+    "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",
 }
 
@@ -61,6 +63,7 @@ __all__ = [
     "load",
     "load_preview",
     "make_mesh",
+    "plain_kernels",
     "plan",
 ]
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +24,8 @@ class _Target:
     capability: str
 
 
-_target: ContextVar[_Target | None] = ContextVar("canvax_target", default=None)
+_target = jax.make_user_context(None)
+"""The current :class:`_Target`. JAX counts it among what a trace depends on: none is taken for another target."""
 
 
 @contextmanager
@@ -37,19 +36,21 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capab
     ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``, and
     ``capability`` its ``compute_capability`` of a GPU.
     """
-    token = _target.set(_Target(platform, mesh, kind, capability))
-    try:
+    with _target(_Target(platform, mesh, kind, capability)):
         yield
-    finally:
-        _target.reset(token)
+
+
+def plain_kernels() -> AbstractContextManager[None]:
+    """Compute as the models are written down, without kernels of any platform's own.
+
+    Slower, but forward-mode derivatives (``jax.jvp``) pass.
+    """
+    return compiling_for("none")
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The jaxpr of ``function`` for the current target.
-
-    Of a function, not of a new one that calls it, JAX would give the trace that it has, for whichever target that was.
-    """
-    return jax.make_jaxpr(lambda *arguments: function(*arguments))(*arguments).jaxpr
+    """The jaxpr of ``function`` for the current target."""
+    return jax.make_jaxpr(function)(*arguments).jaxpr
 
 
 def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
@@ -90,8 +91,7 @@ def compile_or_fall_back(
 
     def compiled(*, fused: bool) -> Compiled:
         with compiling_on(mesh, split=split, fused=fused):
-            # Of a new function, or JAX would take the trace that it has.
-            lowered = jax.jit(partial(function), **how).lower(*arguments)
+            lowered = jax.jit(function, **how).lower(*arguments)
             return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
 
     try:
@@ -106,26 +106,26 @@ def compile_or_fall_back(
 
 def target_platform() -> str:
     """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
-    target = _target.get()
+    target = _target.value
     return target.platform if target else jax.default_backend()
 
 
 def target_kind() -> str:
     """``device_kind`` of what is compiled for, such as "TPU v3"; "" where :func:`compiling_for` was not told."""
-    target = _target.get()
+    target = _target.value
     return target.kind if target else jax.devices()[0].device_kind
 
 
 def target_capability() -> float:
     """Compute capability of the NVIDIA GPU that is compiled for, such as 9.0; 0.0 for anything else."""
-    target = _target.get()
+    target = _target.value
     capability = target.capability if target else _capability(jax.devices()[0])
     return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's are names: "gfx942"
 
 
 def target_mesh() -> Mesh | None:
     """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
-    target = _target.get()
+    target = _target.value
     return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
@@ -144,7 +144,7 @@ def weight_shards() -> int:
 
 def batch_shards() -> int | None:
     """How many devices share the batch of the current trace: the size of ``data``; None where nobody has said."""
-    return _size_of("data") if _target.get() else None
+    return _size_of("data") if _target.value else None
 
 
 def _size_of(axis: str) -> int:

@@ -1,0 +1,47 @@
+"""The pages for users: their Python runs, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import canvax
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "under-the-pipeline.md"):
+        exec(block, names)
+    want = emoji("a red apple", sampler="DPM++ 2M", num_inference_steps=20, guidance_scale=3.0,
+                 latents=names["noise"], progress=False)  # fmt: skip
+    np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
+    assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
+    assert names["result"].latents.shape == (1, 8, 8, 32)
