@@ -25,6 +25,7 @@ from canvax.cli.generate import batches
 from canvax.cli.info import reproduce
 from canvax.cli.pictures import SETTINGS, Picture, gather
 from canvax.cli.terminal import clean, command_line, table
+from canvax.familiar import FLAGS
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
@@ -236,9 +237,44 @@ def test_unforeseen_errors_are_one_line(draw: Run, monkeypatch: pytest.MonkeyPat
         main(["generate", "a cat", "-q"])
 
 
+def test_a_grid_in_a_file_of_its_own(draw: Run) -> None:
+    code, out, _ = draw("a cat", "a dog", "--grid", "-o", "g.jpg", "-s", 1, *FAST)
+    assert (code, out, os.listdir()) == (0, "g.jpg\n", ["g.jpg"])
+    assert [one["prompt"] for one in read_metadata(Path("g.jpg"))["grid"]] == ["a cat", "a dog"]
+    assert draw("--from-image", "g.jpg", *FAST)[0] == BAD_INPUT
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_foreign_flags_have_an_answer(run: Run, flag: str) -> None:
+    code, out, err = run("generate", "a cat", f"--{flag}", "x")
+    assert (code, out) == (BAD_INPUT, "")
+    assert err.startswith(f"canvax: error: --{flag}: {FLAGS[flag].answer}")
+
+
+def test_hints(draw: Run) -> None:
+    """Each on one line of stderr, and the images are generated all the same."""
+    code, out, err = draw("astronaut", "(cat:1.5)", "<lora:x:1>", "-W", 24, "-H", 24, "--steps", 2)
+    assert (code, len(out.split())) == (0, 3)
+    assert "3 prompts of one word each" in err
+    assert "has never seen: astronaut, lora" in err
+    assert "was trained for 64 x 64 pixels; images of 24 x 24 are poor" in err
+    assert "<lora:x:1> is read as text" in err
+    assert "(cat:1.5) is read as text" in err
+
+
+def test_emoji_name_their_concepts(draw: Run, run: Run) -> None:
+    _, out, err = draw("\U0001f680", "a rocket", "-s", 1, "--json", *FAST)
+    assert err == ""
+    files = json.loads(out)["files"]
+    assert len(files) == 2
+    listed = run("info", "emoji", "--prompts")[1].splitlines()
+    assert len(listed) == 1015
+    assert {"rocket", "red apple"} <= set(listed)
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_one_line(draw: Run) -> None:
-    code, _, err = draw("very " * 100 + "long", *FAST)
+    code, _, err = draw("red " * 100 + "cat", *FAST)
     assert code == 0
     assert err.startswith("canvax: warning: ")
     assert err.count("\n") == 1
@@ -285,9 +321,7 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("x", "--variant", "../x"), "variant"),
         (("x", "--stesp", "3"), "did you mean '--steps'"),
         (("x", "--token"), "--token"),
-        (("x", "y", "-o", "a.png"), "need a folder"),
-        (("x", "--grid", "-o", "a.png"), "need a folder"),
-        (("x", "-o", "a.jpg"), "use .png"),
+        (("x", "y", "-o", "a.png"), "is one file for 2 images"),
         (("x", "-o", "file/out"), "not a folder"),
         (("a \udcff b",), "not UTF-8"),
         (("--prompt-file", "none.txt"), "none.txt"),
@@ -458,7 +492,9 @@ def test_help_and_version(run: Run) -> None:
     assert code == 0
     assert "examples:" in out
     assert all(f"--{name.replace('_', '-')}" in out for name in SETTINGS if name != "num_images_per_prompt")
-    assert run()[0] == BAD_INPUT
+    assert "examples:" in run()[1]
+    assert "did you mean: canvax generate 'a cat'?" in run("a cat")[2]
+    assert "did you mean: canvax generate?" in run("gen")[2]
     assert "did you mean" in run("info", "--jsn", "x")[2]
     assert "too many" in run("info", "x", "y")[2]
 
@@ -471,8 +507,8 @@ def test_batches_keep_order_and_share_settings() -> None:
         return Picture(str(i), "", i, None, None, steps, None, None, Options())
 
     pictures = [one(i, 3 if i == 2 else 2) for i in range(6)]
-    got = [(done, [picture.seed for picture in batch]) for done, batch in batches(pictures, 2)]
-    assert got == [(0, [0, 1]), (2, [3, 4]), (4, [5]), (5, [2])]
+    got = [[picture.seed for picture in batch] for batch in batches(pictures, 2)]
+    assert got == [[0, 1], [3, 4], [5], [2]]
 
 
 def test_words_survive_the_shell() -> None:

@@ -42,6 +42,10 @@ class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
 
 
+class HintWarning(UserWarning):
+    """Images will be generated, but most likely not those that were wanted."""
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line outside of canvax that led here, which is the one its author can change."""
     frame, level = inspect.currentframe(), 1

@@ -13,7 +13,7 @@ from typing import Any
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
 from canvax.compile.flags import compile_faster
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes; 0 is success."""
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     tolerant_streams()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
+        warnings.simplefilter("always", HintWarning)
         try:
             code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`

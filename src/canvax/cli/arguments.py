@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
 from canvax.cli.train_arguments import add_train
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError
+from canvax.familiar import FLAGS
 
 COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "bench", "samplers", "cache", "train")}
 """Commands, and the modules of this package that run them."""
@@ -67,9 +70,13 @@ class Parser(argparse.ArgumentParser):
         known = argparse.Namespace() if namespace is None else namespace
         _, rest = super().parse_known_args(args, known)
         unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        if unknown and (entry := FLAGS.get(unknown[0].lstrip("-").lower().replace("_", "-"))):
+            self.error(f"{unknown[0]}: {entry.answer}")
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {nearest(unknown[0], flags)}")
+            near = get_close_matches(unknown[0], flags, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
+            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
             self.error(f"{rest[0]!r} is one word too many; quote what belongs together")
         if rest:
@@ -105,6 +112,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     words = list(words)
     end = words.index("--") if "--" in words else len(words)
     parser = build_parser()
+    if not words:
+        parser.print_help()
+        raise SystemExit(0)
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = get_close_matches(words[0].lower(), COMMANDS, n=1, cutoff=0.6) or [
+            name for name in COMMANDS if len(words[0]) > 1 and name.startswith(words[0].lower())
+        ]
+        meant = near[0] if near else f"generate {shlex.quote(words[0])}"
+        parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     arguments = parser.parse_args(words[:end])
     if words[end + 1 :]:
         if arguments.command != "generate":
@@ -151,6 +167,9 @@ def build_parser() -> Parser:
     info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _source(info)
     _memory(info)
+    info.add_argument(
+        "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
+    )
     info.add_argument("--json", action="store_true", help="print one JSON object")
     _plan(commands.add_parser(
         "plan",
@@ -375,7 +394,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _where_to(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
-        "-o", "--output", default=OUTPUT, metavar="PATH", help=f"a folder, or NAME.png for one picture ({OUTPUT})"
+        "-o",
+        "--output",
+        default=OUTPUT,
+        metavar="PATH",
+        help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
     )
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="pictures drawn at once (as suits the size)")
     group.add_argument("--grid", action="store_true", help="write all pictures in one, too")

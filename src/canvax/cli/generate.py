@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from canvax.cli.arguments import OUTPUT, versions
 from canvax.cli.pictures import Picture, Source, check_table, gather
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
+from canvax.images.formats import FORMATS
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
 
@@ -35,6 +37,8 @@ STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step"
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Draw what was asked for; ``report`` is kept up to date while pictures are finished."""
+    from canvax.compile.monitor import process_age
+
     began = time.perf_counter()
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
@@ -44,18 +48,27 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         pictures = _of_the_first(pictures)
     where = Destination.checked(arguments, pictures)
     _check_batch_size(arguments.batch_size)
+    _hint_at_quotes(arguments)
     _check_against_model(arguments, pictures, source)
     pipe = _load(arguments, source)
     timings["load"] = time.perf_counter() - began
     report |= _about(pipe)
-    images = _draw_all(pipe, pictures, arguments, where, report)
+    try:
+        images = _draw_all(pipe, pictures, arguments, where, report)
+    finally:
+        timings["total"] = process_age()
     if arguments.grid:
         report["grid"] = str(where.save_grid(images, report["metadata"]))
         if not arguments.json:
             say(report["grid"])
-    timings["total"] = time.perf_counter() - began
     if not arguments.quiet:
         _summarise(report)
+
+
+def _hint_at_quotes(arguments: argparse.Namespace) -> None:
+    words = arguments.prompts
+    if len(words) > 1 and not any(" " in word for word in words) and not arguments.quiet:
+        complain(f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"')
 
 
 def _join(arguments: argparse.Namespace) -> bool:
@@ -89,6 +102,7 @@ class Destination:
 
     path: Path
     is_file: bool
+    grid: bool = False
 
     @classmethod
     def checked(cls, arguments: argparse.Namespace, pictures: Sequence[Picture]) -> Destination:
@@ -98,26 +112,29 @@ class Destination:
             InputError: they cannot.
         """
         path = Path(arguments.output or OUTPUT).expanduser()
-        is_file = path.suffix.lower() == ".png" and not path.is_dir()
-        if path.suffix.lower() in (".jpg", ".jpeg", ".webp") and not path.is_dir():
-            raise InputError(f"--output {path}: pictures are written as PNG, which keeps how they were made; use .png")
-        if is_file and (len(pictures) > 1 or arguments.grid):
-            asked = "--grid" if arguments.grid else f"{len(pictures)} pictures"
-            raise InputError(f"--output {path}: is one file, but {asked} need a folder; leave .png out")
+        is_file = path.suffix.lower() in FORMATS and not path.is_dir()
+        if is_file and len(pictures) > 1 and not arguments.grid:
+            raise InputError(f"--output {path}: is one file for {len(pictures)} images; name a folder")
         if is_file and os.path.lexists(path):
             raise InputError(f"--output {path}: there is such a file already, and it is not replaced; choose another")
         there = path.parent if is_file else path
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        if not there.is_dir() or not os.access(there, os.W_OK):
+        try:
+            while not there.exists() and there != there.parent:
+                there = there.parent
+            writable = there.is_dir() and os.access(there, os.W_OK)
+        except OSError as error:  # a name that is too long
+            raise InputError(f"--output {path}: cannot be a name ({error.strerror})") from None
+        if not writable:
             raise InputError(f"--output {path}: {there} is not a folder that can be written to")
         sizes = {(one.height, one.width) for one in pictures}
         if arguments.grid and len(sizes) > 1:
             raise InputError("--grid: the pictures have several sizes; leave it out, or give all one size")
-        return cls(path, is_file)
+        return cls(path, is_file, grid=arguments.grid)
 
-    def save(self, image: Image, metadata: Mapping[str, Any]) -> Path:
-        """Write a picture; the folder is made now, if need be."""
+    def save(self, image: Image, metadata: Mapping[str, Any]) -> Path | None:
+        """Write an image, unless only the grid is asked for; the folder is made now, if need be."""
+        if self.is_file and self.grid:
+            return None
         folder = self.path.parent if self.is_file else self.path
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +145,10 @@ class Destination:
         return save_numbered(self.path, image, metadata, metadata["seed"])
 
     def save_grid(self, images: Sequence[Image], metadata: Sequence[Mapping[str, Any]]) -> Path:
-        """Write all pictures in one."""
+        """Write all images in one."""
         grid = {"grid": list(metadata)}
+        if self.is_file:
+            return save_image(self.path, make_grid(images), grid)
         return save_numbered(self.path, make_grid(images), grid, metadata[0]["seed"], prefix="grid-")
 
 
@@ -219,15 +238,17 @@ def _draw_all(
     """Draw and save batch by batch; returns the pictures if a grid was asked for."""
     size = arguments.batch_size or _batch_size(pipe, pictures)
     from canvax.compile.monitor import process_age
+    from canvax.pipelines.display import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]
-    for done, batch in batches(pictures, size):
-        if not arguments.quiet and len(pictures) > len(batch):
-            which = f"pictures {done + 1} to {done + len(batch)}" if len(batch) > 1 else f"picture {done + 1}"
-            complain(f"{which} of {len(pictures)}")
+    several = len(pictures) > size
+    progress: bool | str = not arguments.quiet and ("programs" if several else True)
+    shown = several and bool(progress) and sys.stderr is not None and sys.stderr.isatty()
+    bar = progress_bar(len(pictures), description="generating", unit="image", shown=shown)
+    for batch in batches(pictures, size):
         age = process_age()
-        result = _draw(pipe, batch, size if len(pictures) > size else len(batch), not arguments.quiet)
+        result = _draw(pipe, batch, size if several else len(batch), progress)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
@@ -237,13 +258,16 @@ def _draw_all(
         drawn = zip(result.indices, result.images, result.metadata, strict=True)
         for image, metadata in [(image, metadata) for i, image, metadata in drawn if i < len(batch)]:
             path = where.save(image, metadata)
-            report["files"].append(str(path))
             report["seeds"].append(metadata["seed"])
             report["metadata"].append(metadata)
-            if not arguments.json:
-                say(str(path))
+            if path is not None:
+                report["files"].append(str(path))
+                if not arguments.json:
+                    say(str(path))
+        bar.update(len(batch))
         if arguments.grid:
             images += result.images[: len(batch)]
+    bar.close()
     return images
 
 
@@ -256,23 +280,20 @@ def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
     return math.ceil(largest / math.ceil(largest / most))
 
 
-def batches(pictures: Sequence[Picture], size: int) -> Iterator[tuple[int, list[Picture]]]:
-    """Cut the request into batches of at most ``size`` pictures that share their settings, with how many went before.
+def batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
+    """Cut the request into batches of at most ``size`` pictures that share their settings.
 
     Order is kept but for pictures whose settings differ from their neighbours'.
     """
     groups: dict[tuple[Any, ...], list[Picture]] = {}
     for picture in pictures:
         groups.setdefault(picture.shared, []).append(picture)
-    done = 0
     for group in groups.values():
         for start in range(0, len(group), size):
-            batch = group[start : start + size]
-            yield done, batch
-            done += len(batch)
+            yield group[start : start + size]
 
 
-def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: bool) -> Result:
+def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: bool | str) -> Result:
     """One call, filled up to ``size`` with copies of the last picture, so that nothing compiles for a smaller one."""
     full = [*batch, *[batch[-1]] * (size - len(batch))]
     first = full[0]
@@ -297,5 +318,5 @@ def _summarise(report: Mapping[str, Any]) -> None:
     parts[-1] += f" ({seconds(timings['step'])} a step)"
     parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
     parts += [f"first step {seconds(timings['first_step'])} after the start"]
-    count = len(report["files"])
-    complain(f"{count} picture{'s' if count > 1 else ''}; " + ", ".join(parts))
+    count = len(report["metadata"])
+    complain(f"{count} image{'s' if count > 1 else ''}; " + ", ".join(parts))

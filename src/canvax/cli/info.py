@@ -14,12 +14,13 @@ from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
+from canvax.tokenizers.concepts import Concepts
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-"""Endings of what is taken for a picture; only PNGs can be read, and the error for the others says so."""
+"""Endings of what is taken for an image."""
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter in each dtype that a model can be loaded in."""
@@ -53,6 +54,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         files = _files(arguments)
         report |= model_info(files)
         lines = _model_lines(report)
+        if arguments.concepts:
+            report["prompts"] = Concepts.of(files.folder()).names
+            if not report["prompts"]:
+                raise InputError(f"--prompts: {arguments.what} has no list of concepts; it takes any prompt")
+            lines = report["prompts"]
         if arguments.memory:
             report["memory"] = memory_info(arguments)
             lines += ["", *_memory_lines(report["memory"])]

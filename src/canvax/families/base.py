@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from canvax.models.text import FIRST, SECOND, TextEncoders
 from canvax.params import Params
 from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
+from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component
@@ -107,6 +108,7 @@ class Model:
         defaults: steps and guidance when the caller names none.
         dtype: name of the dtype its weights were loaded in.
         quantize: to what its large weights were quantised, or None.
+        concepts: what a small model can generate; empty if its folder says nothing of it.
     """
 
     files: ModelFiles
@@ -117,6 +119,7 @@ class Model:
     defaults: Defaults
     dtype: str
     quantize: str | None = None
+    concepts: Concepts = field(default_factory=Concepts)
 
     @property
     def name(self) -> str:
@@ -171,7 +174,7 @@ class Model:
         second = prompts_2 if len(self.tokenizers) > 1 else prompts
         length = self.text.tokens
         return {
-            name: tokenizer(list(second if name == SECOND else prompts), length=length)
+            name: tokenizer([self.concepts.spelled(p) for p in (second if name == SECOND else prompts)], length=length)
             for name, tokenizer in self.tokenizers.items()
         }
 

@@ -14,6 +14,7 @@ from canvax.families.sdxl import StableDiffusionXLFamily
 from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
 from canvax.tokenizers.clip import ClipTokenizer
+from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
@@ -68,4 +69,5 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         defaults=read_defaults(files.folder() / "canvax.json", family.defaults),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
+        concepts=Concepts.of(files.folder()),
     )

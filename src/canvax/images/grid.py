@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """All ``images`` on one sheet, row by row; cells left over are black.
+    """All ``images`` on one sheet, row by row; cells left over are white.
 
     Without ``rows`` and ``cols`` the grid is as near to square as it can be, rather wide than high; with one of them,
     the other is as small as it can be.
@@ -29,7 +29,7 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
-    grid = Image.new("RGB", (cols * width, rows * height))
+    grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))
     return grid

@@ -31,13 +31,35 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     Raises:
         InputError: ``data * model`` is not the number of devices.
     """
-    chosen = jax.devices() if devices is None else list(devices)
+    try:
+        chosen = all_devices() if devices is None else list(devices)
+    except TypeError:
+        raise InputError(f"devices={devices!r} is not a list of JAX devices, such as jax.devices()[:2]") from None
     if not chosen:
         raise InputError("devices is empty; give at least one, or None for all of them")
     data = check_sizes(len(chosen), data, model)
     if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board talk fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)
     return Mesh(np.asarray(chosen, dtype=object).reshape(data, model), AXES)
+
+
+def all_devices() -> list[Any]:
+    """``jax.devices()``.
+
+    Raises:
+        InputError: JAX has none of the platform that was asked for.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter bare, where the named platform is not installed
+        asked = jax.config.values.get("jax_platforms")
+        if not asked:
+            raise
+        reason = f" ({str(error).splitlines()[0][:200]})" if str(error) else ""
+        raise InputError(
+            f"JAX_PLATFORMS={asked}: JAX finds no such device here{reason}; unset it, or install what it needs: "
+            "pip install '.[cuda]' for NVIDIA GPUs, '.[tpu]' for TPUs"
+        ) from None
 
 
 def check_sizes(devices: int, data: int | None, model: int) -> int:
@@ -86,7 +108,7 @@ def mesh_of(text: str | None) -> Mesh:
         InputError: it is not understood, or there are too few devices.
     """
     sizes = parse_mesh(text) if text else {}
-    devices = jax.devices()
+    devices = all_devices()
     if "data" in sizes and jax.process_count() == 1:
         devices = devices[: sizes["data"] * sizes.get("model", 1)]
     return make_mesh(devices, **sizes)

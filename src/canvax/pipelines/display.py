@@ -1,10 +1,12 @@
-"""What the terminal shows while a picture is made: compiling, then steps."""
+"""What the terminal shows while images are generated: compiling, then evaluations."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from contextlib import suppress
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +27,36 @@ def summary(pipe: Any) -> str:
     return f"{type(pipe).__name__}({', '.join(parts)})"
 
 
-class Display:
-    """Progress on stderr, or nothing. Also keeps what was compiled or loaded."""
+def _can_draw_bars() -> bool:
+    """Whether somebody watches: a bar in a log is a line for each of its states."""
+    return sys.stderr.isatty() or in_notebook()
 
-    def __init__(self, *, shown: bool) -> None:
-        self.shown = shown
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this."""
+    return "ipykernel" in sys.modules
+
+
+def progress_bar(total: int, *, description: str, unit: str, shown: bool) -> Any:
+    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is installed."""
+    if in_notebook() and find_spec("ipywidgets"):
+        from tqdm.auto import tqdm
+    else:
+        from tqdm import tqdm  # late: importing canvax stays quick
+    return tqdm(total=total, desc=description, unit=unit, disable=not shown, file=sys.stderr)
+
+
+class Display:
+    """Progress on stderr, or nothing. Also records what was compiled or loaded.
+
+    Args:
+        shown: False for nothing, "programs" for what is compiled or loaded without a bar.
+    """
+
+    def __init__(self, *, shown: bool | str) -> None:
+        # A process without a terminal may have no stderr at all.
+        self.shown = bool(shown) and sys.stderr is not None
+        self._with_bar = self.shown and shown is True and _can_draw_bars()
         self.builds: list[Build] = []
         self.compile_seconds = 0.0
         """Seconds in which programs were on their way."""
@@ -40,7 +67,7 @@ class Display:
         self._line = ""
 
     def announce(self, build: Build) -> None:
-        """Say what is being compiled or loaded; without this the first picture looks like a hang.
+        """Say what is being compiled or loaded; without this the first image looks like a hang.
 
         Programs come from several threads, each busy with one at a time, and share a line. It says that programs are
         compiled as soon as one is; those of the other kind say so themselves.
@@ -68,13 +95,14 @@ class Display:
         self.first_step = self.first_step or time.perf_counter()
 
     def bar(self, total: int) -> Bar:
-        """A progress bar over ``total`` steps."""
-        return Bar(total, shown=self.shown)
+        """A progress bar over ``total`` evaluations."""
+        return Bar(total, shown=self._with_bar)
 
     def _write(self, text: str) -> None:
         if self.shown:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):  # it was closed meanwhile
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
 
 class Bar:
@@ -85,9 +113,7 @@ class Bar:
     is only Ctrl-C that waits for the end of a call."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        from tqdm.auto import tqdm  # late: importing canvax stays quick
-
-        self._bar: Any = tqdm(total=total, desc="denoising", unit="step", disable=not shown, file=sys.stderr)
+        self._bar = progress_bar(total, description="denoising", unit="evaluation", shown=shown)
         self._shown = shown
         self._steps_per_second: float | None = None
         self._began = time.perf_counter()

@@ -70,7 +70,7 @@ class Options:
         tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
-        progress: show compiling and steps on stderr.
+        progress: show compiling and evaluations on stderr; "programs" shows compiling alone.
         callback: called after each step.
         denoising_start: 0..1, the part of the run that is done already: ``latents`` are noisy latents as a run with
             ``denoising_end`` at this value left them.
@@ -104,7 +104,7 @@ class Options:
     tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
-    progress: bool = True
+    progress: bool | str = True
     callback: Callback | None = None
     denoising_start: float = 0.0
     denoising_end: float = 1.0
@@ -143,6 +143,8 @@ class Options:
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         if self.tiling not in get_args(Tiling):
             raise InputError(f"tiling={self.tiling!r} is not known; {nearest(str(self.tiling), get_args(Tiling))}")
+        if not isinstance(self.progress, bool) and self.progress != "programs":
+            raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")
         if self.noise not in get_args(NoiseKind):
             raise InputError(f"noise={self.noise!r} is not known; {nearest(str(self.noise), get_args(NoiseKind))}")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (

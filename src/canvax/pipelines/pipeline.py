@@ -29,6 +29,7 @@ from canvax.params import Params
 from canvax.pipelines import functions
 from canvax.pipelines.checks import check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.display import Display, summary
+from canvax.pipelines.hints import give_hints
 from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_layers, make_request
@@ -217,6 +218,8 @@ class StableDiffusion:
                 latents=latents,
                 options=options,
             )
+        if not spread or multihost.leads(mesh):
+            give_hints(self.model, request)
         if spread:
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
         cure = partial(

