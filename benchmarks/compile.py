@@ -22,10 +22,10 @@ os.environ["CANVAX_CACHE_DIR"] = "off"
 
 import jax.numpy as jnp
 
-from canvax import nn
+from canvax.kernels import outline
 
 if "--dissolved" in sys.argv:  # before the models are imported, whose blocks it decorates
-    nn.kept_apart = lambda function: function
+    outline.outlined = lambda function: function
 
 from canvax.compile.flags import compile_faster
 from canvax.compile.programs import Programs, at_once
