@@ -64,6 +64,19 @@ def test_which_kernel(platform: str, queries: int, keys: int, dtype: jnp.dtype, 
     assert ("pallas_call" in traced) == flash
 
 
+@pytest.mark.parametrize("width", [40, 64, 80])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_attention_head_by_head_rounds_nothing_more(dtype: jnp.dtype, width: int) -> None:
+    """Scores of 16-bit queries and keys are those of the plain form, whatever rounding of q * Dh^-0.5 would do."""
+    q, k = (3 * normal(1, length, 2, width).astype(dtype) for length in (700, 900))
+    v = normal(1, 900, 2, width)  # float32, so that nothing is rounded but the scores
+    with compiling_for("cpu"):
+        got = attention(q, k, v)
+        traced = str(jax.make_jaxpr(lambda *qkv: attention(*qkv))(q, k, v))
+    assert "scan" in traced
+    np.testing.assert_allclose(got, plain_attention(q.astype(jnp.float32), k.astype(jnp.float32), v), atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("keys", "width", "dtype", "capability", "fused"),
     [
