@@ -266,21 +266,6 @@ def check_on_a_cpu(
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows that do not come out even"])
-def test_bfloat16_convolution_by_taps_on_a_cpu(at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As exact as its one rounding at the end allows."""
-    from canvax.parallel.mesh import make_mesh, over_batch
-
-    row = 4 * 5 * 64
-    monkeypatch.setattr(cpu, "TAP_BYTES", {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row))
-    monkeypatch.setattr(cpu, "TAP_CHANNELS", 64)
-    mesh = make_mesh(jax.devices()[:devices])
-    weight = (normal(3, 3, 64, 64) / 24).astype(jnp.bfloat16)
-    x = jax.device_put(normal(4, 9, 5, 64).astype(jnp.bfloat16), over_batch(mesh))
-    check_on_a_cpu(convolution.convolve, weight, x, mesh)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_convolution_of_a_doubled_image_on_a_cpu(
@@ -299,15 +284,6 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
     assert "x18x10x24x" not in text  # the doubled image
 
 
-@pytest.mark.parametrize("channels", [128, 256])
-def test_where_a_bfloat16_convolution_on_a_cpu_is_by_taps(channels: int) -> None:
-    """Where it is wide and the image is small."""
-    given = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, channels, channels), (2, 16, 16, channels)))
-    text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*given).as_text()
-    assert "stablehlo.gather" not in text
-    assert ("stablehlo.convolution" not in text) == (channels >= 256)
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -318,7 +294,7 @@ def test_convolution_by_tiles_on_a_cpu(
     from canvax.parallel.mesh import make_mesh, over_batch
 
     tiles = {"all": 4 * 10, "an image": 10, "rows of an image": 4}.get(at_a_time, 2)
-    for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32, "TAP_PIXELS": 1}.items():
+    for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32}.items():
         monkeypatch.setattr(cpu, name, value)
     height = 19 if at_a_time == "rows that do not come out even" else 18
     mesh = make_mesh(jax.devices()[:devices])
@@ -337,8 +313,8 @@ def test_convolution_by_tiles_on_a_cpu(
         (128, 512, 512, True, True),
         (64, 320, 320, True, True),
         (64, 320, 4, False, False),
-        (32, 640, 640, True, False),
-        (24, 640, 640, True, False),
+        (32, 640, 640, True, True),
+        (24, 640, 640, True, True),
         (16, 640, 640, False, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Forms for CPUs: attention head by head, and convolutions by im2col, Winograd's tiles, taps or doubled products.
+"""Forms for CPUs: attention head by head, and convolutions by im2col, Winograd's tiles or doubled products.
 
 Constants were measured on two machines (docs/design/experiments.md, "Kernels on a CPU"): "Zen 4", two cores of an EPYC
 with AVX512-BF16, and "EPYC", two of an older one with AVX-512.
@@ -46,13 +46,6 @@ MIN_TILES = 64
 TILES_AT_ONCE = 256
 """Tiles whose matmuls are large and stay in the caches (Zen 4); four times as many up to :data:`TILE_CHANNELS` output
 channels."""
-
-TAP_PIXELS = 16
-"""Pixels of a batch of bfloat16, over output channels, up to which taps are faster than tiles (Zen 4)."""
-
-TAP_CHANNELS, TAP_BYTES = 256, 2 * 2**20
-"""For bfloat16: channels from which taps are faster than XLA's convolution, which is one of float32 on a CPU; and bytes
-of their float32 sums, which stay in the caches (Zen 4)."""
 
 PRODUCT_BYTES = 48 * 2**20
 """Bytes of float32 products that :func:`_doubled_products` keeps at a time (Zen 4)."""
@@ -105,11 +98,8 @@ def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> 
     if weight.shape[:2] == (3, 3) and weight_shards() == 1:
         if inputs >= IM2COL_CHANNELS and math.prod(x.shape[:3]) <= IM2COL_PIXELS * stride**2 * outputs:
             return _by_im2col(weight, x, stride, padding)
-        if (stride, padding) == (1, (1, 1)):
-            if _tiles_take(weight, x):
-                return _by_tiles(weight, x)
-            if x.dtype == jnp.bfloat16 and min(inputs, outputs) >= TAP_CHANNELS:
-                return _by_taps(weight, x)
+        if (stride, padding) == (1, (1, 1)) and _tiles_take(weight, x):
+            return _by_tiles(weight, x)
     return by_xla(weight, x, stride, (padding, padding))
 
 
@@ -170,30 +160,11 @@ def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -
     return matmul(columns, weight.reshape(9 * c, -1))
 
 
-@with_reference_vjp(_by_xla_3x3)
-def _by_taps(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 as a sum of nine matmuls, one for each tap, of the image moved by it."""
-
-    def part(x: Array, first: Array | int, rows: int) -> Array:
-        b, _, w, c = x.shape
-        rimmed = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-
-        def tap(i: int, j: int) -> Array:
-            moved = jax.lax.dynamic_slice(rimmed, (0, first + i, j, 0), (b, rows, w, c))
-            return jnp.matmul(moved, weight[i, j], preferred_element_type=jnp.float32)
-
-        return sum((tap(i, j) for i in range(3) for j in range(3) if i + j), tap(0, 0)).astype(x.dtype)
-
-    return in_strips(x, weight.shape[-1], part, TAP_BYTES)
-
-
 def _tiles_take(weight: Array, x: Array) -> bool:
     inputs, outputs = weight.shape[2:]
     if x.dtype == jnp.bfloat16:
-        inputs, fewest = 2 * inputs, TAP_PIXELS * outputs
-    else:
-        fewest = 16 * MIN_TILES
-    return min(inputs, 2 * outputs) >= TILE_CHANNELS and math.prod(x.shape[:3]) >= fewest
+        inputs = 2 * inputs
+    return min(inputs, 2 * outputs) >= TILE_CHANNELS and math.prod(x.shape[:3]) >= 16 * MIN_TILES
 
 
 def _winograd(*points: float) -> list[np.ndarray]:
