@@ -26,8 +26,9 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
     they inherit false.
 
     On the CPU alone, whose compiler then has many small programs to pass over and schedule, not one of tens of
-    thousands of lines, and does not let the arrays of one block lie beside those of the next. What that is worth for
-    SDXL is in docs/design/experiments.md, "Compiling SDXL".
+    thousands of lines, and does not let the arrays of one block lie beside those of the next. For SDXL at 1024 x 1024
+    the denoiser needs 1.2 GB beside its weights in place of 7.7, and compiles in three quarters of the time
+    (docs/design/experiments.md, "Compiling SDXL").
 
     Positional arguments are arrays, those by keyword are static.
     """
