@@ -2,9 +2,8 @@
 
     python benchmarks/compile.py [--model sdxl] [--size 1024] [--batch 1]
 
-One program after another, and then all at once in another process, which is how canvax compiles them. With XLA's
-settings of the ``canvax`` command; ``--as-library`` leaves those of the environment alone. ``--dissolved`` is what it
-would be without structure: blocks are not kept as calls, and nothing is asked of XLA.
+One program after another, and then all at once in another process, which is how canvax compiles them. ``--inlined`` is
+what it would be if blocks were not computations of their own.
 
 For TPUs that are not there, ``canvax plan`` says the same.
 """
@@ -22,12 +21,11 @@ os.environ["CANVAX_CACHE_DIR"] = "off"
 
 import jax.numpy as jnp
 
-from canvax import nn
+from canvax.kernels import outline
 
-if "--dissolved" in sys.argv:  # before the models are imported, whose blocks it decorates
-    nn.kept_apart = lambda function: function
+if "--inlined" in sys.argv:  # before the models are imported, whose blocks it decorates
+    outline.outlined = lambda function: function
 
-from canvax.compile.flags import compile_faster
 from canvax.compile.programs import Programs, at_once
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
@@ -39,12 +37,9 @@ def main() -> None:
     parser.add_argument("--model", default="sdxl", choices=sorted(PRESETS))
     parser.add_argument("--size", type=int, default=1024, help="pixels of a side")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--as-library", action="store_true", help="without the XLA settings of the command")
-    parser.add_argument("--dissolved", action="store_true", help="without calls and settings")
+    parser.add_argument("--inlined", action="store_true", help="blocks are not computations of their own")
     parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if not (arguments.as_library or arguments.dissolved):
-        compile_faster()
     model = PRESETS[arguments.model]
     mesh = make_mesh(data=1)
     programs = Programs(model, mesh)

@@ -32,7 +32,7 @@ from test_sdxl import build as write_small_sdxl
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
-from canvax.compile import aot, cache, flags, key, programs
+from canvax.compile import aot, cache, key, programs
 from canvax.compile.aot import Build, find_entry, load_or_compile
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs, at_once
@@ -92,8 +92,7 @@ def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
 def test_compiled_beforehand(tmp_path: Path) -> None:
     """`canvax compile` reads no weights; drawing then needs neither a trace nor a compilation."""
     model = str(write_small_checkpoint(tmp_path / "sd"))
-    # The command asks for this flag by itself. Without the optimisations it moves the last bits.
-    quick = {"XLA_FLAGS": flags.LATE_FLATTENING, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment = quick | {"CANVAX_CACHE_DIR": str(tmp_path / "cache")}
     built = json.loads(process("-m", "canvax", "compile", model, "--json", "-q", **environment))["programs"]
     assert [one["program"] for one in built] == ["text encoder", "denoiser", "decoder"]
@@ -417,20 +416,6 @@ def test_the_processor_in_a_key() -> None:
         line = re.search(rf"^{name}\s*: (.+)$", text, re.MULTILINE)
         assert processor.get(name) == (line[1].strip() if line else None)
     assert processor.get("flags") or processor.get("Features")
-
-
-def test_the_flag_that_makes_compiling_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes no other program, and does not replace what the user has set."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    before = key.environment(ONE)
-    flags.compile_faster()
-    flags.compile_faster()
-    assert os.environ["XLA_FLAGS"].count(flags.LATE_FLATTENING) == 1
-    assert key.environment(ONE) == before
-    for mine, then in (("", flags.LATE_FLATTENING), (2 * ("--xla_backend_extra_options=xla_cpu_optimize_for_size",))):
-        monkeypatch.setenv("XLA_FLAGS", mine)
-        flags.compile_faster()
-        assert os.environ["XLA_FLAGS"] == then
 
 
 def test_the_precision_of_a_context_holds_while_programs_are_made_by_threads() -> None:

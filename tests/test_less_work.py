@@ -20,7 +20,7 @@ from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
-from canvax.kernels import convolution
+from canvax.kernels import cpu
 from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.presets import PRESETS
@@ -348,7 +348,7 @@ def test_a_large_batch_is_decoded_in_turns(
 ) -> None:
     """By each device on its own pictures, as many at once as divide them: the same pictures in less memory."""
     monkeypatch.setenv("CANVAX_CACHE_DIR", "off")
-    monkeypatch.setattr(convolution, "SUMS", 2**40)  # no loops of its own
+    monkeypatch.setattr(cpu, "PRODUCT_BYTES", 2**40)  # no loops of its own
     model, mesh = emoji.model, make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
     latents = np.random.default_rng(0).standard_normal((48, *LATENTS)).astype(np.float32)
     params = jax.tree.map(np.asarray, emoji.params["vae"])  # type: ignore[index]

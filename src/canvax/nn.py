@@ -8,26 +8,16 @@ it computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import Mesh, PartitionSpec
 
-from canvax.kernels.convolution import convolve, convolve_doubled
+from canvax.kernels.convolution import convolve, convolve_doubled, doubled
 from canvax.kernels.matmul import matmul
-from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
+from canvax.kernels.target import target_platform
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import SCALE
 from canvax.types import Array, DType
-
-ROWS = 512
-"""Rows that :func:`by_rows` takes at a time."""
-
-LARGE_ROWS = 1024 * 1024
-"""Numbers of an image from which it does so."""
 
 
 def linear_spec(
@@ -74,65 +64,6 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
     return y[..., 0, :], y[..., 1, :]
 
 
-def kept_apart(function: Callable[..., Array]) -> Callable[..., Array]:
-    """``function`` as a call that XLA's CPU compiler does not dissolve into the program around it.
-
-    Its passes and its schedule then see many small programs in place of one of tens of thousands of lines: the UNet of
-    SDXL compiles in two thirds of the time, and arrays of one block do not lie beside those of the next.
-
-    Positional arguments are arrays, those by keyword are static.
-    """
-
-    def inside(mesh: Mesh | None, static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
-        del mesh  # it decides the kernels, so that a trace for another one must not be used again
-        # The call alone is kept. Left unsaid, calls that JAX makes while it lowers get its "false".
-        with set_xla_metadata(inlineable="true"):
-            return function(*arrays, **dict(static))
-
-    call = jax.jit(inside, static_argnums=(0, 1))
-
-    @wraps(function)
-    def kept(*arrays: Any, **static: Any) -> Array:
-        if target_platform() != "cpu":
-            return function(*arrays, **static)
-        with set_xla_metadata(inlineable="false"):
-            return call(target_mesh(), tuple(static.items()), *arrays)
-
-    return kept
-
-
-def by_rows(function: Callable[..., Array], p: Params, x: Array, *shared: Array) -> Array:
-    """``function(p, x, *shared)``, in which each row of [B, T, C] is made of the same row of ``x`` alone.
-
-    On the CPU a few rows at a time, where the image is so large that what lies between the matmuls of ``function``
-    would not stay in the caches: the feed-forward of 2 x 4,096 rows of 320 channels then takes half the time.
-
-    Args:
-        function: [B, T, C] -> [B, T, C'].
-        p: its parameters.
-        x: rows [B, T, C].
-        shared: arrays [B, ...] that all rows of an image see.
-    """
-    rows, channels = x.shape[1:]
-    if target_platform() != "cpu" or rows * channels < LARGE_ROWS or weight_shards() > 1:
-        return function(p, x, *shared)
-    parts = -(-rows // ROWS)
-    each = -(-rows // parts)
-
-    def one_device(p: Params, x: Array, *shared: Array) -> Array:
-        filled = jnp.pad(x, ((0, 0), (0, parts * each - rows), (0, 0)))
-
-        def one(part: tuple[Array, ...]) -> Array:
-            return function(p, *(array[None] for array in part))[0]
-
-        y = jax.lax.map(one, (filled.reshape(-1, each, channels), *(jnp.repeat(array, parts, 0) for array in shared)))
-        return y.reshape(x.shape[0], parts * each, -1)[:, :rows]
-
-    batch, whole = PartitionSpec("data"), PartitionSpec()
-    specs = (whole, *(batch for _ in (x, *shared)))
-    return on_each_device(one_device, specs, batch)(p, x, *shared)
-
-
 def conv2d_spec(
     inputs: int,
     outputs: int,
@@ -155,8 +86,6 @@ def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
-    if target_platform() not in ("cpu", "tpu"):
-        return conv2d(p, upsample_nearest(x, 2 * x.shape[1], 2 * x.shape[2]))
     return _biased(p, convolve_doubled(weight_of(p, x.dtype), x))
 
 
@@ -248,10 +177,9 @@ ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
 
 def upsample_nearest(x: Array, height: int, width: int) -> Array:
     """Nearest-neighbour resize of [B, h, w, C]; doubling is a broadcast, other sizes a gather."""
-    b, h, w, c = x.shape
+    _, h, w, _ = x.shape
     if (height, width) == (2 * h, 2 * w):
-        doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c))
-        return doubled.reshape(b, height, width, c)
+        return doubled(x)
     rows = jnp.arange(height) * h // height
     columns = jnp.arange(width) * w // width
     return x[:, rows][:, :, columns]

@@ -12,7 +12,6 @@ from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
-from canvax.compile.flags import compile_faster
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -30,8 +29,6 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         argv: the arguments, by default those of the process.
         run: the command, by default ``canvax`` with its subcommands.
     """
-    if argv is None:
-        compile_faster()
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in takewhile(lambda word: word != "--", arguments)  # what follows is prompts
     report: dict[str, Any] = {}

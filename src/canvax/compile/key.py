@@ -21,7 +21,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from canvax._version import __version__
-from canvax.compile.flags import without
 from canvax.compile.monitor import process_age
 
 PLUGINS = (
@@ -110,7 +109,7 @@ def _sources() -> str:
 def _settings() -> dict[str, str]:
     values = {name: repr(getattr(jax.config, name, value)) for name, value in jax.config.values.items()}
     values = {name: value for name, value in values.items() if not name.startswith(_HARMLESS)}
-    return values | {name: without(os.environ.get(name, "")) for name in ENVIRONMENT}
+    return values | {name: os.environ.get(name, "") for name in ENVIRONMENT}
 
 
 def _devices(devices: Sequence[Any]) -> dict[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import jax
 
 from canvax.kernels.attention import attention
+from canvax.kernels.outline import by_rows, outlined
 from canvax.nn import (
-    by_rows,
     conv2d,
     conv2d_of_doubled,
     conv2d_spec,
     gated_linear,
     gelu,
     group_norm,
-    kept_apart,
     layer_norm,
     linear,
     linear_spec,
@@ -45,7 +44,7 @@ def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, grou
     return spec
 
 
-@kept_apart
+@outlined
 def resnet_block(p: Params, x: Array, time: Array | None, *, groups: int, eps: float) -> Array:
     """Residual block (He et al. 2016, pre-activation) with the time embedding added between its convolutions.
 
@@ -129,7 +128,7 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
     }
 
 
-@kept_apart
+@outlined
 def _transformer_block(p: Params, x: Array, k: Array, v: Array, *, heads: int, upcast: bool) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
+from canvax.kernels.outline import outlined
 from canvax.models.configs import ClipTextConfig
-from canvax.nn import ACTIVATIONS, embedding, embedding_spec, kept_apart, layer_norm, linear, linear_spec, norm_spec
+from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array
 
@@ -85,7 +86,7 @@ def _layer_spec(cfg: ClipTextConfig) -> Spec:
     }
 
 
-@kept_apart
+@outlined
 def _layer(p: Params, x: Array, *, cfg: ClipTextConfig) -> Array:
     a = p["self_attn"]
     h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)

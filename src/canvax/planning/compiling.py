@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from canvax.compile.cache import usual_path
-from canvax.compile.flags import without
 from canvax.errors import CanvaxError, InputError
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import environment, parse_target
@@ -60,7 +59,7 @@ def cache_folder() -> Path:
 
 def _key(job: Job, program: str, versions: Mapping[str, str]) -> str:
     """Changes with all that decides a program: the job, canvax's own code, the compiler and its flags."""
-    flags = {name: without(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     said = json.dumps([job.describe(program), dict(versions), flags], sort_keys=True)
     digest = hashlib.sha256(said.encode())
     for file in _sources():

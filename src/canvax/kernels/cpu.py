@@ -1,0 +1,243 @@
+"""Forms for CPUs: attention head by head, and convolutions by im2col, Winograd's tiles or doubled products.
+
+Constants were measured on two machines (docs/design/experiments.md, "Kernels on a CPU"): "Zen 4", two cores of an EPYC
+with AVX512-BF16, and "EPYC", two of an older one with AVX-512.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.kernels.common import (
+    LAYOUT,
+    Padding,
+    convolve_pairs,
+    in_strips,
+    on_each_image,
+    pair_weights,
+    with_reference_vjp,
+)
+from canvax.kernels.matmul import matmul
+from canvax.kernels.target import weight_shards
+from canvax.types import Array
+
+CHUNK_SCORES = 2 * 2**20
+"""Scores of one head that are held at once: 8 MiB in float32, which stay in the caches (EPYC)."""
+
+IM2COL_PIXELS = 0.5
+"""Pixels of a batch that comes out, over its channels, up to which one matmul is faster than XLA's convolution (EPYC):
+2.4 times at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine shifted images no
+longer stay in the caches."""
+
+IM2COL_CHANNELS = 64
+"""Input channels from which it is worth it (EPYC)."""
+
+TILE_CHANNELS = 256
+"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution (Zen
+4). Half as many inputs do for bfloat16, which XLA would widen in memory first."""
+
+MIN_TILES = 64
+"""Tiles of 4 x 4 pixels of a batch that are worth what has to be done to the weight (Zen 4)."""
+
+TILES_AT_ONCE = 256
+"""Tiles whose matmuls are large and stay in the caches (Zen 4); four times as many up to :data:`TILE_CHANNELS` output
+channels."""
+
+PRODUCT_BYTES = 48 * 2**20
+"""Bytes of float32 products that :func:`_doubled_products` keeps at a time (Zen 4)."""
+
+
+def many_scores(q: Array, k: Array) -> bool:
+    """Whether the scores of a head [Tq, Tk] are more than the caches hold beside everything else."""
+    return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
+
+
+def attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
+    """Long sequences on the CPU: one head and a chunk of its queries at a time, plain matrices all the way.
+
+    The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
+    keys, so its softmax needs no second pass; the division is done on the narrow result.
+    """
+    batch, queries, heads, width = q.shape
+    chunk = max(1, min(queries, CHUNK_SCORES // k.shape[1]))
+    padded = -(-queries // chunk) * chunk
+
+    def by_head(x: Array) -> Array:
+        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], -1)
+
+    in_float32 = q.dtype == jnp.float32  # 16 bits would be rounded once more if queries were scaled, not scores
+    scaled = q * jnp.asarray(width**-0.5, q.dtype) if in_float32 else q
+    chunks = by_head(jnp.pad(scaled, ((0, 0), (0, padded - queries), (0, 0), (0, 0))))
+    chunks = chunks.reshape(batch * heads, padded // chunk, chunk, width)
+
+    def head(operands: tuple[Array, Array, Array]) -> Array:
+        chunks, k, v = operands
+
+        def one(q: Array) -> Array:
+            scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
+            scores = scores - scores.max(-1, keepdims=True)
+            weights = jnp.exp(scores if in_float32 else scores * width**-0.5).astype(v.dtype)
+            values = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
+            return (values / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(v.dtype)
+
+        # The gradient computes a chunk's weights again; kept, they would be the whole score matrix after all.
+        return jax.lax.map(jax.checkpoint(one), chunks)
+
+    # XLA multiplies bfloat16 as such only where the keys have been turned beforehand, and otherwise in float32.
+    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v)))
+    return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
+
+
+def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
+    """:func:`canvax.kernels.convolution.convolve` in the form that is fastest for these sizes."""
+    inputs, outputs = weight.shape[2:]
+    if weight.shape[:2] == (3, 3) and weight_shards() == 1:
+        if inputs >= IM2COL_CHANNELS and math.prod(x.shape[:3]) <= IM2COL_PIXELS * stride**2 * outputs:
+            return _by_im2col(weight, x, stride, padding)
+        if (stride, padding) == (1, (1, 1)) and _tiles_take(weight, x):
+            return _by_tiles(weight, x)
+    return by_xla(weight, x, stride, (padding, padding))
+
+
+def convolve_doubled(weight: Array, x: Array) -> Array:
+    """:func:`canvax.kernels.convolution.convolve_doubled`; products are doubled, and a quarter of the work is left."""
+    if weight_shards() > 1:
+        return convolve_pairs(pair_weights(weight, x.dtype), x, by_xla)
+    return on_each_image(_doubled_products)(weight, x)
+
+
+def by_xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
+    """XLA's convolution, always in float32, since in 16 bits it takes up to four times as long on a CPU."""
+    return _direct_with_vjp(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
+
+
+def _by_xla_3x3(weight: Array, x: Array) -> Array:
+    return by_xla(weight, x, 1, ((1, 1), (1, 1)))
+
+
+def _direct(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
+    return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=LAYOUT)
+
+
+def _backward(stride: int, padding: Padding, given: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
+    """To the image: a convolution of the slope with the turned weight. To the weight: a matmul for each tap."""
+    weight, x = given
+    kernel, sizes = weight.shape[:2], x.shape[1:3]
+    spread = [
+        (k - 1 - before, size - (n - 1) * stride - 1 + before, stride - 1)
+        for k, size, n, (before, _) in zip(kernel, sizes, slope.shape[1:3], padding, strict=True)
+    ]
+    spread_slope = jax.lax.pad(slope, jnp.zeros((), slope.dtype), ((0, 0, 0), *spread, (0, 0, 0)))
+    turned = jnp.flip(weight, (0, 1)).swapaxes(2, 3)
+    to_x = _direct(turned, spread_slope, 1, ((0, 0), (0, 0)))
+    b, h, w, outputs = slope.shape
+    padded = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+
+    def tap(i: int, j: int) -> Array:
+        moved = padded[:, i : i + (h - 1) * stride + 1 : stride, j : j + (w - 1) * stride + 1 : stride]
+        return moved.reshape(b * h * w, -1).T @ slope.reshape(b * h * w, outputs)
+
+    taps = [tap(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
+    return jnp.stack(taps).reshape(weight.shape), to_x
+
+
+_direct_with_vjp = jax.custom_vjp(_direct, nondiff_argnums=(2, 3))
+"""XLA's convolution with a gradient of our own: of the convolutions that XLA makes of it inside a larger program some
+are not of the layout that its fast CPU convolution knows, and training takes ten times as long."""
+_direct_with_vjp.defvjp(lambda weight, x, *how: (_direct(weight, x, *how), (weight, x)), _backward)
+
+
+def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
+    """3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
+    padded = jnp.pad(x, ((0, 0), padding, padding, (0, 0)))
+    _, h, w, c = padded.shape
+    moved = [padded[:, i : h - 2 + i : stride, j : w - 2 + j : stride] for i in range(3) for j in range(3)]
+    columns = jnp.concatenate(moved, axis=-1)
+    return matmul(columns, weight.reshape(9 * c, -1))
+
+
+def _tiles_take(weight: Array, x: Array) -> bool:
+    inputs, outputs = weight.shape[2:]
+    if x.dtype == jnp.bfloat16:
+        inputs = 2 * inputs
+    return min(inputs, 2 * outputs) >= TILE_CHANNELS and math.prod(x.shape[:3]) >= 16 * MIN_TILES
+
+
+def _winograd(*points: float) -> list[np.ndarray]:
+    """Matrices for a 3x3 kernel and tiles of 4 x 4 pixels by five points of an axis, and infinity.
+
+    Of Lavin & Gray 2016, section 4.3.
+
+    Returns:
+        From the nine taps to the kernel's values at 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to its
+        values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
+    """
+    p = np.array(points)
+    others = [np.delete(p, i) for i in range(len(p))]
+    scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
+    kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
+    tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
+    pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
+    return [np.kron(axis, axis).astype(np.float32) for axis in (kernel, tile, pixels)]
+
+
+TO_KERNEL, TO_POINTS, TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
+"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al.
+2020, "Error analysis and improving the accuracy of Winograd convolution")."""
+
+
+@with_reference_vjp(_by_xla_3x3)
+def _by_tiles(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
+
+    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of
+    strided slices they take XLA seven times as long.
+    """
+    outputs = weight.shape[-1]
+    kernel = jnp.matmul(TO_KERNEL, weight.astype(jnp.float32).reshape(9, -1)).reshape(36, -1, outputs)
+    b, h, w, c = x.shape
+    down, across = -(-h // 4), -(-w // 4)
+    rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
+    height, width = rimmed.shape[1:3]
+    # As bits, since XLA would widen the whole image before it gathers bfloat16.
+    bits = jax.lax.bitcast_convert_type(rimmed.reshape(-1, c), f"u{x.dtype.itemsize}")
+    i, j, column = np.ix_(range(6), range(6), range(across))
+    inside = (width * i + 4 * column + j)[:, :, None]
+
+    def rows_of_tiles(first: Array | np.ndarray) -> Array:
+        """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
+        pixels = (first[:, None] + inside).reshape(36, -1)
+        tiles = jax.lax.bitcast_convert_type(bits.at[pixels].get(mode="promise_in_bounds"), x.dtype).astype(jnp.float32)
+        points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
+        y = jnp.matmul(TO_PIXELS, (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)
+        return y.transpose(2, 0, 3, 1, 4).reshape(-1, 4, 4 * across, outputs).astype(x.dtype)
+
+    first = width * np.add.outer(height * np.arange(b), 4 * np.arange(down)).reshape(-1)
+    parts = -(-len(first) * across // (TILES_AT_ONCE if outputs > TILE_CHANNELS else 4 * TILES_AT_ONCE))
+    each = -(-len(first) // parts)
+    filled = np.pad(first, (0, parts * each - len(first)), mode="edge").reshape(parts, each)
+    y = rows_of_tiles(first) if parts == 1 else jax.lax.map(rows_of_tiles, filled)
+    return y.reshape(-1, 4 * across, outputs)[: 4 * len(first)].reshape(b, 4 * down, -1, outputs)[:, :h, :w]
+
+
+def _doubled_products(weight: Array, x: Array) -> Array:
+    """:func:`convolve_doubled`: each tap's product of the small image, doubled and moved, and their sum.
+
+    For four pixels of the doubled image that is 9 products; of the image itself it would be 36, and 16 where copies
+    share a weight.
+    """
+
+    def part(x: Array, first: Array | int, rows: int) -> Array:
+        def tap(i: int, j: int) -> Array:
+            y = jnp.matmul(x, weight[i, j], preferred_element_type=jnp.float32)
+            doubled = jnp.repeat(jnp.repeat(y, 2, axis=1), 2, axis=2)
+            return jax.lax.pad(doubled, jnp.float32(0), ((0, 0, 0), (1 - i, i - 1, 0), (1 - j, j - 1, 0), (0, 0, 0)))
+
+        y = sum((tap(i, j) for i in range(3) for j in range(3) if i + j), tap(0, 0)).astype(x.dtype)
+        return jax.lax.dynamic_slice_in_dim(y, 2 * first, 2 * rows, axis=1)
+
+    return in_strips(x, 9 * weight.shape[-1], part, PRODUCT_BYTES)

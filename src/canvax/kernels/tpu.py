@@ -1,0 +1,166 @@
+"""Forms for TPUs from v4 on: JAX's flash attention, and convolutions as sums of matmuls, one for each tap.
+
+Chosen by the estimate of the TPU's own compiler (docs/tpu.md); no TPU has timed them. The generations before, which are
+no longer for hire, get the plain forms.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from canvax.kernels.common import (
+    LAYOUT,
+    Padding,
+    convolve_pairs,
+    in_strips,
+    pair_weights,
+    with_reference_vjp,
+)
+from canvax.kernels.target import target_kind, weight_shards
+from canvax.types import Array
+
+RETIRED = ("TPU v2", "TPU v3")
+"""Their compiler refuses flash attention of bfloat16, and they have no memory on the chip that would hold sums."""
+
+LANES = 128
+"""Numbers side by side in a TPU's registers; lengths of blocks are multiples of it."""
+
+MIN_KEYS = 512
+"""Keys from which flash attention is worth what it costs to call (v5e); the 77 of a prompt are not."""
+
+QUERIES_AT_ONCE, KEYS_AT_ONCE = 256, 4096
+"""Queries and keys of a block of flash attention (v5e); a quarter as many keys of heads wider than :data:`LANES`."""
+
+MIN_CHANNELS = 64
+"""Channels from which a convolution is worth writing as matmuls (v5e)."""
+
+ACCUMULATOR_BYTES = 48 * 2**20
+"""Float32 sums of a convolution that are kept at a time. They are read and written nine times, which is free as long as
+they stay in vector memory (128 MiB on v5e)."""
+
+_BACKWARD_BLOCKS = (
+    "block_q_major_dkv", "block_k_major_dkv", "block_q_dkv", "block_k_dkv", "block_k_major_dq", "block_k_dq",
+    "block_q_dq",
+)  # fmt: skip
+
+
+def flash_takes(q: Array, k: Array) -> bool:
+    """Whether flash attention compiles for these numbers, and pays."""
+    width = q.shape[-1]
+    compiles = q.dtype in (jnp.float32, jnp.bfloat16) and (width < LANES or width % LANES == 0)
+    return compiles and k.shape[1] >= MIN_KEYS and target_kind() not in RETIRED
+
+
+def attend_by_flash(q: Array, k: Array, v: Array) -> Array:
+    """Online softmax (Dao et al. 2022) by JAX's own kernel; no score leaves the chip's VMEM.
+
+    Up to 4,096 keys, as many as Stable Diffusion has at 512 x 512 and SDXL at 1024 x 1024, are one block, whose softmax
+    needs no second look. Other lengths are filled up, and the filling is masked.
+    """
+    # Imported here: it takes as long as the rest of canvax, and only a TPU's programs need it.
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
+
+    batch, queries, _, width = q.shape
+    keys = k.shape[1]
+    most = KEYS_AT_ONCE if width <= LANES else KEYS_AT_ONCE // 4
+    block_k = _ceil(keys, LANES) if _ceil(keys, LANES) <= most else min(most, 1024)
+    block_q = min(QUERIES_AT_ONCE, _ceil(queries, LANES))
+    padded_q, padded_k = _ceil(queries, block_q), _ceil(keys, block_k)
+
+    def by_head(x: Array, length: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    ids = None
+    if padded_k > keys:
+        # Equal numbers see each other: queries are 0, as real keys are.
+        filled = jnp.arange(padded_k) >= keys
+        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), jnp.tile(filled.astype(jnp.int32), (batch, 1)))
+    backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
+    sizes = BlockSizes(block_b=1, block_q=block_q, block_k_major=block_k, block_k=block_k, **backward)
+    out = flash_attention(
+        by_head(q, padded_q), by_head(k, padded_k), by_head(v, padded_k), segment_ids=ids, sm_scale=width**-0.5,
+        block_sizes=sizes,
+    )  # fmt: skip
+    return out.swapaxes(1, 2)[:, :queries]
+
+
+def _ceil(length: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``length``."""
+    return -(-length // multiple) * multiple
+
+
+def taps_take(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
+    """Whether :func:`convolve_by_taps` is of this convolution, and pays."""
+    same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
+    return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()
+
+
+def _by_taps_here() -> bool:
+    return weight_shards() == 1 and target_kind() not in RETIRED
+
+
+def _by_xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
+    return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=LAYOUT)
+
+
+def _by_xla_3x3(weight: Array, x: Array) -> Array:
+    return _by_xla(weight, x, 1, ((1, 1), (1, 1)))
+
+
+@with_reference_vjp(_by_xla_3x3)
+def convolve_by_taps(weight: Array, x: Array) -> Array:
+    """3x3 convolution with padding 1 as a sum of nine matmuls, one for each tap, of the image moved by it.
+
+    For XLA's own convolution of few images the TPU's compiler cuts each into strips, and moves about more than it
+    multiplies. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak where channels are multiples
+    of 128, padding and moving included; and one matmul is compiled in place of a search for a good form of the whole.
+    """
+
+    def part(x: Array, first: Array | int, rows: int) -> Array:
+        return _taps(weight, x, (first, 0), rows)
+
+    return in_strips(x, weight.shape[-1], part, ACCUMULATOR_BYTES)
+
+
+def convolve_doubled(weight: Array, x: Array) -> Array:
+    """:func:`canvax.kernels.convolution.convolve_doubled` as a 2x2 convolution for each place in a doubled pixel."""
+    kernels = pair_weights(weight, x.dtype)
+    return _pairs_by_taps(jnp.array(kernels), x) if _by_taps_here() else convolve_pairs(kernels, x, _by_xla)
+
+
+@with_reference_vjp(lambda kernels, x: convolve_pairs(kernels, x, _by_xla))
+def _pairs_by_taps(kernels: Array, x: Array) -> Array:
+    """The pairs likewise by taps, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
+
+    def part(x: Array, first: Array | int, rows: int) -> Array:
+        def place(number: Array | int) -> Array:
+            i, j = number // 2, number % 2
+            return _taps(kernels[i, j], x, (first + i, j), rows)
+
+        y = jax.lax.map(place, jnp.arange(4)).reshape(2, 2, x.shape[0], rows, x.shape[2], -1)
+        return y.transpose(2, 3, 0, 4, 1, 5).reshape(x.shape[0], 2 * rows, 2 * x.shape[2], -1)
+
+    return in_strips(x, kernels.shape[-1], part, ACCUMULATOR_BYTES)
+
+
+def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows: int) -> Array:
+    """``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the image moved by it.
+
+    ``corner`` is where the first tap begins: row and column of the image with a rim of zeros.
+    """
+    b, _, w, c = x.shape
+    width = kernel.shape[1]
+    taps = kernel.shape[0] * width
+
+    def tap(number: Array | int) -> Array:
+        # The rim and the move are said anew for each tap, so that the compiler makes them part of reading the operand.
+        i, j = number // width, number % width
+        rimmed = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        moved = jax.lax.dynamic_slice(rimmed, (0, corner[0] + i, corner[1] + j, 0), (b, rows, w, c))
+        return jnp.matmul(moved, kernel[i, j], preferred_element_type=jnp.float32)
+
+    # The last tap is outside of the loop, where what comes after the convolution becomes part of writing the result.
+    sums = jnp.zeros((b, rows, w, kernel.shape[-1]), jnp.float32)
+    sums = jax.lax.fori_loop(0, taps - 1, lambda number, sums: sums + tap(number), sums)
+    return (sums + tap(taps - 1)).astype(x.dtype)
