@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.familiar import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -45,3 +46,8 @@ def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.M
     np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
     assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
     assert names["result"].latents.shape == (1, 8, 8, 32)
+
+
+def test_the_table_of_names_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "coming-from-diffusers.md").read_text(encoding="utf-8")
+    assert page.endswith(f"## All names\n\n{tables()}"), "write it anew: canvax.familiar.tables()"

@@ -235,3 +235,21 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
         else:
             own[target] = value
     return left
+
+
+def tables() -> str:
+    """All names as Markdown, which ``docs/coming-from-diffusers.md`` ends with."""
+    parts = []
+    for title, table, prefix in (
+        ("Arguments of a call", CALL, ""),
+        ("Arguments of `canvax.load`", LOAD, ""),
+        ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
+        ("Flags of the command line", FLAGS, "--"),
+    ):
+        names: dict[str, list[str]] = {}
+        for name, entry in table.items():
+            said = entry.answer or f"the same as `{entry.becomes}`"
+            names.setdefault(said, []).append(f"`{prefix}{name}`")
+        rows = [f"| {', '.join(group)} | {said} |" for said, group in names.items()]
+        parts.append("\n".join([f"### {title}", "", "| name | canvax |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"

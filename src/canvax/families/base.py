@@ -256,7 +256,8 @@ def read_unet(files: ModelFiles) -> UNetConfig:
     unet = UNetConfig.from_dict(config)
     version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
     old = version is not None and int(version[1]) < 9
-    return replace(unet, sample_size=64) if old and (unet.sample_size or 64) < 64 else unet
+    small = isinstance(unet.sample_size, int) and unet.sample_size < 64
+    return replace(unet, sample_size=64) if old and small else unet
 
 
 def read_defaults(path: Path, usual: Defaults) -> Defaults:

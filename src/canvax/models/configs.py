@@ -3,21 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from canvax.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Limits of a number, or of how many entries a list has."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.least:g} to {self.most:g}"
+
+
+Count = Annotated[int, Range(1, 2**16)]
+Ids = Annotated[int, Range(0, 2**24)]
+Size = Annotated[int, Range(1, 2048)]
+Layers = Annotated[int, Range(1, 256)]
+Depth = Annotated[int, Range(0, 64)]
+Depths = Annotated[tuple[Depth, ...], Range(1, 16)]
+Levels = Annotated[tuple[Count, ...], Range(1, 16)]
+Names = Annotated[tuple[str, ...], Range(1, 16)]
+Number = Annotated[float, Range(-1e6, 1e6)]
+Factor = Annotated[float, Range(1e-6, 1e6)]
+Epsilon = Annotated[float, Range(1e-12, 0.1)]
+
+
+def fault_of(value: Any, hint: Any) -> str:
+    """Why ``value`` is not of the type ``hint``, such as "not 1 to 256"; "" if it is."""
+    if get_origin(hint) is Annotated:
+        base, limits = get_args(hint)
+        if fault := fault_of(value, base):
+            return fault
+        size = len(value) if isinstance(value, tuple) else value
+        return "" if limits.least <= size <= limits.most else f"not {limits}" + " entries" * isinstance(value, tuple)
+    if get_origin(hint) in (Union, UnionType):
+        faults = [fault_of(value, one) for one in get_args(hint)]
+        return "" if "" in faults else next((f for f in faults if not f.startswith("not a")), " or ".join(faults))
+    if get_origin(hint) is tuple:
+        each = get_args(hint)
+        if not isinstance(value, tuple) or (each[-1] is not Ellipsis and len(each) != len(value)):
+            return "not a list"
+        return next(filter(None, (fault_of(v, each[0]) for v in value)), "")
+    if hint is float:
+        return "" if isinstance(value, int | float) and not isinstance(value, bool) else "not a number"
+    if hint is NoneType:
+        return "" if value is None else "not a null"
+    words = {int: "not a whole number", str: "not a text", bool: "not a true or false"}
+    return "" if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)) else words[hint]
 
 
 @dataclass(frozen=True)
 class Config:
     """Base of the network configs: reads ``config.json`` strictly.
 
-    A field that canvax computes with is a dataclass field. A field that only has one supported meaning is in
-    ``FIXED`` with the values that mean it. A field that changes nothing at inference is in ``IGNORED``. Anything else
-    is refused unless it is off (null or false), so that no checkpoint is silently drawn wrong; ``STRICT = False``
-    ignores it instead.
+    A field that canvax computes with is a dataclass field, whose type says which values it may have. A field that only
+    has one supported meaning is in ``FIXED`` with the values that mean it. A field that changes nothing at inference is
+    in ``IGNORED``. Anything else is refused unless it is off (null or false), so that no checkpoint gives wrong images
+    silently; ``STRICT = False`` ignores it instead.
     """
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -32,24 +84,38 @@ class Config:
             CheckpointError: naming every field whose value is not supported.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        values, faults = {}, []
+        types = get_type_hints(cls, include_extras=True)
+        values: dict[str, Any] = {}
+        faults = []
         for key, value in config.items():
             if isinstance(value, list):
                 value = tuple(value)
-            said = any(value) if isinstance(value, tuple) else value not in (None, False)
+            is_on = any(value) if isinstance(value, tuple) else value is not None and value is not False
+            shown = _shown(value)
             if key in known:
                 values[key] = value
+                if fault := fault_of(value, types[key]):
+                    faults.append(f"{key} = {shown} ({fault})")
             elif key in cls.FIXED:
-                if value not in cls.FIXED[key]:
-                    faults.append(f"{key} = {value!r} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
-            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and said:
-                faults.append(f"{key} = {value!r} (unknown field)")
+                if not any(value == fixed and type(value) is not bool for fixed in cls.FIXED[key]):
+                    faults.append(f"{key} = {shown} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
+            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and is_on:
+                faults.append(f"{key} = {shown} (unknown field)")
         if faults:
             raise CheckpointError(f"{cls.__name__}: config.json asks for what is not supported: " + "; ".join(faults))
         try:
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"{cls.__name__}: config.json is incomplete or malformed: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    """A value as in the file, cut where it is long; Python refuses to write out numbers of thousands of digits."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _per_level(value: Any, levels: int) -> tuple[Any, ...]:
@@ -60,38 +126,38 @@ def _per_level(value: Any, levels: int) -> tuple[Any, ...]:
 class UNetConfig(Config):
     """``UNet2DConditionModel``: names and defaults are those of the diffusers config."""
 
-    sample_size: int | None = None
-    in_channels: int = 4
-    out_channels: int = 4
-    down_block_types: tuple[str, ...] = (
+    sample_size: Size | tuple[Size, Size] | None = None
+    in_channels: Count = 4
+    out_channels: Count = 4
+    down_block_types: Names = (
         "CrossAttnDownBlock2D",
         "CrossAttnDownBlock2D",
         "CrossAttnDownBlock2D",
         "DownBlock2D",
     )
-    up_block_types: tuple[str, ...] = (
+    up_block_types: Names = (
         "UpBlock2D",
         "CrossAttnUpBlock2D",
         "CrossAttnUpBlock2D",
         "CrossAttnUpBlock2D",
     )
-    block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
-    layers_per_block: int | tuple[int, ...] = 2
+    block_out_channels: Levels = (320, 640, 1280, 1280)
+    layers_per_block: Layers | Depths = 2
     # The number of heads, in spite of its name: released checkpoints depend on the old mistake.
-    attention_head_dim: int | tuple[int, ...] = 8
-    num_attention_heads: int | tuple[int, ...] | None = None
-    cross_attention_dim: int = 1280
-    transformer_layers_per_block: int | tuple[int, ...] = 1
+    attention_head_dim: Count | Levels = 8
+    num_attention_heads: Count | Levels | None = None
+    cross_attention_dim: Count = 1280
+    transformer_layers_per_block: Depth | Depths = 1
     use_linear_projection: bool = False
     upcast_attention: bool = False
     flip_sin_to_cos: bool = True
-    freq_shift: float = 0
-    norm_num_groups: int = 32
-    norm_eps: float = 1e-5
-    # SDXL: pooled text and numbers about the picture join the timestep. The three go together.
+    freq_shift: Number = 0
+    norm_num_groups: Count = 32
+    norm_eps: Epsilon = 1e-5
+    # SDXL: pooled text and numbers about the image join the timestep. The three go together.
     addition_embed_type: str | None = None
-    addition_time_embed_dim: int | None = None
-    projection_class_embeddings_input_dim: int | None = None
+    addition_time_embed_dim: Count | None = None
+    projection_class_embeddings_input_dim: Count | None = None
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("silu", "swish"),
@@ -140,7 +206,7 @@ class UNetConfig(Config):
         ]
 
     def time_ids(self, pooled: int) -> int:
-        """How many numbers about the picture it is told, beside pooled text of width ``pooled``: 6, 5 in a refiner.
+        """How many numbers about the image it is told, beside pooled text of width ``pooled``: 6, 5 in a refiner.
 
         0 if it is told none.
 
@@ -178,16 +244,19 @@ class UNetConfig(Config):
 class VaeConfig(Config):
     """``AutoencoderKL``: names and defaults are those of the diffusers config."""
 
-    in_channels: int = 3
-    out_channels: int = 3
-    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
-    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
-    block_out_channels: tuple[int, ...] = (64,)
-    layers_per_block: int = 1
-    latent_channels: int = 4
-    norm_num_groups: int = 32
-    scaling_factor: float = 0.18215
-    shift_factor: float | None = None
+    in_channels: Count = 3
+    out_channels: Count = 3
+    down_block_types: Names = ("DownEncoderBlock2D",)
+    up_block_types: Names = ("UpDecoderBlock2D",)
+    block_out_channels: Levels = (64,)
+    layers_per_block: Layers = 1
+    latent_channels: Count = 4
+    norm_num_groups: Count = 32
+    scaling_factor: Factor = 0.18215
+    shift_factor: Number | None = None
+    # Of each channel (Playground v2.5): latents are brought to mean 0 and variance 1 by them, and not by one factor.
+    latents_mean: tuple[Number, ...] | None = None
+    latents_std: tuple[Factor, ...] | None = None
     # It overflows in float16, and is computed in float32 where float16 was asked for.
     force_upcast: bool = True
     use_quant_conv: bool = True
@@ -196,8 +265,6 @@ class VaeConfig(Config):
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("silu",),
-        "latents_mean": (None,),
-        "latents_std": (None,),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset({"sample_size"})
 
@@ -210,8 +277,22 @@ class VaeConfig(Config):
             faults.append(f"up_block_types {self.up_block_types}")
         faults += [f"{c} channels in {self.norm_num_groups} groups" for c in self.block_out_channels
                    if c % self.norm_num_groups]  # fmt: skip
+        for name in ("latents_mean", "latents_std"):
+            if (values := getattr(self, name)) is not None and len(values) != self.latent_channels:
+                faults.append(f"{name} of {len(values)} channels with latent_channels {self.latent_channels}")
         if faults:
             raise CheckpointError(f"VaeConfig with {levels} levels does not support " + "; ".join(faults))
+
+    @property
+    def scale(self) -> float | np.ndarray:
+        """What latents are multiplied with before they are decoded: one number, or one for each channel."""
+        return (1.0 if self.latents_std is None else np.asarray(self.latents_std, np.float32)) / self.scaling_factor
+
+    @property
+    def shift(self) -> float | np.ndarray:
+        """What is added to them then."""
+        mean = 0.0 if self.latents_mean is None else np.asarray(self.latents_mean, np.float32)
+        return mean + (self.shift_factor or 0.0)
 
     @property
     def factor(self) -> int:
@@ -223,13 +304,13 @@ class VaeConfig(Config):
 class TinyConfig(Config):
     """``AutoencoderTiny``: names and defaults are those of the diffusers config."""
 
-    in_channels: int = 3
-    out_channels: int = 3
-    encoder_block_out_channels: tuple[int, ...] = (64, 64, 64, 64)
-    decoder_block_out_channels: tuple[int, ...] = (64, 64, 64, 64)
-    latent_channels: int = 4
-    num_encoder_blocks: tuple[int, ...] = (1, 3, 3, 3)
-    num_decoder_blocks: tuple[int, ...] = (3, 3, 3, 1)
+    in_channels: Count = 3
+    out_channels: Count = 3
+    encoder_block_out_channels: Levels = (64, 64, 64, 64)
+    decoder_block_out_channels: Levels = (64, 64, 64, 64)
+    latent_channels: Count = 4
+    num_encoder_blocks: Depths = (1, 3, 3, 3)
+    num_decoder_blocks: Depths = (3, 3, 3, 1)
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("relu",),
@@ -237,7 +318,7 @@ class TinyConfig(Config):
         "upsampling_scaling_factor": (2,),
         "scaling_factor": (1.0, 1),
         "shift_factor": (0.0, 0, None),
-        # Of the encoder, for callers that store its latents as pictures.
+        # Of the encoder, for callers that store its latents as images.
         "latent_magnitude": (3, 3.0),
         "latent_shift": (0.5,),
     }
@@ -260,17 +341,17 @@ class TinyConfig(Config):
 class ClipTextConfig(Config):
     """``CLIPTextModel``: names and defaults are those of the transformers config."""
 
-    vocab_size: int = 49408
-    hidden_size: int = 512
-    intermediate_size: int = 2048
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 8
-    max_position_embeddings: int = 77
+    vocab_size: Ids = 49408
+    hidden_size: Count = 512
+    intermediate_size: Count = 2048
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Count = 8
+    max_position_embeddings: Count = 77
     hidden_act: str = "quick_gelu"
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: Epsilon = 1e-5
     # Only read by an encoder with a projection, the second of SDXL.
-    projection_dim: int = 512
-    eos_token_id: int = 49407
+    projection_dim: Count = 512
+    eos_token_id: Ids = 49407
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"model_type": ("clip_text_model",)}
     # What else a transformers config holds concerns training and generation.

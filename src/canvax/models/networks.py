@@ -41,8 +41,9 @@ class Networks:
     @property
     def native_size(self) -> tuple[int, int]:
         """Height and width of the images it was trained on, in pixels."""
-        side = (self.denoiser.cfg.sample_size or 64) * self.vae.factor
-        return side, side
+        size = self.denoiser.cfg.sample_size or 64
+        tall, wide = size if isinstance(size, tuple) else (size, size)
+        return tall * self.vae.factor, wide * self.vae.factor
 
     @property
     def size_numbers(self) -> int:

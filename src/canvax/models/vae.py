@@ -122,9 +122,17 @@ def divisor(number: int, most: int) -> int:
     return next(one for one in range(max(1, min(number, most)), 0, -1) if number % one == 0)
 
 
+def _unscaled(latents: Array, cfg: VaeConfig) -> Array:
+    """Latents as the encoder gave them: the denoiser's are brought to about unit variance."""
+    if cfg.latents_std is not None:
+        latents = latents * jnp.asarray(cfg.latents_std, latents.dtype)
+    latents = latents / cfg.scaling_factor + (cfg.shift_factor or 0.0)
+    return latents if cfg.latents_mean is None else latents + jnp.asarray(cfg.latents_mean, latents.dtype)
+
+
 def _middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
     """From latents to the features that the picture rises from, of the same height and width."""
-    z = latents / cfg.scaling_factor + (cfg.shift_factor or 0.0)
+    z = _unscaled(latents, cfg)
     if cfg.use_post_quant_conv:
         z = linear(p["post_quant_conv"], z)
     p = p["decoder"]

@@ -43,7 +43,7 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
 
     def encode(p: Params, images: Array) -> Array:
         mean, _ = vae_encode(p, as_input(images), cfg)
-        return (mean - (cfg.shift_factor or 0.0)) * cfg.scaling_factor
+        return (mean - cfg.shift) / cfg.scale
 
     return jitted(encode, mesh)
 

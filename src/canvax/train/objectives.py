@@ -92,7 +92,7 @@ def autoencoder_loss(
     mean, logvar = (part.astype(jnp.float32) for part in vae_encode(p, images, cfg))
     latents = mean + jnp.exp(0.5 * logvar) * noise
     # The decoder's input convention: what it is given is scaled.
-    decoded = vae_decode(p, ((latents - (cfg.shift_factor or 0.0)) * cfg.scaling_factor).astype(images.dtype), cfg)
+    decoded = vae_decode(p, ((latents - cfg.shift) / cfg.scale).astype(images.dtype), cfg)
     loss, mse = reconstruction_loss(decoded, images, edges)
     divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
     return loss + kl * divergence, {"mse": mse, "kl": divergence}
