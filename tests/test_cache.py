@@ -570,7 +570,7 @@ def test_a_file_that_cannot_be_trusted_is_made_again(folder: Path) -> None:
     assert doubled() == [False]
     path.unlink()
     path.mkdir()
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="not stored"):
         assert doubled() == [False]
 
 
@@ -614,7 +614,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path / name))
-    with pytest.warns(UserWarning, match="not kept"):
+    with pytest.warns(UserWarning, match="not stored"):
         doubled()
     doubled()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import shutil
 from pathlib import Path
 from typing import Any
@@ -226,13 +227,23 @@ def test_functional_style() -> None:
     assert 1e-4 < np.abs(full.pixels - half.pixels).mean() < 0.1
 
 
-def test_progress_names_compiling(emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("watched", [True, False])
+def test_progress_names_compiling(
+    emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    """A bar is for a terminal: in a log it is a line for each of its states."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
     fresh = dataclasses.replace(emoji.programs, _compiled={}, _building={})
     dataclasses.replace(emoji, programs=fresh)("a cat", num_inference_steps=2)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.search(r"compiling \(once for each size and batch\):.* denoiser \d+\.\d s", shown.err)
-    assert "2/2" in shown.err
+    assert ("2/2" in shown.err) == watched
+
+
+def test_without_stderr(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(emoji("a cat", num_inference_steps=2)) == 1
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.files import read_json
+from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
 from canvax.weights.layout import (
@@ -147,7 +148,7 @@ def _components(name: str, index: Mapping[str, Any]) -> dict[str, str]:
 def small_files(components: Collection[str], names: Collection[str]) -> list[str]:
     """Those of ``names``, relative to the model's folder, that are read beside the index and the weights."""
     wanted = [f"{part}/{file}" for part in components for file in PLAIN_FILES.get(part, ("config.json",))]
-    return [name for name in (DEFAULTS, *wanted) if name in names]
+    return [name for name in (DEFAULTS, CONCEPTS, *wanted) if name in names]
 
 
 def plan_components(

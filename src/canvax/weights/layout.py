@@ -18,7 +18,7 @@ from canvax.files import DAMAGED, read_json
 INDEX = "model_index.json"
 
 DEFAULTS = "canvax.json"
-"""Optional, beside the index: what the model is best drawn with."""
+"""Optional, beside the index: steps and guidance that suit the model."""
 
 Kind = Literal["diffusers", "transformers"]
 

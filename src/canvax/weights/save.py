@@ -21,6 +21,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
+from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.layout import DEFAULTS, INDEX, PLAIN_FILES, STEMS, check_variant, config_file
@@ -113,7 +114,7 @@ def save_checkpoint(
         index: ``model_index.json``. Components that are not written (``safety_checker``) become null in it, and
             class names of the old Flax pipelines become those of PyTorch.
         configs: config of every component in ``components``, and of the scheduler.
-        copy_from: checkpoint folder whose tokenizer files and ``canvax.json`` are copied.
+        copy_from: checkpoint folder whose tokenizer files, ``canvax.json`` and ``concepts.json`` are copied.
         dtype: dtype of the written arrays; each array's own if not given.
         variant: put into the weight file names.
         overwrite: write into a folder that is not empty, replacing files of the same names.
@@ -142,8 +143,9 @@ def save_checkpoint(
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
             names.append("scheduler")
         names += _copy_tokenizers(copy_from, build)
-        if copy_from and (copy_from / DEFAULTS).is_file():
-            shutil.copyfile(copy_from / DEFAULTS, build / DEFAULTS)
+        for name in (DEFAULTS, CONCEPTS):
+            if copy_from and (copy_from / name).is_file():
+                shutil.copyfile(copy_from / name, build / name)
         write_json(build / INDEX, _index(index, names))
         _move_into_place(build, folder)
     return folder
@@ -300,7 +302,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
         names.setdefault(file.parent.relative_to(build), set()).add(file.name)
     for part, new in names.items():
         _drop_other_forms(folder / part, new)
-        for name in {*PLAIN_FILES.get(part.name, ()), *([DEFAULTS] if part == Path() else [])} - new:
+        for name in {*PLAIN_FILES.get(part.name, ()), *([DEFAULTS, CONCEPTS] if part == Path() else [])} - new:
             (folder / part / name).unlink(missing_ok=True)  # a tokenizer's or defaults that would be read with these
 
 
