@@ -26,7 +26,7 @@ def test_from_a_shell(tmp_path: Path) -> None:
     done = start("generate", "a red apple", "-s", "1", "--steps", "2", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "out/00000-1.png\n"), done.stderr
     assert re.search(r"compiling \(once for each size and batch\):.* denoiser \d+\.\d s", done.stderr)
-    assert "1 picture; load" in done.stderr
+    assert "1 image; load" in done.stderr
 
 
 def processor_seconds() -> float:
