@@ -22,8 +22,8 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.arguments import parse
 from canvax.cli.generate import batches
-from canvax.cli.info import reproduce
 from canvax.cli.images import SETTINGS, ImageRequest, gather
+from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_png
 from canvax.pipelines.options import Options
@@ -189,11 +189,9 @@ def test_images_of_other_programs(generate: Run, run: Run) -> None:
 def test_prompt_file(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["# birds", "a robin 🐦", "", '{"prompt": "a crow", "seed": 40, "steps": 3, "n": 2}', "an owl"]
     Path("prompts.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
-    got = json.loads(generate("a cat", "--prompt-file", "prompts.txt", "-s", 1, "-b", 1, "--json", *FAST)[1])[
-        "metadata"
-    ]
-    told = {(one["prompt"], one["seed"], one["num_inference_steps"]) for one in got}
-    assert told == {("a cat", 1, 2), ("a robin 🐦", 2, 2), ("a crow", 40, 3), ("a crow", 41, 3), ("an owl", 5, 2)}
+    report = json.loads(generate("a cat", "--prompt-file", "prompts.txt", "-s", 1, "-b", 1, "--json", *FAST)[1])
+    rows = {(row["prompt"], row["seed"], row["num_inference_steps"]) for row in report["metadata"]}
+    assert rows == {("a cat", 1, 2), ("a robin 🐦", 2, 2), ("a crow", 40, 3), ("a crow", 41, 3), ("an owl", 5, 2)}
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
     assert generate("--prompt-file", "-", *FAST)[0] == 0
 

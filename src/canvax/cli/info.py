@@ -230,8 +230,9 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
+    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''}"
     return [
-        f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''} of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
+        f"{images} of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
         *table(rows, right=(1,)),
     ]
 
