@@ -131,7 +131,7 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     preset, dtype = PRESETS[model], jnp.bfloat16
     mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
     params = abstract_params(unet_spec(preset.denoiser.cfg), dtype, mesh)
-    native = 8 * (preset.denoiser.cfg.sample_size or 64)
+    native = preset.native_size[0]
     shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
 
     def one(batch: int, side: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import canvax
-from canvax.cli.samplers import STABLE_DIFFUSION, draw_curves
+from canvax.cli.samplers import STABLE_DIFFUSION, plot_curves
 from canvax.images.chart import line_chart
 from canvax.samplers import SAMPLERS, build_table, find, from_scheduler_config
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, points in lines.items():
         print(f"| {name} |", " | ".join(f"{distance:.3f} ({evaluations})" for evaluations, distance in points), "|")
     shown = ["leading", "trailing", "karras", "exponential", "normal", "sgm_uniform", "beta", "kl_optimal", "ays"]
-    draw_curves(from_scheduler_config(STABLE_DIFFUSION), shown, 20).save(folder / "schedules.png", optimize=True)
+    plot_curves(from_scheduler_config(STABLE_DIFFUSION), shown, 20).save(folder / "schedules.png", optimize=True)
     sheet = grid(pipe).quantize(256, dither=Image.Dither.NONE)
     sheet.save(folder / "samplers-grid.png", optimize=True)
 

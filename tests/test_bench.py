@@ -279,7 +279,7 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
         want = count_flops(partial(unet, cfg=UNET), params, inputs["latents"], inputs["timesteps"], inputs["text"])
     assert report["flops_per_s"] * report["evaluation_s"] == pytest.approx(want, rel=1e-6)
     text = lines(report | {"share_of_peak": 0.25})
-    assert "2 of 64 x 32, 3 steps of ddim" in text[0]
+    assert "2 images of 64 x 32, 3 steps of ddim" in text[0]
     assert any(line.endswith(", 25% of the peak") for line in text)
 
 

@@ -22,8 +22,8 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.arguments import parse
 from canvax.cli.generate import batches
+from canvax.cli.images import SETTINGS, ImageRequest, gather
 from canvax.cli.info import reproduce
-from canvax.cli.pictures import SETTINGS, Picture, gather
 from canvax.cli.terminal import clean, command_line, table
 from canvax.familiar import FLAGS
 from canvax.images.metadata import read_metadata, save_image
@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def draw(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Run:
+def generate(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Run:
     """Like ``run generate``, with the bundled model loaded already."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     return lambda *arguments: run("generate", *arguments)
@@ -67,48 +67,48 @@ def shell_words(line: str) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-# Pictures
+# Images
 
 
-def test_files_are_named_by_number_and_seed(draw: Run) -> None:
-    code, out, err = draw("a cat", "a dog", "-s", 7, *FAST)
+def test_files_are_named_by_number_and_seed(generate: Run) -> None:
+    code, out, err = generate("a cat", "a dog", "-s", 7, *FAST)
     assert (code, err) == (0, "")
     assert out.splitlines() == ["out/00000-7.png", "out/00001-8.png"]
-    code, out, _ = draw("a cat", "-s", 7, *FAST, "-o", "out")
+    code, out, _ = generate("a cat", "-s", 7, *FAST, "-o", "out")
     assert out.splitlines() == ["out/00002-7.png"]
     assert sorted(os.listdir("out")) == ["00000-7.png", "00001-8.png", "00002-7.png"]
     first, alone = (pixels(f"out/0000{number}-7.png").astype(int) for number in (0, 2))
     assert np.abs(first - alone).max() <= 1  # in a batch of another size sums are rounded otherwise
 
 
-def test_one_file_is_never_replaced(draw: Run) -> None:
-    assert draw("a cat", "-o", "new/cat.png", *FAST)[:2] == (0, "new/cat.png\n")
+def test_one_file_is_never_replaced(generate: Run) -> None:
+    assert generate("a cat", "-o", "new/cat.png", *FAST)[:2] == (0, "new/cat.png\n")
     before = Path("new/cat.png").read_bytes()
-    code, out, err = draw("a dog", "-o", "new/cat.png", *FAST)
+    code, out, err = generate("a dog", "-o", "new/cat.png", *FAST)
     assert (code, out) == (BAD_INPUT, "")
     assert "not replaced" in err
     assert Path("new/cat.png").read_bytes() == before
 
 
-def test_both_families_of_flags(draw: Run) -> None:
+def test_both_families_of_flags(generate: Run) -> None:
     short = ("-p", "a cat", "-N", "red", "-s", 3, "--steps", 2, "-g", 2, "-n", 1, "-W", 64, "-H", 64, "-q", "-b", 1)
     long = (
         "--prompt", "a cat", "--negative-prompt", "red", "--seed", 3, "--num-inference-steps", 2, "--cfg-scale", 2,
         "--num-images-per-prompt", 1, "--width", 64, "--height", 64, "--quiet", "--batch-size", 1,
     )  # fmt: skip
-    files = [draw(*flags)[1].strip() for flags in (short, long)]
+    files = [generate(*flags)[1].strip() for flags in (short, long)]
     assert read_metadata(Path(files[0])) == read_metadata(Path(files[1]))
     assert read_metadata(Path(files[0]))["guidance_scale"] == 2
 
 
 @pytest.mark.slow
-def test_prompts_may_stand_between_flags(draw: Run) -> None:
-    _, out, _ = draw("a cat", "-s", 1, "a dog", *FAST, "--", "-odd")
+def test_prompts_may_stand_between_flags(generate: Run) -> None:
+    _, out, _ = generate("a cat", "-s", 1, "a dog", *FAST, "--", "-odd")
     assert [read_metadata(Path(file))["prompt"] for file in out.split()] == ["a cat", "a dog", "-odd"]
 
 
-def test_json_reports_everything(draw: Run) -> None:
-    code, out, err = draw("a cat", "-n", 3, "-b", 1, "-s", 5, "--grid", "--json", *FAST)
+def test_json_reports_everything(generate: Run) -> None:
+    code, out, err = generate("a cat", "-n", 3, "-b", 1, "-s", 5, "--grid", "--json", *FAST)
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["files"] == [f"out/0000{i}-{5 + i}.png" for i in range(3)]
@@ -123,22 +123,22 @@ def test_json_reports_everything(draw: Run) -> None:
     assert read_metadata(Path(report["grid"]))["grid"] == report["metadata"]
 
 
-def test_a_second_batch_compiles_nothing(draw: Run) -> None:
-    draw("a cat", "-n", 2, "-b", 2, *FAST)
+def test_a_second_batch_compiles_nothing(generate: Run) -> None:
+    generate("a cat", "-n", 2, "-b", 2, *FAST)
     for changes in (("-n", 5, "-b", 2), ("-n", 3, "-b", 2, "--steps", 5, "--sampler", "Euler a Karras", "-g", 9)):
-        report = json.loads(draw("a dog", "-s", 4, "--quiet", "--steps", 2, *changes, "--json")[1])
+        report = json.loads(generate("a dog", "-s", 4, "--quiet", "--steps", 2, *changes, "--json")[1])
         assert report["compilations"] == 0
         assert report["seeds"] == list(range(4, 4 + int(changes[1])))
 
 
-def test_batch_size_does_not_change_pictures(draw: Run) -> None:
+def test_batch_size_does_not_change_images(generate: Run) -> None:
     for size in (1, 2):
-        draw("a cat", "a dog", "a bird", "-s", 1, "-b", size, "-o", f"by{size}", *FAST)
+        generate("a cat", "a dog", "a bird", "-s", 1, "-b", size, "-o", f"by{size}", *FAST)
     for name in os.listdir("by1"):
         assert np.abs(pixels(f"by1/{name}").astype(int) - pixels(f"by2/{name}")).max() <= 1
 
 
-def test_a_picture_tells_how_to_draw_it_again(draw: Run, run: Run) -> None:
+def test_an_image_tells_how_to_generate_it_again(generate: Run, run: Run) -> None:
     flags = (
         "--negative-prompt=-bad, ugly",
         "-s",
@@ -152,34 +152,34 @@ def test_a_picture_tells_how_to_draw_it_again(draw: Run, run: Run) -> None:
         "--noise",
         "torch",
     )
-    first = draw("--prompt=-a 'cat' 🐈\nin $HOME", *flags, "--clip-skip", 1, "-o", "a.png", *FAST)[1].strip()
+    first = generate("--prompt=-a 'cat' 🐈\nin $HOME", *flags, "--clip-skip", 1, "-o", "a.png", *FAST)[1].strip()
     out = run("info", first)[1]
     assert "euler_a_karras" in out
     assert json.loads(run("info", first, "--json")[1])["commands"] == [out.splitlines()[-1]]
     program, command, *words = shell_words(out.splitlines()[-1])
     assert (program, command) == ("canvax", "generate")
-    draw(*words, "-o", "b.png", "-q")
-    draw("--from-image", first, "-o", "c.png", "-q")
+    generate(*words, "-o", "b.png", "-q")
+    generate("--from-image", first, "-o", "c.png", "-q")
     assert (pixels("a.png") == pixels("b.png")).all()
     assert (pixels("a.png") == pixels("c.png")).all()
     assert read_metadata(Path("a.png")) == read_metadata(Path("b.png")) == read_metadata(Path("c.png"))
 
 
-def test_flags_overrule_the_picture(draw: Run) -> None:
-    draw("a cat", "-s", 9, "-o", "a.png", *FAST)
-    draw("--from-image", "a.png", "--steps", 3, "-o", "b.png", "-q")
-    draw("a dog", "--from-image", "a.png", "-o", "c.png", "-q")
+def test_flags_override_the_image(generate: Run) -> None:
+    generate("a cat", "-s", 9, "-o", "a.png", *FAST)
+    generate("--from-image", "a.png", "--steps", 3, "-o", "b.png", "-q")
+    generate("a dog", "--from-image", "a.png", "-o", "c.png", "-q")
     first, second, third = (read_metadata(Path(name)) for name in ("a.png", "b.png", "c.png"))
     assert second == first | {"num_inference_steps": 3}
     assert third == first | {"prompt": "a dog"}
 
 
-def test_pictures_of_other_programs(draw: Run, run: Run) -> None:
+def test_images_of_other_programs(generate: Run, run: Run) -> None:
     info = PngInfo()
     info.add_text("parameters", "a cat\nNegative prompt: x\nSteps: 2, Sampler: DPM++ 2M, Schedule type: Karras, "
                   "CFG scale: 3, Seed: 4, Size: 64x64, Model: v1-5, ENSD: 31337")  # fmt: skip
     Image.new("RGB", (8, 8)).save("a.png", pnginfo=info)
-    code, out, err = draw("--from-image", "a.png", "-q")
+    code, out, err = generate("--from-image", "a.png", "-q")
     got = read_metadata(Path(out.strip()))
     assert (code, got["sampler"], got["seed"]) == (0, "dpmpp_2m_karras", 4)
     assert "'v1-5'; name your copy" in err
@@ -188,17 +188,17 @@ def test_pictures_of_other_programs(draw: Run, run: Run) -> None:
     assert "Sampler: DPM++ 2M, Schedule type: Karras" in Image.open(out.strip()).text["parameters"]  # type: ignore[attr-defined]
 
 
-def test_prompt_file(draw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_file(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["# birds", "a robin 🐦", "", '{"prompt": "a crow", "seed": 40, "steps": 3, "n": 2}', "an owl"]
     Path("prompts.txt").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
-    got = json.loads(draw("a cat", "--prompt-file", "prompts.txt", "-s", 1, "-b", 1, "--json", *FAST)[1])["metadata"]
-    told = {(one["prompt"], one["seed"], one["num_inference_steps"]) for one in got}
-    assert told == {("a cat", 1, 2), ("a robin 🐦", 2, 2), ("a crow", 40, 3), ("a crow", 41, 3), ("an owl", 5, 2)}
+    report = json.loads(generate("a cat", "--prompt-file", "prompts.txt", "-s", 1, "-b", 1, "--json", *FAST)[1])
+    rows = {(row["prompt"], row["seed"], row["num_inference_steps"]) for row in report["metadata"]}
+    assert rows == {("a cat", 1, 2), ("a robin 🐦", 2, 2), ("a crow", 40, 3), ("a crow", 41, 3), ("an owl", 5, 2)}
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n")))
-    assert draw("--prompt-file", "-", *FAST)[0] == 0
+    assert generate("--prompt-file", "-", *FAST)[0] == 0
 
 
-def test_stopping_keeps_what_is_finished(draw: Run, emoji: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_keeps_what_is_finished(generate: Run, emoji: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def stop(*arguments: Any, **keywords: Any) -> Any:
@@ -212,23 +212,23 @@ def test_stopping_keeps_what_is_finished(draw: Run, emoji: Any, monkeypatch: pyt
         __call__ = staticmethod(stop)
 
     monkeypatch.setattr(canvax, "load", lambda *_, **__: Stoppable())
-    code, out, err = draw("a cat", "a dog", "-s", 1, "-b", 1, "--json", *FAST)
+    code, out, err = generate("a cat", "a dog", "-s", 1, "-b", 1, "--json", *FAST)
     assert code == INTERRUPTED
-    assert err == "canvax: cancelled; pictures finished so far are kept\n"
+    assert err == "canvax: cancelled; finished images are kept\n"
     assert json.loads(out)["files"] == ["out/00000-1.png"]
     assert os.listdir("out") == ["00000-1.png"]
 
 
-def test_unforeseen_errors_are_one_line(draw: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unforeseen_errors_are_one_line(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nlots\nof\nlines")
 
     monkeypatch.setattr(canvax, "load", load)
-    code, _, err = draw("a cat", "-q")
+    code, _, err = generate("a cat", "-q")
     assert code == FAILED
     assert "smaller --batch-size" in err
     monkeypatch.setattr(canvax, "load", lambda *_, **__: 1 / 0)
-    code, out, err = draw("a cat", "-q", "--json")
+    code, out, err = generate("a cat", "-q", "--json")
     assert (code, err.count("\n")) == (FAILED, 1)
     assert "CANVAX_DEBUG=1" in err
     assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
@@ -237,11 +237,11 @@ def test_unforeseen_errors_are_one_line(draw: Run, monkeypatch: pytest.MonkeyPat
         main(["generate", "a cat", "-q"])
 
 
-def test_a_grid_in_a_file_of_its_own(draw: Run) -> None:
-    code, out, _ = draw("a cat", "a dog", "--grid", "-o", "g.jpg", "-s", 1, *FAST)
+def test_a_grid_in_a_file_of_its_own(generate: Run) -> None:
+    code, out, _ = generate("a cat", "a dog", "--grid", "-o", "g.jpg", "-s", 1, *FAST)
     assert (code, out, os.listdir()) == (0, "g.jpg\n", ["g.jpg"])
     assert [one["prompt"] for one in read_metadata(Path("g.jpg"))["grid"]] == ["a cat", "a dog"]
-    assert draw("--from-image", "g.jpg", *FAST)[0] == BAD_INPUT
+    assert generate("--from-image", "g.jpg", *FAST)[0] == BAD_INPUT
 
 
 @pytest.mark.parametrize("flag", sorted(FLAGS))
@@ -251,9 +251,9 @@ def test_foreign_flags_have_an_answer(run: Run, flag: str) -> None:
     assert err.startswith(f"canvax: error: --{flag}: {FLAGS[flag].answer}")
 
 
-def test_hints(draw: Run) -> None:
+def test_hints(generate: Run) -> None:
     """Each on one line of stderr, and the images are generated all the same."""
-    code, out, err = draw("astronaut", "(cat:1.5)", "<lora:x:1>", "-W", 24, "-H", 24, "--steps", 2)
+    code, out, err = generate("astronaut", "(cat:1.5)", "<lora:x:1>", "-W", 24, "-H", 24, "--steps", 2)
     assert (code, len(out.split())) == (0, 3)
     assert "3 prompts of one word each" in err
     assert "has never seen: astronaut, lora" in err
@@ -262,8 +262,8 @@ def test_hints(draw: Run) -> None:
     assert "(cat:1.5) is read as text" in err
 
 
-def test_emoji_name_their_concepts(draw: Run, run: Run) -> None:
-    _, out, err = draw("\U0001f680", "a rocket", "-s", 1, "--json", *FAST)
+def test_emoji_name_their_concepts(generate: Run, run: Run) -> None:
+    _, out, err = generate("\U0001f680", "a rocket", "-s", 1, "--json", *FAST)
     assert err == ""
     files = json.loads(out)["files"]
     assert len(files) == 2
@@ -273,8 +273,8 @@ def test_emoji_name_their_concepts(draw: Run, run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_warnings_are_one_line(draw: Run) -> None:
-    code, _, err = draw("red " * 100 + "cat", *FAST)
+def test_warnings_are_one_line(generate: Run) -> None:
+    code, _, err = generate("red " * 100 + "cat", *FAST)
     assert code == 0
     assert err.startswith("canvax: warning: ")
     assert err.count("\n") == 1
@@ -331,7 +331,7 @@ def test_warnings_are_one_line(draw: Run) -> None:
         (("--prompt-file", "field.txt"), "did you mean 'steps'"),
         (("--prompt-file", "value.txt"), "value.txt, line 1: height='tall'"),
         (("--prompt-file", "type.txt"), "type.txt, line 1: "),
-        (("--prompt-file", "sizes.txt", "--grid"), "--grid: the pictures have several sizes"),
+        (("--prompt-file", "sizes.txt", "--grid"), "--grid: the images have different sizes"),
         (("--from-image", "none.png"), "none.png: cannot be read"),
         (("--from-image", "empty.txt"), "is not a PNG"),
         (("--from-image", "plain.png"), "holds no description"),
@@ -415,7 +415,7 @@ def test_info_names_what_is_not_used(run: Run) -> None:
     index = json.loads(Path("model/model_index.json").read_text())
     index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
     Path("model/model_index.json").write_text(json.dumps(index))
-    assert "safety_checker: recognised, not used yet" in run("info", "model")[1]
+    assert "safety_checker: recognised, but not supported yet" in run("info", "model")[1]
 
 
 def test_info_never_steers_the_terminal(run: Run) -> None:
@@ -437,16 +437,16 @@ def test_samplers(run: Run) -> None:
     assert len(json.loads(run("samplers", "--json")[1])["samplers"]) == len(SAMPLERS)
 
 
-def test_curves_and_their_picture(run: Run) -> None:
+def test_curves_and_their_image(run: Run) -> None:
     _, out, _ = run("samplers", "curves")
     assert all(curve.name in out for curve in CURVES)
     assert len(json.loads(run("samplers", "curves", "--json")[1])["curves"]) == len(CURVES)
     Path("levels.png").touch()
     for words, said in (
         (("plto",), "did you mean 'plot'"),
-        (("curves", "karras"), "one word too many"),
+        (("curves", "karras"), "is not expected"),
         (("plot", "-o", "x.jpg"), "ends in .png"),
-        (("plot", "-o", "levels.png"), "there already"),
+        (("plot", "-o", "levels.png"), "file exists"),
         (("plot", "caras"), "did you mean 'karras'"),
         (("plot", "--sampler", "eulr"), "did you mean"),
         (("plot", "--scheduler-config", "none.json"), "none.json"),
@@ -472,16 +472,16 @@ def test_a_plot_without_matplotlib_says_how_to_install_it(run: Run, monkeypatch:
     assert not Path("schedules.png").exists()
 
 
-def test_settings_of_a_sampler_come_back_from_a_picture(draw: Run, run: Run) -> None:
+def test_settings_of_a_sampler_come_back_from_an_image(generate: Run, run: Run) -> None:
     flags = ("--sampler", "euler", "--sigmas", "14,3,0.5,0", "--set", "s_churn=3", "--set", "s_noise=1.01")
     more = ("--guidance-steps", "1,4,4", "--guidance-interval", "0,0.9")
-    code, _, err = draw("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
+    code, _, err = generate("a cat", *flags, *more, "-s", 3, "-q", "-o", "a.png")
     assert code == 0, err
     said = run("info", "a.png")[1]
     assert "1.0, 4.0, 4.0\n" in said
     command = said.splitlines()[-1]
     assert "--sigmas 14.0,3.0,0.5,0.0 --set=s_churn=3 --set=s_noise=1.01 --guidance-steps 1.0,4.0,4.0" in command
-    code, _, err = draw("--from-image", "a.png", "-q", "-o", "b.png")
+    code, _, err = generate("--from-image", "a.png", "-q", "-o", "b.png")
     assert code == 0, err
     assert np.array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
 
@@ -496,15 +496,15 @@ def test_help_and_version(run: Run) -> None:
     assert "did you mean: canvax generate 'a cat'?" in run("a cat")[2]
     assert "did you mean: canvax generate?" in run("gen")[2]
     assert "did you mean" in run("info", "--jsn", "x")[2]
-    assert "too many" in run("info", "x", "y")[2]
+    assert "is not expected" in run("info", "x", "y")[2]
 
 
 # Pieces
 
 
 def test_batches_keep_order_and_share_settings() -> None:
-    def one(i: int, steps: int) -> Picture:
-        return Picture(str(i), "", i, None, None, steps, None, None, Options())
+    def one(i: int, steps: int) -> ImageRequest:
+        return ImageRequest(str(i), "", i, None, None, steps, None, None, Options())
 
     pictures = [one(i, 3 if i == 2 else 2) for i in range(6)]
     got = [[picture.seed for picture in batch] for batch in batches(pictures, 2)]
@@ -522,10 +522,10 @@ def test_ordinary_text_is_left_alone() -> None:
 
 
 def test_no_negative_prompt_is_not_an_empty_one() -> None:
-    """To SDXL they are two pictures, which must be told apart all the way from a picture's file back to a picture."""
+    """SDXL treats them differently, so the command and the PNG must keep them apart."""
     for said, want in (((), None), (("--negative-prompt", ""), ""), (("-N", "red"), "red")):
-        (picture,), _ = gather(parse(["generate", "a cat", "-s", "1", *said]))
-        assert picture.negative == want
+        (image,), _ = gather(parse(["generate", "a cat", "-s", "1", *said]))
+        assert image.negative == want
         command = reproduce({"canvax": "1", "prompt": "a cat", "negative_prompt": want})
         words = shlex.split(command)
         assert ("--negative-prompt" in words) == (want is not None)
@@ -588,7 +588,7 @@ def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.Monk
     assert keywords_of_load(run, monkeypatch, *call[:-1])[1] == usual | {"progress": True}
 
 
-def test_the_model_of_a_picture_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_an_image_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {"revision": "v2", "variant": "fp16", "dtype": "bfloat16", "quantize": "int8"}
     metadata = {"prompt": "a cat", "canvax": "1", "model": "someone/model", **recorded}
     save_image("a.png", Image.new("RGB", (8, 8)), metadata)
@@ -598,12 +598,12 @@ def test_the_model_of_a_picture_reaches_load(run: Run, monkeypatch: pytest.Monke
     assert {name: keywords[name] for name in recorded} == recorded | {"dtype": "float32"}
 
 
-def test_an_empty_negative_prompt_of_others_is_none(draw: Run) -> None:
+def test_an_empty_negative_prompt_of_others_is_none(generate: Run) -> None:
     info = PngInfo()
     info.add_text("parameters", "a cat\nNegative prompt:\nSteps: 2, Sampler: Euler, CFG scale: 2, Seed: 1, Size: 64x64")
     Image.new("RGB", (64, 64)).save("a.png", pnginfo=info)
-    (picture,), _ = gather(parse(["generate", "--from-image", "a.png"]))
-    assert picture.negative is None
+    (image,), _ = gather(parse(["generate", "--from-image", "a.png"]))
+    assert image.negative is None
 
 
 ODD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
@@ -622,7 +622,7 @@ ODD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "grid a number": ({"grid": 3}, "canvax generate --prompt 'a cat'"),
 }
-"""What a PNG's own text may hold, and the command to draw it again that is shown."""
+"""What a PNG's own text may hold, and the command to generate it again that is shown."""
 
 
 @pytest.mark.parametrize("name", ODD_METADATA)
@@ -641,7 +641,7 @@ def test_no_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "there is no standard input" in capsys.readouterr().err
 
 
-def test_a_sampler_that_is_no_text(draw: Run) -> None:
+def test_a_sampler_that_is_no_text(generate: Run) -> None:
     Path("odd.jsonl").write_text('{"prompt": "a cat", "sampler": ["euler"]}\n')
-    code, _, err = draw("--prompt-file", "odd.jsonl")
+    code, _, err = generate("--prompt-file", "odd.jsonl")
     assert (code, "sampler=['euler'] is not text" in err) == (BAD_INPUT, True)

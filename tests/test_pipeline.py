@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 

@@ -287,7 +287,7 @@ def test_too_large(told: Any) -> None:
     assert plan.to_dict()["why_not"] == "0.25 GiB too much on each chip"
     text = "\n".join(lines(plan))
     assert "does not fit: 0.25 GiB too much" in text
-    assert "missing in the time: kernel.3" in text
+    assert "the estimate leaves these out: kernel.3" in text
 
 
 def test_refused_by_the_compiler(told: Any) -> None:

@@ -53,7 +53,7 @@ def test_plan(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         assert 0 < program.bound_seconds(plan.target.chip) < 1e-3
     text = "\n".join(lines(plan))
     assert re.search(r"bound ms +kernels", text)
-    assert re.search(r"time: at least .* for the batch, at most .* pictures a second", text)
+    assert re.search(r"time: at least .* for the batch, at most .* images a second", text)
     assert plan.to_dict()["estimated_seconds"] is None
 
 

@@ -19,7 +19,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 Command = Callable[[list[str], dict[str, Any]], None]
-"""Does what some arguments say, and puts what it has to report into a dict, of use even when it fails halfway."""
+"""Runs arguments and fills a dict, the report, as it goes, so that the report is of use after a failure too."""
 
 
 def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     except BrokenPipeError:
         hush_stdout()
         return code or FAILED
-    programs = sys.modules.get("canvax.compile.programs")  # what does not compile has not imported it
+    programs = sys.modules.get("canvax.compile.programs")  # imported only by commands that compile
     if code == INTERRUPTED and argv is None and programs and programs.is_compiling():
         sys.stderr.flush()
-        os._exit(code)  # the compiler would go on for minutes, and the end of the process would break off its work
+        os._exit(code)  # a normal exit would wait minutes for the compiler's threads
     return code
 
 
@@ -66,12 +66,12 @@ def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
 
 
 def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Run a command: its exit code, and what went wrong."""
+    """Run a command; returns its exit code, and the error if there was one."""
     debug = os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
     try:
         run(arguments, report)
     except KeyboardInterrupt:
-        return INTERRUPTED, _error("Cancelled", "cancelled; pictures finished so far are kept")
+        return INTERRUPTED, _error("Cancelled", "cancelled; finished images are kept")
     except BrokenPipeError:
         raise
     except InputError as error:
@@ -94,13 +94,13 @@ def _error(kind: str, message: str) -> dict[str, Any]:
 
 
 def _unexpected(error: Exception) -> str:
-    """One line for an error nobody foresaw, and what to do about it."""
+    """One line for an unexpected error, and what to do about it."""
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
         return (
             f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
         )
-    return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 to see where)"
+    return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 for the traceback)"
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

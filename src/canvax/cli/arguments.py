@@ -1,4 +1,4 @@
-"""What can be typed. Both families of flags are understood: those of diffusers and those of A1111 and its relatives."""
+"""The command line's parser. It takes the flag names of diffusers and those of A1111 and its relatives."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from canvax.errors import InputError
 from canvax.familiar import FLAGS
 
 COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "bench", "samplers", "cache", "train")}
-"""Commands, and the modules of this package that run them."""
+"""Each command, with the module of this package that runs it."""
 
 OUTPUT = "out"
 
 _EXAMPLES = """
 examples:
-  canvax generate "a red apple"                            one picture, in the folder out
-  canvax generate "a cat" "a dog" -n 4 --grid              eight pictures and a grid
+  canvax generate "a red apple"                            one image, in the folder out
+  canvax generate "a cat" "a dog" -n 4 --grid              eight images and a grid
   canvax generate "a cat" -s 7 --steps 30 -g 5 -o cat.png
-  canvax generate --prompt-file prompts.txt -b 8 --json    many pictures, one JSON object on stdout
+  canvax generate --prompt-file prompts.txt -b 8 --json    many images, one JSON object on stdout
   canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
-  canvax generate --from-image out/00000-7.png --steps 50  the same picture, with more steps
-  canvax compile owner/name --size 1024x1024 --batch 1 4   so that no picture has to wait for it
+  canvax generate --from-image out/00000-7.png --steps 50  the same image, with more steps
+  canvax compile owner/name --size 1024x1024 --batch 1 4   later commands need not compile
 """
 _PLAN_EXAMPLES = """
 examples:
-  canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 picture on each of four chips
+  canvax plan sdxl --target tpu-v5e:2x2 --steps 20            one 1024 x 1024 image on each of four chips
   canvax plan sd15 --target tpu-v4:2x2x1 --batch 16 --size 768x512
   canvax plan sdxl --target gpu-l4                             does it fit into JAX's part of 24 GB?
   canvax plan ./my-model --target tpu-v6e:2x4 --json
@@ -43,8 +43,8 @@ examples:
   canvax bench owner/name --size 1024x1024 --batch 4 --steps 30 --dtype bfloat16
 """
 _FILES = """
-A prompt file holds one prompt a line. Empty lines and lines that start with # are left out. A line that starts with {
-is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}. It overrules the flags.
+A prompt file holds one prompt a line. Empty lines and lines that start with # are ignored. A line that starts with {
+is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}. It overrides the flags.
 """
 
 
@@ -63,9 +63,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As ever, but prompts may stand between flags, and this parser reports what is left over itself.
+        """Parse as argparse does, and also take prompts that stand between flags.
 
-        It knows the flags that are near; the parser of the whole command does not.
+        Each subcommand reports its own unknown words, because only it can suggest its nearest flag.
         """
         known = argparse.Namespace() if namespace is None else namespace
         _, rest = super().parse_known_args(args, known)
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
-            self.error(f"{rest[0]!r} is one word too many; quote what belongs together")
+            self.error(f"{rest[0]!r} is not expected here; put quotes around a prompt of several words")
         if rest:
             known.prompts += rest
         return known, []
@@ -93,21 +93,21 @@ class _Version(argparse.Action):
 
 
 def versions() -> dict[str, str]:
-    """Versions of canvax and of what it computes with."""
-    found = {"canvax": __version__}
+    """Versions of canvax, JAX and Python."""
+    numbers = {"canvax": __version__}
     for name in ("jax", "jaxlib"):
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+            numbers[name] = "missing"
+    return numbers | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What was typed. Words after ``--`` are prompts, whatever they start with.
+    """Parse a command line. Words after ``--`` are prompts, whatever they start with.
 
     Raises:
-        InputError: it cannot be understood.
+        InputError: an argument is unknown or malformed.
     """
     words = list(words)
     end = words.index("--") if "--" in words else len(words)
@@ -124,7 +124,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words[:end])
     if words[end + 1 :]:
         if arguments.command != "generate":
-            parser.error(f"{words[end + 1]!r} is one word too many")
+            parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
     return arguments
 
@@ -143,28 +143,29 @@ def build_parser() -> Parser:
     generate = commands.add_parser(
         "generate",
         usage="canvax generate PROMPT ... [flags]",
-        help="draw pictures",
-        description="Draw pictures. Prints the name of each file; everything else goes to stderr.",
+        help="generate images",
+        description="Generate images. Prints the name of each file; everything else goes to stderr.",
         epilog=_FILES + _EXAMPLES,
         formatter_class=plain,
     )
-    _what_to_draw(generate)
-    _how_to_draw(generate)
+    _subject(generate)
+    _settings(generate)
     _sdxl(generate)
     _model(generate)
     _devices(generate)
     _where_to(generate)
     _compile(commands.add_parser(
         "compile",
-        help="compile a model before it is needed",
-        description="Compile the programs of a model and keep them, without reading its weights or drawing anything.",
+        help="compile a model's programs in advance",
+        description="Compile the programs of a model and cache them, without reading its weights or generating "
+        "anything.",
     ))  # fmt: skip
     info = commands.add_parser(
         "info",
-        help="describe a model or a picture",
-        description="Describe a model (nothing but headers is read) or tell how a picture was made.",
+        help="describe a model or an image",
+        description="Describe a model (only headers are read), or tell how an image was generated.",
     )
-    info.add_argument("what", metavar="MODEL|PICTURE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
+    info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
     _source(info)
     _memory(info)
     info.add_argument(
@@ -173,24 +174,25 @@ def build_parser() -> Parser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     _plan(commands.add_parser(
         "plan",
-        help="will a model fit on a TPU or GPU, and how long would it take? None is needed",
-        description="Compile a model for TPUs or GPUs that are not there: memory, FLOPs, collectives and, for TPUs, "
-        "the compiler's own estimate of the time. Needs pip install '.[tpu]' or '.[cuda]'; no weights are read.",
+        help="will a model fit on a TPU or GPU, and how long would it take? (no device needed)",
+        description="Compile a model for TPUs or GPUs that this machine does not have, and report memory, FLOPs and "
+        "collectives; for TPUs also the compiler's estimate of the time. Needs pip install '.[tpu]' or '.[cuda]'. "
+        "Reads no weights.",
         epilog=_PLAN_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
     _bench(commands.add_parser(
         "bench",
         help="how fast this machine generates images",
-        description="Time whole images, text to pixels, on this machine. Compiling is reported apart.",
+        description="Time whole images, from text to pixels, on this machine. Compile time is reported separately.",
         epilog=_BENCH_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
     _samplers(commands)
     _cache(commands.add_parser(
         "cache",
-        help="list or clear the compiled programs that are kept",
-        description="The compiled programs that are kept, their folder (path), or their removal (clear).",
+        help="list or clear the cache of compiled programs",
+        description="List the cached programs (list), print their folder (path), or remove them (clear).",
     ))  # fmt: skip
     add_train(commands)
     return parser
@@ -199,9 +201,15 @@ def build_parser() -> Parser:
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
     parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's own)")
-    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="pictures at once (1)")
-    parser.add_argument("--no-guidance", action="store_true", help="for a guidance scale of 1 or less")
-    parser.add_argument("--reuse-layers", type=int, default=0, metavar="N", help="for generate --reuse (there 1)")
+    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
+    parser.add_argument("--no-guidance", action="store_true", help="for guidance scales of 1 or less")
+    parser.add_argument(
+        "--reuse-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for generate --reuse: its --reuse-layers (0: no reuse)",
+    )
     _dtype(parser)
     _source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -210,10 +218,10 @@ def _compile(parser: argparse.ArgumentParser) -> None:
 
 def _cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["list", "path", "clear"], default="list", help="list, if not said"
+        "action", nargs="?", choices=["list", "path", "clear"], default="list", help="list is the default"
     )
     parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="with clear: only what has not been used for so many days"
+        "--older-than", type=float, metavar="DAYS", help="with clear: only programs not used for this many days"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -222,90 +230,107 @@ def _samplers(commands: Any) -> None:
     parser = commands.add_parser(
         "samplers",
         usage="canvax samplers [list | curves | plot [CURVE ...]] [flags]",
-        help="list the samplers, or draw their noise levels",
-        description="List the samplers, list the curves of noise levels, or draw curves and spacings as a PNG.",
+        help="list the samplers, or plot their sigma schedules",
+        description="List the samplers, list the sigma curves, or plot curves and spacings as a PNG.",
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     group = parser.add_argument_group("plot")
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps of the sampler (20)")
-    group.add_argument("--sampler", default="euler", metavar="NAME", help="whose steps (euler)")
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="sampler steps (20)")
+    group.add_argument("--sampler", default="euler", metavar="NAME", help="sampler to plot for (euler)")
     group.add_argument(
         "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
     )
     group.add_argument(
-        "-o", "--output", default="schedules.png", metavar="NAME.png", help="the picture (schedules.png)"
+        "-o", "--output", default="schedules.png", metavar="NAME.png", help="file to write (schedules.png)"
     )
 
 
-def _what_to_draw(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to draw")
-    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to draw; several prompts, several pictures")
-    group.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help="one more prompt")
+def _subject(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to generate")
+    group.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to generate images from; one image for each prompt"
+    )
+    group.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help="another prompt")
     group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin; see below")
-    group.add_argument("--from-image", metavar="PNG", help="start from what a picture says; flags given overrule it")
-    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what to keep away from")
+    group.add_argument(
+        "--from-image", metavar="PNG", help="take the settings from this image's metadata; flags override them"
+    )
+    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what the images should not show")
     group.add_argument(
         "-n", "--num-images", "--num-images-per-prompt", type=int, dest="num_images_per_prompt", metavar="N",
-        help="pictures for each prompt (1)",
+        help="images for each prompt (1)",
     )  # fmt: skip
-    group.add_argument(
-        "-s", "--seed", type=int, metavar="SEED", help="picture i uses SEED + i (-1, the default: chosen)"
-    )
+    group.add_argument("-s", "--seed", type=int, metavar="SEED", help="image i uses SEED + i (-1, the default: random)")
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
 
 
-def _how_to_draw(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how to draw (changing these compiles nothing, but for guidance on or off)")
+def _settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("settings (data: changing them does not recompile, except where noted)")
     group.add_argument(
         "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
-        help="steps of the sampler (the model's own, else 50)",
+        help="sampler steps (the model's own, else 50)",
     )  # fmt: skip
     group.add_argument(
         "-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg", type=float, dest="guidance_scale", metavar="G",
-        help="how closely to follow the prompt (the model's own, else 7.5); 1 or less halves the work",
+        help="how closely to follow the prompt (the model's own, else 7.5); 1 or less turns guidance off, which halves "
+        "the work and is another program",
     )  # fmt: skip
     group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
     group.add_argument(
-        "--sigmas", metavar="CURVE", help="noise levels: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
+        "--sigmas", metavar="CURVE", help="sigma schedule: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
     )
-    group.add_argument("--spacing", metavar="KIND", help="timesteps: leading, trailing, linspace")
-    group.add_argument("--eta", type=float, metavar="X", help="0..1, randomness of DDIM and ancestral samplers")
+    group.add_argument("--spacing", metavar="KIND", help="timestep spacing: leading, trailing or linspace")
+    group.add_argument("--eta", type=float, metavar="X", help="0..1, added noise of DDIM and ancestral samplers")
     group.add_argument(
         "--set", "--sampler-settings", action="append", dest="sampler_settings", metavar="NAME=VALUE",
-        help="one more setting of the sampler, such as s_churn=10; see canvax samplers",
+        help="a setting of the sampler, such as s_churn=10; see canvax samplers",
     )  # fmt: skip
     group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
-    group.add_argument("--guidance-interval", metavar="A,B", help="guide from A to B of the run alone (0,1); less work")
+    group.add_argument(
+        "--guidance-interval", metavar="A,B", help="use guidance only from A to B of the run (0,1); less work"
+    )
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument(
-        "--reuse", type=int, metavar="N", help="compute all of the UNet in every N-th evaluation alone (1)"
+        "--reuse",
+        type=int,
+        metavar="N",
+        help="compute the whole UNet only in every N-th evaluation (1); one more program",
     )
     group.add_argument(
-        "--reuse-layers", type=int, metavar="N", help="of --reuse: skip connections always computed (1); compiles once"
+        "--reuse-layers",
+        type=int,
+        metavar="N",
+        help="with --reuse: skip connections that are always computed (1); one program for each value",
     )
     group.add_argument(
         "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
         help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",
     )  # fmt: skip
-    group.add_argument("--clip-skip", type=int, metavar="N", help="last layers of the text encoder left out (0)")
-    group.add_argument("--noise", metavar="KIND", help="initial noise: philox, or torch for PyTorch's")
+    group.add_argument(
+        "--clip-skip", type=int, metavar="N", help="leave out this many last layers of the text encoder (0)"
+    )
+    group.add_argument(
+        "--noise", metavar="KIND", help="initial noise: philox, or torch for that of PyTorch's CPU generator"
+    )
 
 
 def _sdxl(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("SDXL alone")
-    group.add_argument("--prompt-2", metavar="TEXT", help="what the second text encoder reads (the prompt)")
-    group.add_argument("--negative-prompt-2", metavar="TEXT", help="likewise (the negative prompt)")
+    group = parser.add_argument_group("SDXL only")
+    group.add_argument("--prompt-2", metavar="TEXT", help="prompt of the second text encoder (the prompt)")
+    group.add_argument("--negative-prompt-2", metavar="TEXT", help="its negative prompt (the negative prompt)")
     for name, axes, what in (
-        ("original-size", ("HEIGHT", "WIDTH"), "size of the training picture to draw like (the size drawn)"),
-        ("crops-coords-top-left", ("TOP", "LEFT"), "where it was cropped (0 0)"),
-        ("target-size", ("HEIGHT", "WIDTH"), "size it was brought to (the size drawn)"),
+        ("original-size", ("HEIGHT", "WIDTH"), "original size of the training image to imitate (the image's size)"),
+        ("crops-coords-top-left", ("TOP", "LEFT"), "its crop (0 0)"),
+        ("target-size", ("HEIGHT", "WIDTH"), "its size after resizing (the image's size)"),
     ):
         group.add_argument(f"--{name}", type=int, nargs=2, metavar=axes, help=what)
-        group.add_argument(f"--negative-{name}", type=int, nargs=2, metavar=axes, help="what to keep away from")
-    group.add_argument("--aesthetic-score", type=float, metavar="X", help="the refiner's (6)")
-    group.add_argument("--negative-aesthetic-score", type=float, metavar="X", help="the refiner's (2.5)")
+        group.add_argument(
+            f"--negative-{name}", type=int, nargs=2, metavar=axes, help="the same for the negative prompt"
+        )
+    group.add_argument("--aesthetic-score", type=float, metavar="X", help="refiner only (6)")
+    group.add_argument("--negative-aesthetic-score", type=float, metavar="X", help="refiner only (2.5)")
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
@@ -317,22 +342,28 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _devices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("devices")
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2: the batch split 4 ways, the weights 2 (data)")
+    group.add_argument(
+        "--mesh", metavar="AXES", help="data=4,model=2 splits the batch 4 ways and the weights 2 ways (data)"
+    )
     group.add_argument(
         "--distributed", action="store_true",
-        help="join the processes of a TPU pod, of Slurm or of the next three; each draws and writes its own part",
+        help="join the processes of a TPU pod, of Slurm or of the next three flags; each process generates and "
+        "writes its "
+        "own images",
     )  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
-    group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
-    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--memory", action="store_true", help="what each device needs, by compiling")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="of the images (the model's own)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="likewise")
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (1 for each of data)")
+    group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="width of the images (the model's own)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="height of the images (the model's own)")
+    group.add_argument(
+        "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
+    )
     _dtype(group)
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
@@ -349,11 +380,13 @@ def _quantize(group: Any) -> None:
 def _source(group: Any, *, variant: bool = True) -> None:
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     if variant:
-        group.add_argument("--variant", metavar="NAME", help="which set of weights, such as fp16")
-    group.add_argument("--cache-dir", metavar="FOLDER", help="where the Hub's files are kept")
+        group.add_argument("--variant", metavar="NAME", help="variant of the weights, such as fp16")
+    group.add_argument("--cache-dir", metavar="FOLDER", help="folder of the files from the Hub")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
     group.add_argument(
-        "--token", metavar="TOKEN", help="Hub token; better in the variable HF_TOKEN, others can see this"
+        "--token",
+        metavar="TOKEN",
+        help="Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
     )
 
 
@@ -366,13 +399,15 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "gpu-h100 or gpu-h100:8; a wrong name lists all",
     )  # fmt: skip
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
-    parser.add_argument("-b", "--batch", type=int, metavar="N", help="pictures at once on all chips (one on each)")
+    parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="evaluations of the UNet (50)")
-    parser.add_argument("--no-guidance", action="store_true", help="as with a guidance scale of 1: half the work")
-    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="of weights and activations (bfloat16)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
+    parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
+    parser.add_argument(
+        "--dtype", default="bfloat16", metavar="DTYPE", help="dtype of weights and activations (bfloat16)"
+    )
     _quantize(parser)
-    parser.add_argument("--fresh", action="store_true", help="compile again what has been compiled before")
+    parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
     _source(parser, variant=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
@@ -382,8 +417,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's own)")
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of the sampler (the model's own)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often it is timed (3)")
+    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's own)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     _dtype(parser)
     _source(parser)
@@ -400,7 +435,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
     )
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="pictures drawn at once (as suits the size)")
-    group.add_argument("--grid", action="store_true", help="write all pictures in one, too")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

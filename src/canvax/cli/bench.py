@@ -1,4 +1,4 @@
-"""``canvax bench``: how fast this machine generates images; compiling is reported apart."""
+"""``canvax bench``: how fast this machine generates images. Compile time is reported separately."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         progress=not arguments.quiet,
     )
     results = []
-    for turn in range(rounds + 1):  # the first one compiles
+    for turn in range(rounds + 1):  # the first round compiles
         if not arguments.quiet:
             complain("compiling" if turn == 0 else f"round {turn} of {rounds}")
         results.append(
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
-    """Medians over all results but the first, and shares of what the devices could do."""
+    """Medians over all results but the first, and the share of the devices' peak FLOP/s."""
     from canvax.kernels.target import compiling_for
     from canvax.planning.chips import peak_flops
     from canvax.planning.flops import evaluation_flops
@@ -60,7 +60,7 @@ def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
     median, evaluation = statistics.median(seconds), statistics.median(timings["step"] for timings in warm)
     metadata, model, devices = results[0].metadata[0], pipe.model, pipe.programs.mesh.devices
     height, width, guided = metadata["height"], metadata["width"], metadata["guidance_scale"] > 1
-    with compiling_for("none"):  # as the model is written down: kernels that save work count in full
+    with compiling_for("none"):  # count the FLOPs of the plain model, whatever kernels the device uses
         latents = model.networks.latent_shape(batch, height, width)
         flops = evaluation_flops(pipe.programs, pipe.params, latents, guided=guided) / evaluation
     kind = devices.flat[0].device_kind
@@ -78,18 +78,23 @@ def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report as lines of text."""
     device, share = report["device"], report["share_of_peak"]
     spread = f"({min(report['seconds']):.3g}-{max(report['seconds']):.3g})"
     rows = [
         ("images a second", f"{report['images_per_s']:.3g}"),
         ("seconds for a batch", f"{report['median_s']:.3g} {spread}"),
         ("seconds an evaluation", f"{report['evaluation_s']:.3g}"),
-        ("TFLOP/s of it", f"{report['flops_per_s'] / 1e12:.3g}" + (f", {share:.0%} of the peak" if share else "")),
+        (
+            "TFLOP/s in evaluations",
+            f"{report['flops_per_s'] / 1e12:.3g}" + (f", {share:.0%} of the peak" if share else ""),
+        ),
         ("memory on each device", f"{report['memory_bytes'] / 1e9:.2f} GB"),
-        ("compiling, once" if report["compilations"] else "loading programs, once", f"{report['compile_s']:.1f} s"),
+        ("compiling (once)" if report["compilations"] else "loading programs (once)", f"{report['compile_s']:.1f} s"),
     ]
-    what = f"{report['steps']} steps of {report['sampler']}, guidance {report['guidance_scale']:g}, {report['dtype']}"
-    size = f"{report['batch']} of {report['width']} x {report['height']}"
-    head = f"{report['model']}: {size}, {what}; {device['count']} x {device['kind']}"
+    settings = (
+        f"{report['steps']} steps of {report['sampler']}, guidance {report['guidance_scale']:g}, {report['dtype']}"
+    )
+    size = f"{report['batch']} image{'s' if report['batch'] > 1 else ''} of {report['width']} x {report['height']}"
+    head = f"{report['model']}: {size}, {settings}; {device['count']} x {device['kind']}"
     return [head, "", *table(rows)]

@@ -1,4 +1,4 @@
-"""``canvax cache``: the compiled programs that are kept. Starts no JAX backend."""
+"""``canvax cache``: lists or clears the cache of compiled programs. Starts no JAX backend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DAY = 86400.0
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """List the cache, say where it is, or clear it."""
+    """List the cache, print its folder, or clear it."""
     days = arguments.older_than
     if days is not None and (arguments.action != "clear" or not days >= 0):
-        raise InputError(f"--older-than {days:g} goes with clear, and is a number of days; canvax cache clear --help")
+        raise InputError(f"--older-than {days:g} is a number of days from 0, and goes with canvax cache clear")
     folder = cache.cache_path()
     report["folder"] = None if folder is None else str(folder)
     if folder is None:
-        complain(f"{cache.FOLDER} is off: nothing is kept")
+        complain(f"{cache.FOLDER} is off: programs are not cached")
     elif arguments.action == "path":
         if not arguments.json:
             say(str(folder))
@@ -63,13 +63,13 @@ def _row(program: dict[str, Any], now: float) -> tuple[str, ...]:
     try:
         size = f"{description['width']}x{description['height']}" if "width" in description else "any"
         name = description["program"] + (" without guidance" if description.get("guided") is False else "")
-        name += ", reusing" if description.get("reuse") else ""
+        name += ", with reuse" if description.get("reuse") else ""
         device = devices["kind"] if len(devices["each"]) == 1 else f"{len(devices['each'])} x {devices['kind']}"
         count = f"{description['parameters'] / 1e6:.3g}M"
         stale = "for other software" if program["stale"] else ""
         shown = (name, count, size, description["batch"], description["dtype"], device)
         return (*(" ".join(str(cell).split())[:80] for cell in shown), disk, ago, stale)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # the file says something else
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # a malformed header
         return "?", "", "", "", "", "", disk, ago, "unreadable"
 
 

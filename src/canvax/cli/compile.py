@@ -1,4 +1,4 @@
-"""``canvax compile``: makes programs ready before they are needed."""
+"""``canvax compile``: compiles the programs of a model in advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canvax.errors import InputError
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Compile, or find in the cache, the programs of every size and batch asked for."""
+    """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [_size(text) for text in arguments.size or []]
     for batch in arguments.batch:
         if batch < 1:
@@ -66,10 +66,10 @@ def _size(text: str) -> tuple[int, int]:
 
 def _print(built: list[dict[str, Any]]) -> None:
     rows = [("program", "size", "batch", "", "time", "on disk")]
-    for one in built:
-        size = f"{one['width']}x{one['height']}" if "width" in one else "any"
-        how = "from the cache" if one["cached"] else "compiled"
-        disk = byte_size(one["bytes"]) if one["bytes"] else "not kept"
-        rows.append((one["program"], size, str(one["batch"]), how, seconds(one["seconds"]), disk))
+    for program in built:
+        size = f"{program['width']}x{program['height']}" if "width" in program else "any"
+        how = "from the cache" if program["cached"] else "compiled"
+        disk = byte_size(program["bytes"]) if program["bytes"] else "not cached"
+        rows.append((program["program"], size, str(program["batch"]), how, seconds(program["seconds"]), disk))
     for line in table(rows, right=(2, 4, 5)):
         say(line)

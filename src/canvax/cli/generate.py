@@ -1,4 +1,4 @@
-"""``canvax generate``: draws pictures and says where they are."""
+"""``canvax generate``: generates images and prints their file names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import OUTPUT, versions
-from canvax.cli.pictures import Picture, Source, check_table, gather
+from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
 from canvax.images.formats import FORMATS
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from canvax.pipelines.result import Result
 
 BATCH_PIXELS = 512 * 512
-"""Pixels that a device draws at once unless --batch-size says otherwise: safe for a full-size model anywhere."""
+"""Pixels that a device generates at once unless --batch-size is given: safe for a full-size model on any device."""
 
 MAX_BATCH = 64
 STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Draw what was asked for; ``report`` is kept up to date while pictures are finished."""
+    """Generate the images; ``report`` is updated after each batch, so that it is of use after an interruption."""
     from canvax.compile.monitor import process_age
 
     began = time.perf_counter()
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
     spread = _join(arguments)
-    pictures, source = gather(arguments)
+    requests, source = gather(arguments)
     if spread:
-        pictures = _of_the_first(pictures)
-    where = Destination.checked(arguments, pictures)
+        requests = _with_common_seeds(requests)
+    where = Destination.checked(arguments, requests)
     _check_batch_size(arguments.batch_size)
     _hint_at_quotes(arguments)
-    _check_against_model(arguments, pictures, source)
+    _check_against_model(arguments, requests, source)
     pipe = _load(arguments, source)
     timings["load"] = time.perf_counter() - began
-    report |= _about(pipe)
+    report |= _description(pipe)
     try:
-        images = _draw_all(pipe, pictures, arguments, where, report)
+        images = _generate_all(pipe, requests, arguments, where, report)
     finally:
         timings["total"] = process_age()
     if arguments.grid:
@@ -72,51 +72,51 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
 
 
 def _join(arguments: argparse.Namespace) -> bool:
-    """Whether other processes draw with this one; they are joined before anything else uses JAX."""
+    """Whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
-    said = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
     if not arguments.distributed:
-        if any(value is not None for value in said):
+        if any(value is not None for value in cluster):
             raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
         return False
     if arguments.grid:
-        raise InputError("--grid: no process of --distributed has all pictures; leave it out")
+        raise InputError("--grid: no process of --distributed has all images; leave it out")
     keep_stdout_for_results()
-    multihost.initialize(*said)
+    multihost.initialize(*cluster)
     return True
 
 
-def _of_the_first(pictures: Sequence[Picture]) -> list[Picture]:
-    """The pictures with the seeds that process 0 has for them: those that nobody gave are chosen once for all."""
+def _with_common_seeds(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
+    """The requests with the seeds of process 0, so that randomly chosen seeds are the same in all processes."""
     from canvax.parallel import multihost
 
-    asked = [dataclasses.replace(one, seed=0) for one in pictures]
-    seeds = multihost.agree([one.seed for one in pictures], asked)
-    return [dataclasses.replace(one, seed=seed) for one, seed in zip(pictures, seeds, strict=True)]
+    must_match = [dataclasses.replace(request, seed=0) for request in requests]
+    seeds = multihost.agree([request.seed for request in requests], must_match)
+    return [dataclasses.replace(request, seed=seed) for request, seed in zip(requests, seeds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where pictures go: a folder, or one file."""
+    """Where images are written: a folder, or one file."""
 
     path: Path
     is_file: bool
     grid: bool = False
 
     @classmethod
-    def checked(cls, arguments: argparse.Namespace, pictures: Sequence[Picture]) -> Destination:
-        """The place that ``--output`` names, if pictures can go there; makes nothing.
+    def checked(cls, arguments: argparse.Namespace, requests: Sequence[ImageRequest]) -> Destination:
+        """The destination that ``--output`` names. Creates nothing.
 
         Raises:
-            InputError: they cannot.
+            InputError: the images cannot be written there.
         """
         path = Path(arguments.output or OUTPUT).expanduser()
         is_file = path.suffix.lower() in FORMATS and not path.is_dir()
-        if is_file and len(pictures) > 1 and not arguments.grid:
-            raise InputError(f"--output {path}: is one file for {len(pictures)} images; name a folder")
+        if is_file and len(requests) > 1 and not arguments.grid:
+            raise InputError(f"--output {path}: is one file for {len(requests)} images; name a folder")
         if is_file and os.path.lexists(path):
-            raise InputError(f"--output {path}: there is such a file already, and it is not replaced; choose another")
+            raise InputError(f"--output {path}: this file exists and is not replaced; choose another name")
         there = path.parent if is_file else path
         try:
             while not there.exists() and there != there.parent:
@@ -126,9 +126,9 @@ class Destination:
             raise InputError(f"--output {path}: cannot be a name ({error.strerror})") from None
         if not writable:
             raise InputError(f"--output {path}: {there} is not a folder that can be written to")
-        sizes = {(one.height, one.width) for one in pictures}
+        sizes = {(request.height, request.width) for request in requests}
         if arguments.grid and len(sizes) > 1:
-            raise InputError("--grid: the pictures have several sizes; leave it out, or give all one size")
+            raise InputError("--grid: the images have different sizes; leave it out, or give all the same size")
         return cls(path, is_file, grid=arguments.grid)
 
     def save(self, image: Image, metadata: Mapping[str, Any]) -> Path | None:
@@ -139,7 +139,7 @@ class Destination:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CanvaxError(f"--output {folder}: the folder cannot be made ({error.strerror})") from error
+            raise CanvaxError(f"--output {folder}: the folder cannot be created ({error.strerror})") from error
         if self.is_file:
             return save_image(self.path, image, metadata)
         return save_numbered(self.path, image, metadata, metadata["seed"])
@@ -157,8 +157,8 @@ def _check_batch_size(size: int | None) -> None:
         raise InputError(f"--batch-size {size} is not a whole number of at least 1")
 
 
-def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Picture], source: Source) -> None:
-    """What depends on the model, if its files are on disk: no weights are read."""
+def _check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
+    """Checks that depend on the model, if its files are on disk. Reads no weights."""
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.checks import parse_dtype
     from canvax.pipelines.request import check_for_model, check_start
@@ -175,14 +175,14 @@ def _check_against_model(arguments: argparse.Namespace, pictures: Sequence[Pictu
         )
         files = open_files(origin, accept=family_of)
     except (CheckpointError, HubError):
-        return  # not on disk yet, or not at all: loading will tell
+        return  # not on disk yet, or no such model: loading reports it
     model = read_model(files, "float32")
-    for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
-        usual = picture.options.own_steps or model.defaults.num_inference_steps
-        steps = usual if picture.steps is None else picture.steps
-        check_table(dataclasses.replace(picture, steps=steps), model.scheduler)
-        check_for_model(picture.options, model)
-        check_start(picture.options, picture.sampler, None, model)
+    for request in without_prompts(requests):
+        default = request.options.own_steps or model.defaults.num_inference_steps
+        steps = default if request.steps is None else request.steps
+        check_table(dataclasses.replace(request, steps=steps), model.scheduler)
+        check_for_model(request.options, model)
+        check_start(request.options, request.sampler, None, model)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
@@ -209,7 +209,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
     )
 
 
-def _about(pipe: StableDiffusion) -> dict[str, Any]:
+def _description(pipe: StableDiffusion) -> dict[str, Any]:
     """The model and the machine, for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
@@ -228,35 +228,35 @@ def _about(pipe: StableDiffusion) -> dict[str, Any]:
     }
 
 
-def _draw_all(
+def _generate_all(
     pipe: StableDiffusion,
-    pictures: Sequence[Picture],
+    requests: Sequence[ImageRequest],
     arguments: argparse.Namespace,
     where: Destination,
     report: dict[str, Any],
 ) -> list[Image]:
-    """Draw and save batch by batch; returns the pictures if a grid was asked for."""
-    size = arguments.batch_size or _batch_size(pipe, pictures)
+    """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
+    size = arguments.batch_size or _batch_size(pipe, requests)
     from canvax.compile.monitor import process_age
     from canvax.pipelines.display import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]
-    several = len(pictures) > size
+    several = len(requests) > size
     progress: bool | str = not arguments.quiet and ("programs" if several else True)
     shown = several and bool(progress) and sys.stderr is not None and sys.stderr.isatty()
-    bar = progress_bar(len(pictures), description="generating", unit="image", shown=shown)
-    for batch in batches(pictures, size):
+    bar = progress_bar(len(requests), description="generating", unit="image", shown=shown)
+    for batch in batches(requests, size):
         age = process_age()
-        result = _draw(pipe, batch, size if several else len(batch), progress)
+        result = _generate(pipe, batch, size if several else len(batch), progress)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
         timings["step"] = timings["denoise"] / max(evaluations, 1.0)
         report["compilations"] += result.compilations
-        drawn = zip(result.indices, result.images, result.metadata, strict=True)
-        for image, metadata in [(image, metadata) for i, image, metadata in drawn if i < len(batch)]:
+        generated = zip(result.indices, result.images, result.metadata, strict=True)
+        for image, metadata in [(image, metadata) for i, image, metadata in generated if i < len(batch)]:
             path = where.save(image, metadata)
             report["seeds"].append(metadata["seed"])
             report["metadata"].append(metadata)
@@ -271,40 +271,40 @@ def _draw_all(
     return images
 
 
-def _batch_size(pipe: StableDiffusion, pictures: Sequence[Picture]) -> int:
-    """Pictures to draw at once: what a device can surely hold, spread evenly over the batches."""
+def _batch_size(pipe: StableDiffusion, requests: Sequence[ImageRequest]) -> int:
+    """Images in a batch: what any device can hold, spread evenly over the batches."""
     native = pipe.model.native_size
-    pixels = max((one.height or native[0]) * (one.width or native[1]) for one in pictures)
+    pixels = max((request.height or native[0]) * (request.width or native[1]) for request in requests)
     most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.shape["data"]
-    largest = max(Counter(one.shared for one in pictures).values())
+    largest = max(Counter(request.shared for request in requests).values())
     return math.ceil(largest / math.ceil(largest / most))
 
 
-def batches(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture]]:
-    """Cut the request into batches of at most ``size`` pictures that share their settings.
+def batches(requests: Sequence[ImageRequest], size: int) -> Iterator[list[ImageRequest]]:
+    """Cut the request into batches of at most ``size`` images that share their settings.
 
-    Order is kept but for pictures whose settings differ from their neighbours'.
+    Images keep their order, except that images with the same settings come together.
     """
-    groups: dict[tuple[Any, ...], list[Picture]] = {}
-    for picture in pictures:
-        groups.setdefault(picture.shared, []).append(picture)
+    groups: dict[tuple[Any, ...], list[ImageRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.shared, []).append(request)
     for group in groups.values():
         for start in range(0, len(group), size):
             yield group[start : start + size]
 
 
-def _draw(pipe: StableDiffusion, batch: Sequence[Picture], size: int, progress: bool | str) -> Result:
-    """One call, filled up to ``size`` with copies of the last picture, so that nothing compiles for a smaller one."""
+def _generate(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, progress: bool | str) -> Result:
+    """One call, filled up to ``size`` with copies of the last image, so that nothing compiles for a smaller one."""
     full = [*batch, *[batch[-1]] * (size - len(batch))]
     first = full[0]
     return pipe(
-        [one.prompt for one in full],
-        None if first.negative is None else [one.negative or "" for one in full],
+        [request.prompt for request in full],
+        None if first.negative is None else [request.negative or "" for request in full],
         height=first.height,
         width=first.width,
         num_inference_steps=first.steps,
         guidance_scale=first.guidance,
-        seed=[one.seed for one in full],
+        seed=[request.seed for request in full],
         sampler=first.sampler,
         options=dataclasses.replace(first.options, progress=progress),
     )
@@ -315,7 +315,7 @@ def _summarise(report: Mapping[str, Any]) -> None:
     compiled = "compile" if report["compilations"] else "programs from the cache"
     names = {"load": "load", "compile": compiled, "encode": "encode", "denoise": "denoise"}
     parts = [f"{name} {seconds(timings[stage])}" for stage, name in names.items()]
-    parts[-1] += f" ({seconds(timings['step'])} a step)"
+    parts[-1] += f" ({seconds(timings['step'])} an evaluation)"
     parts += [f"decode {seconds(timings['decode'])}", f"total {seconds(timings['total'])}"]
     parts += [f"first step {seconds(timings['first_step'])} after the start"]
     count = len(report["metadata"])

@@ -1,4 +1,4 @@
-"""``canvax info``: what a model is made of, or how a picture was made. Reads headers only."""
+"""``canvax info``: describes a model, or how an image was generated. Reads headers only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.pictures import OF_MODEL, OPTIONS
+from canvax.cli.images import OF_MODEL, OPTIONS
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
@@ -19,11 +19,11 @@ from canvax.tokenizers.concepts import Concepts
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-"""Endings of what is taken for an image."""
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Suffixes of image files, whose metadata is read."""
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a parameter in each dtype that a model can be loaded in."""
+"""Bytes of a parameter, for each dtype that a model can be loaded in."""
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
 
@@ -39,17 +39,17 @@ _FLAGS = {
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Describe a model or a picture."""
+    """Describe a model or an image."""
     path = Path(arguments.what).expanduser()
-    is_picture = path.suffix.lower() in PICTURES
-    if not arguments.memory or is_picture:
+    is_image = path.suffix.lower() in IMAGE_SUFFIXES
+    if not arguments.memory or is_image:
         for name in _MEMORY_FLAGS:
             if getattr(arguments, name) not in (None, False):
-                cure = f"{path} is a picture; leave it out" if is_picture else "it goes with --memory; add that"
+                cure = f"{path} is an image; leave it out" if is_image else "it goes with --memory; add that"
                 raise InputError(f"--{name.replace('_', '-')}: {cure}")
-    if is_picture:
-        report |= picture_info(path)
-        lines = _picture_lines(report)
+    if is_image:
+        report |= image_info(path)
+        lines = _image_lines(report)
     else:
         files = _files(arguments)
         report |= model_info(files)
@@ -67,85 +67,85 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             say(line)
 
 
-def picture_info(path: Path) -> dict[str, Any]:
-    """The metadata of a picture, and the command that draws it again."""
+def image_info(path: Path) -> dict[str, Any]:
+    """The metadata of an image, and the command that generates it again."""
     metadata = read_metadata(path)
-    each = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
-    commands = [reproduce(one) for one in each if isinstance(one, dict)]
-    return {"picture": str(path), "metadata": metadata, "commands": commands}
+    members = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
+    commands = [reproduce(member) for member in members if isinstance(member, dict)]
+    return {"image": str(path), "metadata": metadata, "commands": commands}
 
 
 def reproduce(metadata: Mapping[str, Any]) -> str:
-    """A ``canvax generate`` command line that draws a picture with this metadata again."""
-    said: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
-    if "canvax" in metadata:  # elsewhere a model is the name of a file, which means nothing here
-        said |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
-    said |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
-    if "canvax" not in metadata:  # others do not tell an empty negative prompt from none
-        said["--negative-prompt"] = said["--negative-prompt"] or None
+    """A ``canvax generate`` command line that generates an image with this metadata again."""
+    flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
+    if "canvax" in metadata:  # other programs name a file, which canvax cannot load
+        flags |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
+    flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
+    if "canvax" not in metadata:  # other programs do not distinguish "" from none
+        flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
     if isinstance(options, dict):
-        said |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
+        flags |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
     words = ["canvax", "generate"]
-    for flag, value in said.items():
+    for flag, value in flags.items():
         if value is not None and value != []:
-            several = [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+            texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
             if flag == "--sampler-settings":
-                words += [f"--set={one}" for one in several]
+                words += [f"--set={text}" for text in texts]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
-                several = [",".join(several)]
-            words += [f"{flag}={several[0]}"] if several[0].startswith("-") else [flag, *several]
+                texts = [",".join(texts)]
+            words += [f"{flag}={texts[0]}"] if texts[0].startswith("-") else [flag, *texts]
     return command_line(words)
 
 
-def _picture_lines(report: Mapping[str, Any]) -> list[str]:
+def _image_lines(report: Mapping[str, Any]) -> list[str]:
     metadata = report["metadata"]
     if "grid" in metadata:
-        lines = [f"a grid of {len(report['commands'])} pictures"]
+        lines = [f"a grid of {len(report['commands'])} images"]
     else:
         nested = [inner for name in ("options", "other") if isinstance(inner := metadata.get(name), dict)]
         plain = {name: value for part in (metadata, *nested) for name, value in part.items()}
         hidden = ("options", "other", "sampler_label")
         shown = [
-            (key, _said(value)) for key, value in plain.items() if value not in (None, "", {}, []) and key not in hidden
+            (key, _text(value)) for key, value in plain.items() if value not in (None, "", {}, []) and key not in hidden
         ]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if metadata.get("noise") == "given":
-        lines.append("\nIts initial noise was given by a program and is not in the file; the command cannot repeat it.")
+        lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
     if metadata.get("model") and "canvax" not in metadata:
-        lines.append(f"\nIt was drawn with {metadata['model']!r}; name your copy of it with --model.")
-    return [*lines, "\nTo draw it again:", *report["commands"]]
+        lines.append(f"\nIt was generated with {metadata['model']!r}; name your copy of it with --model.")
+    return [*lines, "\nTo generate it again:", *report["commands"]]
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
-    """The model on disk, downloading it only if it is not there."""
+    """The files of the model. Downloads them only if they are not on disk."""
     from canvax.families.read import family_of
     from canvax.weights.open import open_files
     from canvax.weights.source import Source
 
-    def find(local: bool) -> ModelFiles:
+    def open_source(local: bool) -> ModelFiles:
         source = Source(
             arguments.what, arguments.revision, arguments.variant, arguments.token, arguments.cache_dir, local
         )
         return open_files(source, accept=family_of)
 
     try:
-        return find(True)
+        return open_source(True)
     except CanvaxError:
         if arguments.local_files_only or "/" not in arguments.what or Path(arguments.what).expanduser().exists():
             raise
         complain(f"{arguments.what} is not on disk yet; downloading it")
-        return find(False)
+        return open_source(False)
 
 
 def model_info(files: ModelFiles) -> dict[str, Any]:
-    """Components, parameters, memory and settings of a model; no weights are read and no JAX backend is started."""
+    """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
     from canvax.weights.layout import KINDS
 
@@ -188,7 +188,7 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 
 
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What each device of this machine needs, from the compiled programs; no weights are read."""
+    """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
     from canvax.parallel.mesh import mesh_of
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
@@ -231,13 +231,14 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
 def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
     rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
-    rows += [(f"{name}, while it runs", byte_size(size)) for name, size in memory["programs"].items()]
-    rows.append(("largest sum", byte_size(memory["total"])))
+    rows += [(f"{name}, while running", byte_size(size)) for name, size in memory["programs"].items()]
+    rows.append(("largest total", byte_size(memory["total"])))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
+    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''}"
     return [
-        f"{memory['batch']} images of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
+        f"{images} of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
         *table(rows, right=(1,)),
     ]
 
@@ -266,7 +267,7 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     sampler, text, latents, defaults = (report[name] for name in ("sampler", "text", "latents", "defaults"))
     memory = ", ".join(f"{byte_size(size)} in {dtype}" for dtype, size in report["memory_bytes"].items())
     facts = {
-        "memory": f"{memory} (weights alone)",
+        "memory": f"{memory} (weights only)",
         "size": f"{report['width']} x {report['height']} pixels",
         "latents": f"{latents['channels']} channels, {latents['factor']} pixels each way",
         "text": f"{text['tokens']} tokens of width {text['width']}, {text['layers']} layers",
@@ -278,5 +279,5 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
     }
     lines = [f"{report['model']}{commit}: {report['pipeline']}", "", *table(rows, right=(2, 4)), ""]
     lines += [f"{name:<10}  {value}" for name, value in facts.items()]
-    lines += [f"{name}: recognised, not used yet" for name in report["not_used"]]
+    lines += [f"{name}: recognised, but not supported yet" for name in report["not_used"]]
     return lines

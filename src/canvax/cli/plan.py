@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
-_NAMES = {"encode": "encode text", "denoise": "denoise, a step", "decode": "decode"}
+_NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Plan and print a table."""
     width, height = parse_size(arguments.size)
-    from canvax.parallel.mesh import parse_mesh  # late: a wrong size is told before JAX is loaded
+    from canvax.parallel.mesh import parse_mesh  # late, so that a wrong size is refused before JAX is imported
     from canvax.planning.plan import plan
 
     mesh = parse_mesh(arguments.mesh) if arguments.mesh is not None else None
@@ -60,23 +60,23 @@ def parse_size(text: str | None) -> tuple[int | None, int | None]:
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan for people."""
+    """The plan as lines of text."""
     chip, device = plan.target.chip, plan.target.chip.device
-    guided = "guided steps" if plan.guided else "steps without guidance"
+    guided = "guided evaluations" if plan.guided else "evaluations without guidance"
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1 or name == "data")
-    pictures = "1 picture" if plan.batch == 1 else f"{plan.batch} pictures"
+    images = "1 image" if plan.batch == 1 else f"{plan.batch} images"
     head = [
-        f"{plan.model} on {plan.target} ({axes}): {pictures} of {plan.width} x {plan.height}, {plan.steps} {guided}, "
+        f"{plan.model} on {plan.target} ({axes}): {images} of {plan.width} x {plan.height}, {plan.steps} {guided}, "
         f"{plan.dtype}" + (f" with {plan.quantize} weights" if plan.quantize else ""),
         "",
     ]
     last = "kernels" if plan.target.platform == "gpu" else "estimate ms"
     rows = [("program", "runs", "TFLOP", "GB moved", "temporary GiB", "bound ms", last, "collectives", "compiled in")]
     rows += [_row(plan, program) for program in plan.programs]
-    said = [*head, *table(rows, right=range(1, 7)), ""]
+    text = [*head, *table(rows, right=range(1, 7)), ""]
     unpriced = sorted({name for program in plan.programs for name in program.unpriced})
     if any(program.refused for program in plan.programs):
-        return [*said, f"does not fit: {plan.why_not}"]
+        return [*text, f"does not fit: {plan.why_not}"]
     memory = (
         f"{plan.peak_bytes / GIB:.2f} of {chip.usable / GIB:.2f} GiB on each {device}: weights, inputs and programs "
         f"{plan.resident_bytes / GIB:.2f}, temporaries and results {plan.working_bytes / GIB:.2f}"
@@ -84,19 +84,19 @@ def lines(plan: Plan) -> list[str]:
     verdict = "fits" if plan.fits else "does not fit"
     least = f"at least {_seconds(plan.bound_seconds)}"
     if plan.seconds is None:
-        times = f"{least} for the batch, at most {plan.batch / plan.bound_seconds:.3g} pictures a second"
+        times = f"{least} for the batch, at most {plan.batch / plan.bound_seconds:.3g} images a second"
     else:
         estimate = f"{_seconds(plan.seconds)} for the batch by the compiler's estimate"
-        times = f"{estimate}, {least}; {plan.batch / plan.seconds:.3g} pictures a second"
-    said += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", f"time: {times}"]
+        times = f"{estimate}, {least}; {plan.batch / plan.seconds:.3g} images a second"
+    text += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", f"time: {times}"]
     if unpriced:
-        said.append(f"no estimate, and missing in the time: {', '.join(unpriced)}")
+        text.append(f"the estimate leaves these out: {', '.join(unpriced)}")
     page = f"docs/{plan.target.platform}.md"
-    return [*said, f"Figures are for one {device}, for one run of a program; nothing was run. See {page}."]
+    return [*text, f"Figures are for one {device} and one run of each program; nothing was run. See {page}."]
 
 
 def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:
-    compiled = f"{program.compile_seconds:.0f} s" + (" (before)" if program.reused else "")
+    compiled = f"{program.compile_seconds:.0f} s" + (" (stored)" if program.reused else "")
     if program.refused:
         return (_NAMES[program.name], str(program.evaluations), *[""] * 6, compiled)
     return (
@@ -116,7 +116,7 @@ def _seconds(amount: float) -> str:
     return f"{amount:.2f} s" if amount >= 1 else f"{amount * 1e3:.3g} ms"
 
 
-def _announce(what: str, seconds: float | None) -> None:
-    text = f"compiling the {what} ... " if seconds is None else f"{seconds:.1f} s\n"
+def _announce(name: str, seconds: float | None) -> None:
+    text = f"compiling the {name} ... " if seconds is None else f"{seconds:.1f} s\n"
     sys.stderr.write(text)
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``canvax samplers``: the catalogue, the curves of noise levels, and a chart of them."""
+"""``canvax samplers``: lists samplers and sigma curves, and plots sigma schedules."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STABLE_DIFFUSION = {
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """List the samplers or the curves, or draw curves."""
+    """List the samplers or the curves, or plot curves."""
     word, *curves = arguments.words or ["list"]
     if word not in WORDS:
-        raise InputError(f"{word!r} is nothing that canvax samplers does; {nearest(word, WORDS)}")
+        raise InputError(f"{word!r} is not a command of canvax samplers; {nearest(word, WORDS)}")
     if word != "plot" and curves:
-        raise InputError(f"{curves[0]!r} is one word too many for canvax samplers {word}")
+        raise InputError(f"{curves[0]!r} is not expected after canvax samplers {word}")
     if word == "plot":
         _plot(arguments, curves, report)
     elif word == "curves":
@@ -67,9 +67,10 @@ def _list_samplers(arguments: argparse.Namespace, report: dict[str, Any]) -> Non
     for line in table(rows, fold=columns()):
         say(line)
     say(
-        "\nEvaluations of the network for n steps. Any spelling works; put a curve behind: --sampler 'DPM++ 2M Karras'."
+        "\nEvaluations are for n steps. Names and labels both work, and a curve may follow: --sampler 'DPM++ 2M "
+        "Karras'."
     )
-    say("canvax samplers curves lists the curves, canvax samplers plot draws them; --json adds the papers.")
+    say("canvax samplers curves lists the curves, canvax samplers plot plots them; --json adds the papers.")
 
 
 def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -92,16 +93,16 @@ def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str
     if path.suffix.lower() != ".png":
         raise InputError(f"--output {arguments.output!r} is not a PNG; give a name that ends in .png")
     if path.exists():
-        raise InputError(f"--output {arguments.output!r} is there already, and nothing is written over; choose another")
+        raise InputError(f"--output {arguments.output!r} this file exists and is not replaced; choose another name")
     scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
-    image = draw_curves(scheduler, curves or _usual(arguments.sampler), arguments.steps)
+    image = plot_curves(scheduler, curves or _default_curves(arguments.sampler), arguments.steps)
     report["file"] = str(save_image(path, image, {}))
     if not arguments.json:
         say(report["file"])
 
 
-def _usual(sampler: str) -> list[str]:
-    """What is drawn where nothing is named: all curves that the sampler takes, and the spacings."""
+def _default_curves(sampler: str) -> list[str]:
+    """What is plotted by default: all curves that the sampler takes, and the spacings."""
     if not find(sampler)[0].curves:
         return ["leading", "trailing"]
     return [*SPACINGS, *(curve.name for curve in CURVES if curve.name not in ("automatic", "exponential", "lu"))]
@@ -119,8 +120,8 @@ def _config(file: str | None) -> dict[str, Any]:
     return config
 
 
-def draw_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Any:
-    """Sigma and timestep of each step, side by side; `curves` are names of curves or of spacings."""
+def plot_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Any:
+    """Two charts side by side: sigma and timestep of each step. `curves` are names of curves or of spacings."""
     from PIL import Image
 
     from canvax.images.chart import line_chart

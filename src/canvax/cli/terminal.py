@@ -1,4 +1,4 @@
-"""Writing to the terminal: results to stdout, words to stderr, never a control character that came from a file."""
+"""Writing to the terminal: results to stdout, messages to stderr. Control characters from files are escaped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that make text read in another order than it is."""
+"""Unicode controls that change the order in which text is displayed."""
 
 
 def clean(text: str) -> str:
-    """The text with escapes in place of what could steer a terminal or disguise itself; new lines and tabs stay."""
+    """The text with escapes for characters that control a terminal or reorder text; new lines and tabs stay."""
     return "".join(
         c if c in "\n\t" or not (unicodedata.category(c) in ("Cc", "Cs") or c in _BIDI) else _escaped(c) for c in text
     )
@@ -29,18 +29,18 @@ def _escaped(c: str) -> str:
 
 
 def complain(message: str, *, label: str = "") -> None:
-    """A message on stderr; lines after the first are kept as they are."""
+    """Print a message on stderr, with a prefix on its first line."""
     with suppress(BrokenPipeError):
         print(f"canvax: {label}{clean(message)}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """A line of result on stdout, at once, so that a reader at the end of a pipe sees it."""
+    """Print a line of a result on stdout, flushed so that the reader of a pipe sees it at once."""
     print(clean(text), flush=True)
 
 
 def emit_json(value: Any) -> None:
-    """One JSON object on stdout, in ASCII, which no pipe or locale can spoil."""
+    """Print one JSON object on stdout, in ASCII so that it does not depend on the locale."""
     print(json.dumps(value, indent=2, default=str), flush=True)
 
 
@@ -50,8 +50,8 @@ def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), fold: int
     Args:
         rows: cells.
         right: columns that are flush right.
-        fold: columns of the terminal; the last cell of a row is folded into what is left of them or, where that is
-            little, stands below the others.
+        fold: columns of the terminal. The last cell of a row is wrapped into the columns left; if these are fewer
+            than 30, it goes below the other cells.
     """
     right = set(right)
     widths = [max(_width(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -75,12 +75,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), fold: int
 
 
 def _folded(row: Sequence[str], room: int) -> list[Sequence[str]]:
-    first, *more = textwrap.wrap(row[-1], room) or [""]
-    return [[*row[:-1], first], *([""] * (len(row) - 1) + [line] for line in more)]
+    first, *rest = textwrap.wrap(row[-1], room) or [""]
+    return [[*row[:-1], first], *([""] * (len(row) - 1) + [line] for line in rest)]
 
 
 def columns() -> int | None:
-    """Columns of the terminal that stdout is, or None where it is a file or a pipe."""
+    """Columns of the terminal, or None if stdout is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -89,7 +89,7 @@ def _width(text: str) -> int:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Words as one line for a shell; those with control characters in the form $'...' of bash and zsh."""
+    """Words as one line for a shell. Words with control characters take the form $'...' of bash and zsh."""
     return " ".join(shlex.quote(word) if clean(word) == word and "\n" not in word else _dollar(word) for word in words)
 
 
@@ -107,14 +107,14 @@ def _ansi_c(c: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration for people."""
+    """A duration as text, such as "85 ms" or "1.25 s"."""
     if value < 0.1:
         return f"{1000 * value:.0f} ms"
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
 def byte_size(size: int) -> str:
-    """A size for people, in powers of ten as disks are sold."""
+    """A size as text, in powers of ten, such as "3.44 GB"."""
     amount = float(size)
     for unit in ("B", "kB", "MB"):
         if amount < 1000:
@@ -124,14 +124,14 @@ def byte_size(size: int) -> str:
 
 
 def tolerant_streams() -> None:
-    """Print what the terminal's encoding does not have as escapes instead of failing."""
+    """Print escapes for characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def keep_stdout_for_results() -> None:
-    """Send to stderr what libraries print on stdout below Python, as JAX's collectives on the CPU (Gloo) do."""
+    """Send to stderr what native libraries print on stdout, as JAX's collectives on the CPU (Gloo) do."""
     with suppress(OSError, ValueError, AttributeError):
         results = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -139,7 +139,7 @@ def keep_stdout_for_results() -> None:
 
 
 def hush_stdout() -> None:
-    """Send what is left for stdout nowhere, so that Python does not complain about a closed pipe when it exits."""
+    """Discard the rest of stdout, so that Python does not report a closed pipe when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

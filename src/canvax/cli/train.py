@@ -1,4 +1,4 @@
-"""``canvax train finetune``: a checkpoint on pictures of one's own."""
+"""``canvax train finetune``: trains a checkpoint on the user's own images."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from canvax.parallel.mesh import make_mesh
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Run a task; prints the folder of the finished model."""
+    """Fine-tune; prints the folder of the finished model."""
     finish(_finetune, arguments, report)
 
 
 def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argparse.Namespace, report: Any) -> None:
-    """Run a training that may be stopped; prints the folder of the finished model."""
+    """Run a training task that may be stopped; prints the folder of the finished model."""
     try:
         result = task(arguments)
     except KeyboardInterrupt:
-        complain("stopped; the same command goes on from the last state")
+        complain("stopped; the same command resumes from the last saved state")
         raise
     report["output"] = None if result is None else str(result)
     report["finished"] = result is not None
     if result is None:
-        complain("stopped as --stop-after asked; the same command goes on from here")
+        complain("stopped after --stop-after; the same command resumes from here")
     elif not arguments.json:
         say(str(result))
 
@@ -40,7 +40,7 @@ def _finetune(arguments: argparse.Namespace) -> Path | None:
 
     names = ("steps", "batch", "learning_rate", "warmup", "average", "seed")
     plan = replace(PLAN, **given(**{name: getattr(arguments, name) for name in names}))
-    # As many steps as were asked for, and not one more.
+    # A chunk must divide the steps, or the run would do more steps than were asked for.
     plan = replace(plan, chunk=next(n for n in range(PLAN.chunk, 0, -1) if plan.steps % n == 0))
     task = FineTuning(
         model=arguments.model,

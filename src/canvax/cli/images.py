@@ -1,4 +1,4 @@
-"""What was asked for, as one checked record for each picture, before a model is looked for."""
+"""One checked record for each image that was asked for, made before any model is opened."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from canvax.pipelines.options import Options
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
 _NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
-"""Options of programs alone: the last two need latents, which no file keeps."""
+"""Options that only Python code can give. The last two need latents, which no file stores."""
 
 OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NOT_FLAGS)
 SETTINGS = (
     *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
     *("num_inference_steps", "guidance_scale", "sampler", *OPTIONS),
 )
-"""What flags, prompt files and pictures may say about a picture besides its prompt."""
+"""What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
 _ALIASES: dict[str, str] = {
     "negative": "negative_prompt",
@@ -43,12 +43,12 @@ _ALIASES: dict[str, str] = {
 _MAX_PROMPT_FILE = 64 << 20
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize")
-"""What a picture keeps of its model beside the name: the fields of :class:`Source`."""
+"""What the metadata of an image holds about its model besides the name: fields of :class:`Source`."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One picture to draw; None stands for the model's own choice."""
+class ImageRequest:
+    """One image to generate; None stands for the model's default."""
 
     prompt: str
     negative: str | None
@@ -62,7 +62,7 @@ class Picture:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What pictures drawn by one call have in common; to SDXL, no negative prompt is not an empty one."""
+        """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
         return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, self.negative is None
 
 
@@ -77,14 +77,14 @@ class Source:
     quantize: str | None
 
 
-def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
-    """The pictures and the model that the command line asks for.
+def gather(arguments: argparse.Namespace) -> tuple[list[ImageRequest], Source]:
+    """The images and the model that the command line asks for.
 
-    The settings of a picture are those of ``--from-image``, overruled by flags, overruled by its line of the prompt
-    file. Picture i uses seed + i, unless its line has a seed of its own.
+    Settings come from ``--from-image``; flags override them, and a line of the prompt file overrides the flags.
+    Image i uses seed + i, unless its line has a seed of its own.
 
     Raises:
-        InputError: something asked for cannot be.
+        InputError: a setting is wrong, or there is no prompt.
     """
     base: dict[str, Any] = {}
     source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
@@ -100,21 +100,28 @@ def gather(arguments: argparse.Namespace) -> tuple[list[Picture], Source]:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     shared = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
-    pictures = list(_pictures(entries, shared))
-    for picture in dict.fromkeys(dataclasses.replace(one, prompt="", negative="", seed=0) for one in pictures):
-        check_table(picture, None)
-    return pictures, source
+    requests = list(_requests(entries, shared))
+    for request in without_prompts(requests):
+        check_table(request, None)
+    return requests, source
 
 
-def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any]) -> Iterator[Picture]:
+def without_prompts(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
+    """The distinct settings of the requests: each once, without its prompt and seed."""
+    return list(dict.fromkeys(dataclasses.replace(request, prompt="", negative="", seed=0) for request in requests))
+
+
+def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any]) -> Iterator[ImageRequest]:
     first = check_seed(shared.get("seed"))
     index = 0
-    for where, said in entries:
+    for where, entry in entries:
         try:
-            settings = {**shared, **said}
+            settings = {**shared, **entry}
             count = settings.get("num_images_per_prompt", 1)
             prompts, negatives = check_prompts(_text(settings, "prompt"), _text(settings, "negative_prompt"), count)
-            seeds = image_seeds(said["seed"], count) if "seed" in said else image_seeds((first + index) % 2**64, count)
+            seeds = (
+                image_seeds(entry["seed"], count) if "seed" in entry else image_seeds((first + index) % 2**64, count)
+            )
             for name in ("prompt_2", "negative_prompt_2"):
                 _text(settings, name)
             options = Options(**{name: settings[name] for name in OPTIONS if name in settings})
@@ -125,7 +132,7 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             sampler = _text(settings, "sampler")
             if sampler is not None and find(sampler)[0].name == "ddim_inverse":
                 raise InputError(
-                    f"sampler={sampler!r} goes from a picture to its noise, which no file holds; in Python, pass "
+                    f"sampler={sampler!r} goes from an image to its noise, which no file stores; in Python, pass "
                     "latents=result.latents"
                 )
         except InputError as error:
@@ -134,12 +141,13 @@ def _pictures(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             raise InputError(f"{where}a setting has the wrong type: {error}") from None
         none = settings.get("negative_prompt") is None
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
-            yield Picture(prompt, None if none else negative, seed, height, width, steps, guidance, sampler, options)
+            negative = None if none else negative
+            yield ImageRequest(prompt, negative, seed, height, width, steps, guidance, sampler, options)
         index += count
 
 
 def _text(settings: Mapping[str, Any], name: str) -> Any:
-    """A prompt, if it can be written down again."""
+    """A prompt, or None. Raises InputError if it is not text that can be encoded as UTF-8."""
     value = settings.get(name)
     if isinstance(value, str):
         try:
@@ -159,22 +167,22 @@ def _check_steps(steps: Any) -> int | None:
     return steps
 
 
-def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
-    """Refuse settings that no table of numbers can be made of: sampler, steps, spacing, sigmas, eta.
+def check_table(request: ImageRequest, scheduler: Scheduler | None) -> None:
+    """Refuse settings that no sampler table can be built from: sampler, steps, spacing, sigmas, eta.
 
     Args:
-        picture: what was asked for.
-        scheduler: the model's; None while the model is not on disk yet, when what depends on it is not checked.
+        request: the image that was asked for.
+        scheduler: the model's; None if the model is not on disk yet. Then checks that need it are left out.
 
     Raises:
         InputError: naming the setting.
     """
-    options, sampler, known = picture.options, picture.sampler, scheduler is not None
+    options, sampler, known = request.options, request.sampler, scheduler is not None
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
         scheduler,
-        (options.own_steps or 1) if picture.steps is None else picture.steps,
+        (options.own_steps or 1) if request.steps is None else request.steps,
         sampler=sampler,
         eta=options.eta,
         spacing=options.spacing,
@@ -187,10 +195,10 @@ def check_table(picture: Picture, scheduler: Scheduler | None) -> None:
 
 
 def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """The pictures that a prompt file asks for, each with where it stands (for errors) and its settings.
+    """The settings of each line of a prompt file, each with its place in the file for error messages.
 
     Raises:
-        InputError: the file cannot be read, or a line cannot be understood.
+        InputError: the file cannot be read, or a line is malformed.
     """
     try:
         if name == "-" and sys.stdin is None:
@@ -234,36 +242,38 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
 
 
 def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
-    """The settings that a picture carries, and its model unless flags name another."""
+    """The settings in the metadata of an image, and its model unless flags name another."""
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
     if "grid" in metadata:
-        raise InputError(f"{path}: is a grid of several pictures; use one of them (canvax info lists them)")
+        raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
     settings.pop("num_images_per_prompt", None)
     if metadata.get("noise") == "given":
         settings.pop("noise")
-        complain(f"{path}: its initial noise was given by a program and is not in the file", label="warning: ")
+        complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
     elif "noise" in metadata:
         settings["noise"] = metadata["noise"]
     own = "canvax" in metadata
-    told = {name: metadata.get(name) if own else None for name in ("model", *OF_MODEL)}
+    recorded = {name: metadata.get(name) if own else None for name in ("model", *OF_MODEL)}
     if not own:
-        _say_what_is_lost(path, metadata, arguments)
-        settings["negative_prompt"] = settings.get("negative_prompt") or None  # others do not tell "" from none
-    for name, value in told.items():
+        _warn_of_losses(path, metadata, arguments)
+        settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none
+    for name, value in recorded.items():
         if value is not None and not isinstance(value, str):
             raise InputError(f"{path}: its {name} {value!r} is not text; name it with a flag")
-    if arguments.model and arguments.model != told["model"]:
-        told["revision"] = told["variant"] = None
-    model = arguments.model or told["model"] or "emoji"
-    rest = (getattr(arguments, name) or told[name] for name in OF_MODEL)
+    if arguments.model and arguments.model != recorded["model"]:
+        recorded["revision"] = recorded["variant"] = None
+    model = arguments.model or recorded["model"] or "emoji"
+    rest = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
     return settings, Source(model, *rest)
 
 
-def _say_what_is_lost(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     if metadata.get("model") and not arguments.model:
-        complain(f"{path}: was drawn with {metadata['model']!r}; name your copy of it with --model", label="warning: ")
+        complain(
+            f"{path}: was generated with {metadata['model']!r}; name your copy of it with --model", label="warning: "
+        )
     if metadata.get("other"):
-        complain(f"{path}: not understood and left out: {', '.join(metadata['other'])}", label="warning: ")
+        complain(f"{path}: unknown settings are left out: {', '.join(metadata['other'])}", label="warning: ")
