@@ -51,7 +51,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "tiny" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"act_fn": "silu"}))
-    with pytest.raises(canvax.CheckpointError, match="act_fn = 'silu'"):
+    with pytest.raises(canvax.CheckpointError, match='act_fn = "silu"'):
         canvax.load_preview(tmp_path / "tiny")
     path.write_text(json.dumps(config | {"decoder_block_out_channels": [64, 64]}))
     with pytest.raises(canvax.CheckpointError, match="as many equal widths"):
