@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinning: 15 times as long on busy processors
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
+os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
 
 # JAX keeps what it compiles in one folder for a run, its workers and the processes that tests start. The first of them
 # makes it. A program that comes from it counts as compiled (canvax.compile.monitor): tests of recompiling see it.

@@ -32,7 +32,7 @@ from test_sdxl import build as write_small_sdxl
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
-from canvax.compile import aot, cache, key, programs
+from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, find_entry, load_or_compile
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs, at_once
@@ -234,7 +234,7 @@ def test_a_header_of_many_brackets(folder: Path, capsys: pytest.CaptureFixture[s
     doubled()
     path, text = only(folder), b'{"key":' + b"[" * 200_000
     rest = len(text).to_bytes(cache._LENGTH, "little") + text
-    path.write_bytes(cache.MAGIC + hashlib.sha256(rest).digest() + rest)
+    path.write_bytes(cache.MAGIC + bytes(32) + hashlib.sha256(rest).digest() + rest)
     assert main(["cache"]) == 0
     assert "unreadable" in capsys.readouterr().out
     assert [doubled(), doubled()] == [[False], [True]]
@@ -574,6 +574,52 @@ def test_a_file_that_cannot_be_trusted_is_made_again(folder: Path) -> None:
         assert doubled() == [False]
 
 
+def test_what_a_stranger_wrote_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was downloaded belongs to the user and is private, but another's canvax filled it."""
+    doubled()
+    monkeypatch.setenv(trust.SECRET, "another")
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", Fails("run"))
+    with pytest.warns(UserWarning, match=f"did not write.*{trust.SECRET}"):
+        assert doubled() == [False]
+    monkeypatch.undo()
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(folder))
+    monkeypatch.setenv(trust.SECRET, "another")
+    assert doubled() == [True]
+
+
+def test_the_secret_of_a_user(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(trust.SECRET)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert [doubled(), doubled()] == [[False], [True]]
+    secret = tmp_path / "config" / "canvax" / "cache-secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert len(secret.read_bytes()) == 32
+    assert list(secret.parent.iterdir()) == [secret]
+    trust._make_secret(secret)  # as if by a slower process
+    assert doubled() == [True]
+    secret.write_bytes(b"short")
+    with pytest.warns(UserWarning, match="cache-secret is damaged: remove it"):
+        assert doubled() == [False]
+    secret.unlink()
+    secret.parent.rmdir()
+    secret.parent.write_text("in the way")
+    monkeypatch.setattr(cache, "_warned", set())
+    with pytest.warns(UserWarning, match=f"set {trust.SECRET} to one"):
+        assert doubled() == [False]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
+def test_what_root_wrote_for_others_needs_no_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    for owner, user, ours in ((0, 1000, True), (0, 0, False), (1000, 1000, False)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        monkeypatch.setattr(os, "fstat", lambda _, owner=owner: SimpleNamespace(st_uid=owner))
+        with path.open("rb") as file:
+            assert trust.is_ours(file, b"digest", bytes(32)) is ours
+        monkeypatch.undo()
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
 def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     import grp
@@ -583,7 +629,7 @@ def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fault(sticky: bool = False, **changes: int) -> str:
         status = {"st_mode": stat.S_IFDIR | 0o755, "st_uid": me.pw_uid, "st_gid": me.pw_gid} | changes
-        return cache._fault(SimpleNamespace(**status), sticky=sticky)  # type: ignore[arg-type]
+        return trust._fault(SimpleNamespace(**status), sticky=sticky)  # type: ignore[arg-type]
 
     assert fault() == fault(st_uid=0) == ""
     assert "another user" in fault(st_uid=me.pw_uid + 1)

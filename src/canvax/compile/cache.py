@@ -1,10 +1,8 @@
-"""A private folder of compiled programs: who may use it, what a file looks like, what is thrown out.
+"""A private folder of compiled programs: what a file looks like, what is thrown out. ``trust.py`` says what may be run.
 
-An executable is machine code. Whoever can write into the folder can run code as its owner, so it is used only where
-nobody else could have written to it or put another in its place. Within that border the checks are against accidents:
-every file says what it is for and carries a SHA-256 of all of it.
+Every file says what it is for, and carries a SHA-256 against accidents and its signature against strangers.
 
-    programs/KEY.program    magic, SHA-256 of the rest, length of the header, header (JSON), executable
+    programs/KEY.program    magic, signature, SHA-256 of the rest, length of the header, header (JSON), executable
 """
 
 from __future__ import annotations
@@ -22,20 +20,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from canvax.compile.trust import FOLDER, SECRET, check_folder, is_ours, open_private, signature
 from canvax.errors import CanvaxError, InputError, warn
 
-FOLDER, SIZE = "CANVAX_CACHE_DIR", "CANVAX_CACHE_SIZE"
-"""Environment variables."""
+SIZE = "CANVAX_CACHE_SIZE"
+"""Environment variable."""
 
 DEFAULT_SIZE = 10_000_000_000
 """Bytes; a full-size model takes tens of megabytes for each size and batch."""
 
-MAGIC = b"canvax program 1\n\0\0\0"
+MAGIC = b"canvax program 2\n\0\0\0"
 _DIGEST = hashlib.sha256().digest_size
 _LENGTH = 8
-_START = len(MAGIC) + _DIGEST + _LENGTH
+_SIGNED = len(MAGIC) + _DIGEST
+_START = _SIGNED + _DIGEST + _LENGTH
 _MAX_HEADER = 1 << 20
 _LEFTOVER = 3600.0
 """Seconds after which a file that was never finished belongs to a dead process."""
@@ -131,44 +131,28 @@ def open_cache() -> Path | None:
             if path.suffix == ".part" and time.time() - used > _LEFTOVER:
                 _unlink(path)
     except (CanvaxError, OSError) as error:
-        _warn_once(str(error))
+        _not_stored(str(error))
         return None
     return programs
-
-
-def check_folder(programs: Path) -> None:
-    """Refuse a folder of programs that anybody else could have written to or put in place of ours.
-
-    Looked at are the folder, the one around it and all above, up to the home folder or the root. There links are
-    followed, which only the user or root can have made: what they lead to is looked at as well.
-
-    Raises:
-        CanvaxError: naming the folder at fault, and the cure.
-        OSError: one of them cannot be looked at.
-    """
-    homes = {Path(os.path.expanduser("~")), Path(os.path.realpath(os.path.expanduser("~")))}
-    for folder in dict.fromkeys((programs, Path(os.path.realpath(programs)))):
-        for path in (folder, *folder.parents):
-            status = path.lstat()
-            own = path in (programs, programs.parent)
-            right_kind = stat.S_ISDIR(status.st_mode) or (path != programs and stat.S_ISLNK(status.st_mode))
-            fault = _fault(status, sticky=not own) if right_kind else "is not a folder"
-            if fault:
-                raise CanvaxError(f"{path} {fault}; or choose another folder with {FOLDER}")
-            if path in homes:
-                break
 
 
 def read(path: Path, key: str) -> tuple[dict[str, Any], bytes] | None:
     """Header and executable of a whole, private file that was made for ``key``; another is removed, and None."""
     try:
-        with _open(path) as file:
+        with open_private(path) as file:
             data = file.read()
-        header = _checked_header(data, key)
+            header = _checked_header(data, key)
+            ours = is_ours(file, data[_SIGNED : _SIGNED + _DIGEST], data[len(MAGIC) : _SIGNED])
     except FileNotFoundError:
         return None
     except (CanvaxError, OSError) as error:
         remove(path, str(error))
+        return None
+    if not ours:
+        _warn_once(
+            f"{path.parent} holds compiled programs that this user's canvax did not write; they are compiled again. "
+            f"Set {SECRET} to the same text wherever this folder is used"
+        )
         return None
     with suppress(OSError):  # a folder that is only read has no order of use
         os.utime(path)
@@ -184,18 +168,19 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     total.update(executable)
     size = _START + len(text) + len(executable)
     if size > size_limit():
-        _warn_once(f"one alone is larger than {SIZE} allows")
+        _not_stored(f"one alone is larger than {SIZE} allows")
         return 0
     temporary = None
     try:
+        signed = signature(total.digest())
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # mode 0600
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines((MAGIC, total.digest(), length, text, executable))
+            file.writelines((MAGIC, signed, total.digest(), length, text, executable))
         os.replace(temporary, path)
-    except OSError as error:
+    except (CanvaxError, OSError) as error:
         if temporary:
             _unlink(temporary)
-        _warn_once(f"{path.parent}: {error.strerror or error}")
+        _not_stored(str(error) if isinstance(error, CanvaxError) else f"{path.parent}: {error.strerror or error}")
         return 0
     with suppress(OSError):
         _evict(path)
@@ -252,18 +237,6 @@ def _files(programs: Path) -> Iterator[tuple[Path, int, float]]:
                         yield Path(entry.path), status.st_size, status.st_mtime
 
 
-def _open(path: Path) -> BinaryIO:
-    """A file of ours to read; a pipe would be waited for, and a link or another user's file cannot be trusted."""
-    flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
-    descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
-    status = os.fstat(descriptor)
-    fault = _fault(status) if stat.S_ISREG(status.st_mode) else "is not a file"
-    if fault:
-        os.close(descriptor)
-        raise CanvaxError(f"{path} {fault}")
-    return os.fdopen(descriptor, "rb")
-
-
 def _checked_header(data: bytes, key: str) -> dict[str, Any]:
     """The header of a whole file that was made for ``key``.
 
@@ -272,8 +245,8 @@ def _checked_header(data: bytes, key: str) -> dict[str, Any]:
     """
     if not data.startswith(MAGIC):
         raise CanvaxError("not a program of this version of canvax")
-    begin = len(MAGIC) + _DIGEST
-    if hashlib.sha256(memoryview(data)[begin:]).digest() != data[len(MAGIC) : begin]:
+    begin = _SIGNED + _DIGEST
+    if hashlib.sha256(memoryview(data)[begin:]).digest() != data[_SIGNED:begin]:
         raise CanvaxError("damaged")
     header = _parsed(data[_START : _START + int.from_bytes(data[begin:_START], "little")])
     if header.get("key") != key:
@@ -283,7 +256,7 @@ def _checked_header(data: bytes, key: str) -> dict[str, Any]:
 
 def _header(path: Path) -> dict[str, Any]:
     """The header of a file, to be shown; empty if it cannot be read."""
-    with suppress(OSError, CanvaxError), _open(path) as file:
+    with suppress(OSError, CanvaxError), open_private(path) as file:
         start = file.read(_START)
         length = int.from_bytes(start[-_LENGTH:], "little")
         if start.startswith(MAGIC) and length <= _MAX_HEADER:
@@ -298,37 +271,6 @@ def _parsed(text: bytes) -> dict[str, Any]:
         if isinstance(header, dict):
             return header
     return {}
-
-
-def _fault(status: os.stat_result, *, sticky: bool = False) -> str:
-    """Why something on disk cannot be trusted, or nothing. Root could write anywhere, so what is root's is trusted.
-
-    Args:
-        status: of a file, a folder or a link, whose own mode says nothing.
-        sticky: whether it may be a folder such as /tmp, in which anybody can write and only the owner rename.
-    """
-    if not hasattr(os, "geteuid"):
-        return ""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({status.st_uid}), who could put code there"
-    mode = status.st_mode
-    if stat.S_ISLNK(mode) or (sticky and mode & stat.S_ISVTX):
-        return ""
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private_group(status.st_gid)):
-        return "can be written to by others, who could put code there (chmod go-w makes it private)"
-    return ""
-
-
-def _is_private_group(group: int) -> bool:
-    """Whether a group is the user's alone, as many systems make one for each user and let it write."""
-    import grp
-    import pwd
-
-    try:
-        user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:  # no such user or group
-        return False
-    return group == user.pw_gid and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}
 
 
 def _evict(just_written: Path) -> None:
@@ -349,7 +291,11 @@ def _unlink(path: str | Path) -> bool:
     return True
 
 
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        warn(f"compiled programs are not stored for the next time: {reason}")
+def _not_stored(reason: str) -> None:
+    _warn_once(f"compiled programs are not stored for the next time: {reason}")
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warn(message)
