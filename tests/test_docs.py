@@ -35,6 +35,7 @@ def test_links(page: Path) -> None:
             assert not anchor or anchor in anchors(file), target
 
 
+@pytest.mark.slow
 def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)

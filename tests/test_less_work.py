@@ -194,6 +194,7 @@ def test_all_rows_in_full_draw_the_same(
     np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
     """Nearer with every step towards all of it, and never the same."""
     prompts = ["a cat", "a red apple", "a tree"]

@@ -150,6 +150,7 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_array_equal(plain.latents, negated.latents)
 
 
+@pytest.mark.slow
 def test_any_size(emoji: canvax.StableDiffusion) -> None:
     result = draw(emoji, "a cat", height=72, width=40, seed=1)
     assert result.images[0].size == (40, 72)
