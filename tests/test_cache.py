@@ -27,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from PIL import Image
 from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 from test_sdxl import build as write_small_sdxl
 
 import canvax
-from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli import BAD_INPUT, FAILED, batching, main
 from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, find_entry, load_or_compile
 from canvax.compile.monitor import compilations, counting
@@ -189,6 +190,34 @@ def flip(position: float) -> Callable[[bytes], bytes]:
     return flipped
 
 
+def test_requests_are_filled_up_to_sizes_that_are_stored(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+
+    def compiled(*arguments: str) -> int:
+        """Compilations of one command, which finds nothing in memory."""
+        assert main(["generate", *arguments, "--mesh", "data=1", "--steps", "1", "--quiet", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["compilations"]
+
+    def pixels(path: str) -> np.ndarray:
+        with Image.open(path) as image:
+            return np.asarray(image).astype(int)
+
+    assert compiled("a cat", "a dog", "a bird", "-s", "1", "-o", "three") > 0
+    assert compiled("a dog", "-s", "2", "-o", "one") == 0
+    assert compiled("a fox", "-n", "7", "-o", "seven") == 0
+    assert [len(os.listdir(name)) for name in ("three", "one", "seven")] == [3, 1, 7]
+    assert np.abs(pixels("one/00000-2.png") - pixels("three/00001-2.png")).max() <= 1
+    assert compiled("a dog", "-s", "2", "-b", "1", "-o", "exact") > 0
+    assert compiled("a dog", "a fox", "-o", "two") == 0
+    for path in (folder / "programs").iterdir():
+        if cache.header(path)["description"]["batch"] == 1:
+            path.unlink()
+    monkeypatch.setattr(batching, "_CPU_FLOPS", 1.0)  # so slow a machine fills nothing up
+    assert compiled("a dog", "-o", "slow") > 0
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -330,7 +359,7 @@ def test_a_jax_that_lacks_what_the_cache_needs(folder: Path, monkeypatch: pytest
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """As programs do that have to be made first: not in the thread that asks for them."""
-    if programs._READY_ONLY.get():
+    if programs._MODE.get() == "held":
         raise programs._NotReady
     return function()
 

@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.arguments import parse
-from canvax.cli.generate import batches
+from canvax.cli.batching import batches
 from canvax.cli.images import SETTINGS, ImageRequest, gather
 from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table

@@ -108,7 +108,7 @@ print(json.dumps({"seconds": seconds, "backends": len(xla_bridge._backends), "mo
 """
     runs = [
         json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
-        for _ in range(3)
+        for _ in range(5)
     ]
     assert all(run["backends"] == 0 for run in runs)
     assert not FOREIGN & {name.split(".")[0] for name in runs[0]["modules"]}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import OUTPUT, versions
+from canvax.cli.batching import batch_size, batches
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
     from canvax.pipelines.result import Result
 
-BATCH_PIXELS = 512 * 512
-"""Pixels that a device generates at once unless --batch-size is given: safe for a full-size model on any device."""
-
-MAX_BATCH = 64
 STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
 
 
@@ -236,19 +231,20 @@ def _generate_all(
     report: dict[str, Any],
 ) -> list[Image]:
     """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
-    size = arguments.batch_size or _batch_size(pipe, requests)
+    size = arguments.batch_size or batch_size(pipe, requests)
     from canvax.compile.monitor import process_age
     from canvax.pipelines.display import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]
     several = len(requests) > size
+    fits = not several and arguments.batch_size is not None
     progress: bool | str = not arguments.quiet and ("programs" if several else True)
     shown = several and bool(progress) and sys.stderr is not None and sys.stderr.isatty()
     bar = progress_bar(len(requests), description="generating", unit="image", shown=shown)
     for batch in batches(requests, size):
         age = process_age()
-        result = _generate(pipe, batch, size if several else len(batch), progress)
+        result = _generate(pipe, batch, len(batch) if fits else size, progress)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
@@ -269,28 +265,6 @@ def _generate_all(
             images += result.images[: len(batch)]
     bar.close()
     return images
-
-
-def _batch_size(pipe: StableDiffusion, requests: Sequence[ImageRequest]) -> int:
-    """Images in a batch: what any device can hold, spread evenly over the batches."""
-    native = pipe.model.native_size
-    pixels = max((request.height or native[0]) * (request.width or native[1]) for request in requests)
-    most = min(max(1, BATCH_PIXELS // pixels), MAX_BATCH) * pipe.programs.mesh.shape["data"]
-    largest = max(Counter(request.shared for request in requests).values())
-    return math.ceil(largest / math.ceil(largest / most))
-
-
-def batches(requests: Sequence[ImageRequest], size: int) -> Iterator[list[ImageRequest]]:
-    """Cut the request into batches of at most ``size`` images that share their settings.
-
-    Images keep their order, except that images with the same settings come together.
-    """
-    groups: dict[tuple[Any, ...], list[ImageRequest]] = {}
-    for request in requests:
-        groups.setdefault(request.shared, []).append(request)
-    for group in groups.values():
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
 
 
 def _generate(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, progress: bool | str) -> Result:

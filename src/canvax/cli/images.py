@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
@@ -18,6 +18,10 @@ from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import check_guidance, check_prompts, check_size
 from canvax.pipelines.options import Options
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
+
+if TYPE_CHECKING:
+    from canvax.families.base import Model
+    from canvax.pipelines.request import Request
 
 _NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
 """Options that only Python code can give. The last two need latents, which no file stores."""
@@ -64,6 +68,16 @@ class ImageRequest:
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
         return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, self.negative is None
+
+    def checked(self, model: Model) -> Request:
+        """The call of a pipeline that generates this image alone."""
+        from canvax.pipelines.request import make_request
+
+        size = (self.height, self.width)
+        return make_request(
+            model, self.prompt, self.negative, 1, size=size, steps=self.steps, guidance=self.guidance, seed=self.seed,
+            sampler=self.sampler, latents=None, options=self.options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

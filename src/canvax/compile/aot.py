@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,10 @@ class CacheEntry:
         """Header and executable, checked; None if there is nothing of use."""
         return cache.read(self.path, self.header["key"])
 
+    def stored(self) -> dict[str, Any]:
+        """The header alone, unchecked, to choose by; empty if there is none."""
+        return cache.header(self.path)
+
     def load(self, header: dict[str, Any], executable: bytes) -> Any | None:
         """The program, ready to be called; None if it cannot be loaded, when its file is removed too.
 
@@ -83,8 +87,8 @@ class CacheEntry:
         """Remove the file, since the program in it failed."""
         cache.remove(self.path, f"cannot be used ({type(error).__name__}: {error})")
 
-    def write(self, program: Any) -> int:
-        """Store a compiled program; returns bytes on disk, 0 if it cannot be stored."""
+    def write(self, program: Any, seconds: float) -> int:
+        """Store a compiled program and what it took; returns bytes on disk, 0 if it cannot be stored."""
         try:
             from jax.experimental.serialize_executable import serialize
 
@@ -93,7 +97,10 @@ class CacheEntry:
             cache.logger.debug("%s cannot be stored: %s", self.header["description"]["program"], error)
             return 0
         out = _tree_to_json(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
-        return cache.write(self.path, self.header | {"out": out, "created": time.time()}, executable)
+        cost = {"seconds": round(seconds, 3), "flops": 0.0}
+        with suppress(Exception):  # not every backend tells
+            cost["flops"] = program.cost_analysis()["flops"]
+        return cache.write(self.path, self.header | cost | {"out": out, "created": time.time()}, executable)
 
 
 def find_entry(
@@ -145,7 +152,8 @@ def load_or_compile(
             program, keep = compile()
         # A program that JAX read from its own cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
         # lacks its machine code. JAX has it in any case.
-        size = entry.write(program) if entry and keep and not counts.cache_hits else 0
+        took = time.perf_counter() - began
+        size = entry.write(program, took) if entry and keep and not counts.cache_hits else 0
         report(Build(name, False, time.perf_counter() - began, size))
         return program
 

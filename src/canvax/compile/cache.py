@@ -200,7 +200,7 @@ def programs() -> list[StoredProgram]:
         CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
     """
     stored = [
-        StoredProgram(path, _header(path), size, used) for path, size, used in _own_files() if path.suffix == ".program"
+        StoredProgram(path, header(path), size, used) for path, size, used in _own_files() if path.suffix == ".program"
     ]
     return sorted(stored, key=lambda program: -program.used)
 
@@ -254,7 +254,7 @@ def _checked_header(data: bytes, key: str) -> dict[str, Any]:
     return header
 
 
-def _header(path: Path) -> dict[str, Any]:
+def header(path: Path) -> dict[str, Any]:
     """The header of a file, to be shown; empty if it cannot be read."""
     with suppress(OSError, CanvaxError), open_private(path) as file:
         start = file.read(_START)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.compile.aot import Build, BuildCallback, find_entry, load_or_compile
+from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, StepInputs, denoise, insert
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images
@@ -161,16 +161,45 @@ class Programs:
             announce: called for each program.
         """
         wanted = list(guided)
+        calls = self._calls(params, latents, wanted, clip, deep_layers, decoder, announce)
+        encode, decode, *denoisers = at_once(calls)
+        return Ready(encode, dict(zip(wanted, denoisers, strict=True)), decode)
+
+    def stored(
+        self,
+        params: Params,
+        latents: LatentShape,
+        *,
+        guided: Iterable[bool],
+        clip: Clip | None = None,
+        deep_layers: int = 0,
+        decoder: Literal["whole", "tiled", None] = "whole",
+    ) -> list[dict[str, Any]] | None:
+        """What the cache tells of the programs that :meth:`ready` would use; None if one would be compiled."""
+        calls = self._calls(params, latents, list(guided), clip, deep_layers, decoder, None)
+        token = _MODE.set("stored")
+        try:
+            return [call() for call in calls if call]
+        except _NotReady:
+            return None
+        finally:
+            _MODE.reset(token)
+
+    def _calls(
+        self,
+        params: Params,
+        latents: LatentShape,
+        guided: list[bool],
+        clip: Clip | None,
+        deep_layers: int,
+        decoder: Literal["whole", "tiled", None],
+        announce: BuildCallback | None,
+    ) -> list[Callable[[], Any] | None]:
+        """Text encoder, decoder (or None), denoisers: each to be called."""
         denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, announce=announce)
         decode = partial(self.decode, params, latents, announce, tiled=decoder == "tiled")
-        encode, decode, *denoisers = at_once(
-            [
-                lambda: self.encode_text(params, latents[0], announce),
-                lambda: decode() if decoder else None,
-                *(partial(denoise, guided=half) for half in wanted),
-            ]
-        )
-        return Ready(encode, dict(zip(wanted, denoisers, strict=True)), decode)
+        encode = partial(self.encode_text, params, latents[0], announce)
+        return [encode, decode if decoder else None, *(partial(denoise, guided=half) for half in guided)]
 
     def step_inputs(self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0) -> StepInputs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
@@ -213,9 +242,15 @@ class Programs:
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature, ambient)
-        if program := self._held(key):
+        program, mode = self._held(key), _MODE.get()
+        if mode == "stored":
+            entry = self._entry(name, function, arguments)
+            header = entry.stored() if entry else {}
+            if header or program:
+                return header  # pyright: ignore[reportReturnType]
+        elif program:
             return program
-        if _READY_ONLY.get():
+        if mode:
             raise _NotReady
         with self._lock:
             building = self._building.setdefault(key, threading.Lock())
@@ -242,9 +277,12 @@ class Programs:
     def _build(
         self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: BuildCallback | None
     ) -> Callable[..., Any]:
-        decisive = {"precision": self.precision, "stacked": self.stacked}
-        entry = find_entry(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
+        entry = self._entry(name, function, arguments)
         return load_or_compile(name, partial(self._compile, function, arguments), entry, announce or _silent)
+
+    def _entry(self, name: str, function: partial[Any], arguments: tuple[Any, ...]) -> CacheEntry | None:
+        decisive = {"precision": self.precision, "stacked": self.stacked}
+        return find_entry(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
 
     def _describe(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
@@ -282,35 +320,35 @@ def deep_features_shape(
     return (2 * batch if guided else batch, 2, *deep)
 
 
-_READY_ONLY: ContextVar[bool] = ContextVar("ready_only", default=False)
-"""Whether a program that has to be made first is not wanted."""
+_MODE: ContextVar[Literal["held", "stored", None]] = ContextVar("mode", default=None)
+"""Whether only programs in memory are wanted, or only what the cache tells of them; None: they are made."""
 
 
 class _NotReady(Exception):
     """There is no such program yet."""
 
 
-def at_once(calls: Sequence[Callable[[], Callable[..., Any] | None]]) -> list[Any]:
-    """What ``calls`` return, made at the same time: most of XLA's work on a program keeps a single processor busy.
+def at_once(calls: Sequence[Callable[[], Any] | None]) -> list[Any]:
+    """What ``calls`` return (None of None), made at the same time: most of XLA's work keeps a single processor busy.
 
     Where all of it is there already, as for every image but the first, no thread is started. Ctrl-C does not wait
     for the compiler, which cannot be stopped.
     """
-    token = _READY_ONLY.set(True)
+    token = _MODE.set("held")
     try:
-        return [call() for call in calls]
+        return [call and call() for call in calls]
     except _NotReady:
         pass
     finally:
-        _READY_ONLY.reset(token)
+        _MODE.reset(token)
     precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
 
     made: list[Future[Any]] = [Future() for _ in calls]
 
-    def one(call: Callable[[], Any], result: Future[Any]) -> None:
+    def one(call: Callable[[], Any] | None, result: Future[Any]) -> None:
         try:
             with jax.default_matmul_precision(precision):
-                result.set_result(call())
+                result.set_result(call and call())
         except BaseException as error:
             result.set_exception(error)
 

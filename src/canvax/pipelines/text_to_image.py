@@ -47,21 +47,9 @@ def text_to_image(
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     ids = model.tokenize(request.prompts, request.prompts_2)
     negative_ids = model.tokenize(request.negatives, request.negatives_2)
-    table = sampler_table(model, request)
-    guided = guided_rows(table, guided=request.guided)
-    deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
-
+    table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    tiled = is_tiled(request.height, request.width, request.options.tiling)
-    ready = programs.ready(
-        params,
-        latents,
-        guided=dict.fromkeys(guided.tolist()),
-        clip=table.clip,
-        deep_layers=deep.layers if deep else 0,
-        decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
-        announce=display.announce,
-    )
+    ready = programs.ready(params, latents, **kinds, announce=display.announce)
     check_programs(ready.named, mesh, cure)
 
     with clock("encode"):
@@ -97,6 +85,21 @@ def text_to_image(
         compilations=counts.compilations,
         indices=indices,
     )
+
+
+def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, dict[str, Any]]:
+    """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
+    table = sampler_table(model, request)
+    guided = guided_rows(table, guided=request.guided)
+    deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
+    tiled = is_tiled(request.height, request.width, request.options.tiling)
+    kinds = {
+        "guided": tuple(dict.fromkeys(guided.tolist())),
+        "clip": table.clip,
+        "deep_layers": deep.layers if deep else 0,
+        "decoder": None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
+    }
+    return table, deep, kinds
 
 
 def sampler_table(model: Model, request: Request) -> SamplerTable:
