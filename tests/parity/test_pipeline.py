@@ -41,12 +41,12 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(folder: Path, prediction: str) -> Path:
+def build(folder: Path, prediction: str, **changes: Any) -> Path:
     """A small random checkpoint in the real layout, written by diffusers itself."""
     unet = diffusers.UNet2DConditionModel(
         sample_size=16, block_out_channels=(32, 64), layers_per_block=1, attention_head_dim=4, cross_attention_dim=48,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        use_linear_projection=prediction == "v_prediction",
+        use_linear_projection=prediction == "v_prediction", **changes,
     )  # fmt: skip
     vae = diffusers.AutoencoderKL(
         block_out_channels=(32, 32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 4,
@@ -135,3 +135,54 @@ def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffus
     want = theirs(PROMPTS, num_inference_steps=10, guidance_scale=3.5, output_type="np", latents=nchw(noise)).images
     got = emoji(PROMPTS, num_inference_steps=10, guidance_scale=3.5, seed=SEEDS[0], options=QUIET)
     assert psnr(got.pixels, want) >= 60
+
+
+def test_guidance_as_an_input(tmp_path: Path) -> None:
+    """A latent consistency model: the network takes the scale, and no negative prompt is evaluated."""
+    folder = build(tmp_path / "lcm", "epsilon", time_cond_proj_dim=24)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    noise = initial_noise(SEEDS, (16, 16, 4))
+    latents = []
+    for scale in (8.5, 1.0, 3.25):
+        with torch.no_grad():
+            want = theirs(
+                PROMPTS, num_inference_steps=4, guidance_scale=scale, latents=nchw(noise), output_type="latent"
+            ).images
+        got = ours(PROMPTS, num_inference_steps=4, guidance_scale=scale, latents=noise, options=QUIET)
+        assert relative_error(got.latents, nhwc(want)) < 1e-4
+        assert got.compilations == 0 or not latents
+        latents.append(got.latents)
+    assert relative_error(latents[0], latents[2]) > 1e-2
+    default = ours(PROMPTS, latents=noise, options=QUIET)
+    assert default.metadata[0]["num_inference_steps"] == 4
+    np.testing.assert_array_equal(default.latents, latents[0])
+    again = canvax.load(ours.save(tmp_path / "saved"), dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    np.testing.assert_array_equal(again(PROMPTS, latents=noise, options=QUIET).latents, latents[0])
+    with pytest.raises(canvax.InputError, match=r"guidance_steps.*one guidance scale"):
+        ours(PROMPTS, options=canvax.Options(guidance_steps=(1, 2, 3, 4)))
+    with pytest.warns(canvax.errors.HintWarning, match="reads no negative prompt"):
+        ours(PROMPTS, NEGATIVE, options=QUIET)
+    conditions = ours.encode(PROMPTS, guidance_scale=3.25)
+    assert np.all(np.asarray(conditions["guidance"]) == 3.25)
+
+
+def test_a_latent_consistency_model_against_its_own_pipeline(tmp_path: Path) -> None:
+    """One step of their sampler, which adds no noise."""
+    folder = build(tmp_path / "lcm", "epsilon", time_cond_proj_dim=24)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    theirs = diffusers.LatentConsistencyModelPipeline(
+        **{**theirs.components, "image_encoder": None}, requires_safety_checker=False
+    )
+    theirs.scheduler = diffusers.LCMScheduler.from_config(theirs.scheduler.config)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.save_pretrained(folder := tmp_path / "own")
+    noise = initial_noise(SEEDS, (16, 16, 4))
+    with torch.no_grad():
+        want = theirs(
+            PROMPTS, num_inference_steps=1, guidance_scale=8.5, latents=nchw(noise), output_type="latent"
+        ).images
+    ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    got = ours(PROMPTS, num_inference_steps=1, latents=noise, options=QUIET)
+    assert relative_error(got.latents, nhwc(want)) < 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError
-from canvax.families.base import TOKENIZERS, Family, Model, read_clip_unet_vae, read_defaults
+from canvax.families.base import TOKENIZERS, Defaults, Family, Model, read_clip_unet_vae, read_defaults
 from canvax.families.sd import StableDiffusionFamily
 from canvax.families.sdxl import StableDiffusionXLFamily
 from canvax.models.networks import Networks
@@ -19,6 +19,9 @@ from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
 SD, SDXL = StableDiffusionFamily(), StableDiffusionXLFamily()
+LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
+"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+
 FAMILIES: tuple[Family, ...] = (SD, SDXL)
 
 
@@ -66,7 +69,9 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         networks=networks,
         tokenizers={name: ClipTokenizer.from_folder(files.folder(TOKENIZERS[name])) for name in networks.text.parts},
         scheduler=scheduler,
-        defaults=read_defaults(files.folder() / "canvax.json", family.defaults),
+        defaults=read_defaults(
+            files.folder() / "canvax.json", LATENT_CONSISTENCY if networks.embeds_guidance else family.defaults
+        ),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
         concepts=Concepts.of(files.folder()),

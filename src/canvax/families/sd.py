@@ -16,7 +16,7 @@ class StableDiffusionFamily(Family):
     """Its UNet is conditioned on the prompt alone."""
 
     name = "sd"
-    pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline")
+    pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline")
     defaults = Defaults()
 
     def encoders(self, files: ModelFiles) -> list[str]:

@@ -154,6 +154,8 @@ class UNetConfig(Config):
     freq_shift: Number = 0
     norm_num_groups: Count = 32
     norm_eps: Epsilon = 1e-5
+    # Latent consistency models: the guidance scale joins the timestep, as an embedding of this width.
+    time_cond_proj_dim: Annotated[int, Range(4, 2**16)] | None = None
     # SDXL: pooled text and numbers about the image join the timestep. The three go together.
     addition_embed_type: str | None = None
     addition_time_embed_dim: Count | None = None

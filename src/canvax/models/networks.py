@@ -46,6 +46,11 @@ class Networks:
         return tall * self.vae.factor, wide * self.vae.factor
 
     @property
+    def embeds_guidance(self) -> bool:
+        """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
+        return self.denoiser.cfg.time_cond_proj_dim is not None
+
+    @property
     def size_numbers(self) -> int:
         """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
         return self.denoiser.cfg.time_ids(self.text.pooled_width)

@@ -100,7 +100,7 @@ def unet_spec(cfg: UNetConfig) -> Spec:
     time, groups = 4 * first, cfg.norm_num_groups
     return {
         "conv_in": conv2d_spec(cfg.in_channels, first),
-        "time_embedding": {"linear_1": linear_spec(first, time), "linear_2": linear_spec(time, time)},
+        "time_embedding": _time_spec(cfg),
         **_addition_spec(cfg),
         "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
@@ -111,6 +111,14 @@ def unet_spec(cfg: UNetConfig) -> Spec:
         "conv_norm_out": norm_spec(first),
         "conv_out": conv2d_spec(first, cfg.out_channels),
     }
+
+
+def _time_spec(cfg: UNetConfig) -> Spec:
+    first = cfg.block_out_channels[0]
+    spec = {"linear_1": linear_spec(first, 4 * first), "linear_2": linear_spec(4 * first, 4 * first)}
+    if cfg.time_cond_proj_dim:
+        spec["cond_proj"] = linear_spec(cfg.time_cond_proj_dim, first, bias=False)
+    return spec
 
 
 def _addition_spec(cfg: UNetConfig) -> Spec:
@@ -165,6 +173,7 @@ def unet(
     cfg: UNetConfig,
     pooled: Array | None = None,
     time_ids: Array | None = None,
+    guidance: Array | None = None,
     *,
     remat: bool = False,
 ) -> Array:
@@ -178,12 +187,13 @@ def unet(
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the image [B, n] float32, ``cfg.time_ids(P)`` of them.
+        guidance: guidance scales [B] float32, for a network that takes them as an input (``cfg.time_cond_proj_dim``).
         remat: see :class:`Context`.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
-    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids)._replace(remat=remat)
+    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(remat=remat)
     skips = [conv2d(p["conv_in"], x)]
     skips += unet_down(p, skips[0], context, cfg)
     h = unet_mid(p, skips[-1], context, cfg)
@@ -199,9 +209,15 @@ def unet_context(
     cfg: UNetConfig,
     pooled: Array | None = None,
     time_ids: Array | None = None,
+    guidance: Array | None = None,
 ) -> Context:
     """What the blocks see beside the image; arguments are those of :func:`unet`."""
-    time = _embed(p["time_embedding"], _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype))
+    times = _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype)
+    if guidance is not None and cfg.time_cond_proj_dim:
+        # Meng et al. 2023 (guided distillation), section 3; released models embed 1000 (scale - 1).
+        scales = timestep_embedding(1000 * (guidance - 1), cfg.time_cond_proj_dim, flip_sin_to_cos=False, freq_shift=1)
+        times = times + linear(p["time_embedding"]["cond_proj"], scales.astype(x.dtype))
+    time = _embed(p["time_embedding"], times)
     if pooled is not None and time_ids is not None:
         # Podell et al. 2023 (SDXL), section 2.2: sizes and crop are embedded as timesteps are, each by its own
         # sinusoids.

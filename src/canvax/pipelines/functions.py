@@ -16,7 +16,7 @@ from canvax.families.base import Model
 from canvax.models.decode import decode_images
 from canvax.models.text import Conditions, encode_text
 from canvax.params import Params
-from canvax.pipelines.checks import check_prompts, check_second, check_size
+from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.types import Array
 
 _encode_text = jax.jit(encode_text, static_argnames="cfg")
@@ -32,6 +32,7 @@ def encode(
     height: int | None = None,
     width: int | None = None,
     clip_skip: int = 0,
+    guidance_scale: float | None = None,
 ) -> Conditions:
     """See :meth:`canvax.StableDiffusion.encode`."""
     prompts, _ = check_prompts(prompt, None, 1)
@@ -42,6 +43,9 @@ def encode(
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if (numbers := model.size_conditions(*size, {})) is not None:
         conditions["time_ids"] = jnp.tile(jnp.asarray(numbers[0]), (len(prompts), 1))
+    if model.networks.embeds_guidance:
+        scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
+        conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
     return conditions
 
 

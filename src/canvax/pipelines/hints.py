@@ -39,6 +39,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield (
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
+    if request.embedded and any(request.negatives):
+        yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     for prompt in prompts:
         if network := _NETWORK.search(prompt):
             yield f"{network[0]} is read as text: canvax does not have LoRA yet"

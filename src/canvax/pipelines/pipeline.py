@@ -112,6 +112,7 @@ class StableDiffusion:
         height: int | None = None,
         width: int | None = None,
         clip_skip: int = 0,
+        guidance_scale: float | None = None,
         params: Params | None = None,
     ) -> Conditions:
         """What the denoiser is conditioned on: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
@@ -124,10 +125,12 @@ class StableDiffusion:
             height: pixels of the images, of which SDXL is told; by default the size the model was trained for.
             width: likewise.
             clip_skip: layers of the text encoder left out at the end.
+            guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.
             params: the parameters, if not those of the pipeline.
         """
         params = self._own(params)
-        return functions.encode(self.model, params, prompt, prompt_2, height=height, width=width, clip_skip=clip_skip)
+        more = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
+        return functions.encode(self.model, params, prompt, prompt_2, **more)
 
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
         """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
@@ -343,7 +346,7 @@ class StableDiffusion:
         return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),
-            guided=[guided],
+            guided=[guided and not self.model.networks.embeds_guidance],
             clip=table.clip,
             deep_layers=deep_layers,
             decoder="tiled" if is_tiled(height, width) else "whole",

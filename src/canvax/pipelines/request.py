@@ -29,6 +29,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
+    ``embedded``: the guidance scale is an input of the network.
     """
 
     prompts: list[str]
@@ -45,6 +46,7 @@ class Request:
     prompts_2: list[str]
     negatives_2: list[str]
     zeros: bool
+    embedded: bool
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
@@ -55,7 +57,7 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: at a guidance scale of 1 or less it does not."""
-        return max(self.options.guidance_steps or (self.guidance,)) > 1
+        return not self.embedded and max(self.options.guidance_steps or (self.guidance,)) > 1
 
 
 def make_request(
@@ -99,6 +101,7 @@ def make_request(
         prompts_2=check_second("prompt_2", options.prompt_2, prompts, per_prompt),
         negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt),
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
+        embedded=model.networks.embeds_guidance,
     )
     check_start(options, sampler, request.latents, model)
     return request
@@ -113,6 +116,9 @@ def check_for_model(options: Options, model: Model) -> None:
     unused = model.family.unused_options(model)
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(f"options.{name} means nothing to {model.name}: {unused[name]}; leave it out")
+    for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
+        if model.networks.embeds_guidance and name in options.changed():
+            raise InputError(f"options.{name}: {model.name} takes one guidance scale, as an input; leave it out")
     limit = model.text.max_skip
     if not 0 <= options.clip_skip <= limit:
         raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")

@@ -140,6 +140,8 @@ def encode(
     conditions, negative = encoded(ids[0]), None
     if request.guided:
         negative = zeros_like(conditions) if request.zeros else encoded(ids[1])
+    if model.networks.embeds_guidance:
+        conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
     numbers = model.size_conditions(request.height, request.width, request.options.changed())
     for half, row in zip((conditions, negative), numbers or (), strict=False):
         if half is not None:
