@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from canvax.cli import BAD_INPUT
 from canvax.cli.arguments import parse
 from canvax.cli.info import reproduce
@@ -68,3 +70,22 @@ def test_sdxl_options_survive_the_command_line() -> None:
     command = reproduce({"prompt": "x", "canvax": "0", "options": options})
     arguments = parse(shlex.split(command)[1:])
     assert {name: getattr(arguments, name) for name in options} == options
+
+
+@pytest.mark.parametrize("module", ["canvax.familiar", "jax", "PIL"])
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
+    """Some of them turn an interrupt into an ImportError."""
+    code = f"""
+import builtins, os, signal, sys
+import canvax.__main__
+usual = builtins.__import__
+def interrupted(name, *rest):
+    if name.startswith({module!r}):
+        os.kill(os.getpid(), signal.SIGINT)
+    return usual(name, *rest)
+builtins.__import__ = interrupted
+sys.argv = ["canvax", "generate", "a cat"]
+sys.exit(canvax.__main__.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "canvax: cancelled\n")

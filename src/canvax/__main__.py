@@ -1,8 +1,39 @@
-"""``python -m canvax`` is the ``canvax`` command."""
+"""``python -m canvax`` and ``canvax``: the command, with an answer to Ctrl-C from the first import on."""
 
+from __future__ import annotations
+
+import os
+import signal
 import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
 
-from canvax.cli import main
+_CANCELLED = b"canvax: cancelled\n"
+
+
+def _stop(*_: Any) -> None:
+    """Nothing has been begun: only modules are being imported, some of which turn an interrupt into other errors."""
+    if sys.stderr is not None:
+        os.write(2, _CANCELLED)
+    os._exit(130)
+
+
+def main() -> int:
+    """Run the command line of this process."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, _stop)
+    from canvax.cli import COMMANDS
+    from canvax.cli import main as run
+
+    if command := COMMANDS.get("".join(sys.argv[1:2])):
+        with suppress(Exception):  # which it says better itself
+            import_module(f"canvax.cli.{command}")
+    if usual:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

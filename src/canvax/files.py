@@ -86,7 +86,7 @@ def written(path: Path) -> Iterator[Path]:
 
     Its name cannot be guessed and no link is followed, so that nobody else's file is written to.
     """
-    temporary = _temporary_name(path.parent)
+    temporary = temporary_name(path.parent)
     # Not tempfile.mkstemp: that file would be readable for its owner alone, and the finished one with it.
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
@@ -99,7 +99,7 @@ def written(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """A new folder inside ``parent``, removed when the block ends if it still has its name."""
-    folder = _temporary_name(parent)
+    folder = temporary_name(parent)
     folder.mkdir()
     try:
         yield folder
@@ -107,7 +107,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _temporary_name(folder: Path) -> Path:
+def temporary_name(folder: Path) -> Path:
     """A name that no other thread or process has; what killed processes left under such names is removed."""
     for left in folder.glob(".canvax-*.partial"):
         with suppress(OSError):

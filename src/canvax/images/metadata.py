@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from canvax.errors import CanvaxError, InputError
-from canvax.files import open_regular
+from canvax.files import open_regular, temporary_name
 from canvax.images.infotext import from_infotext
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> P
     path = Path(path)
     kind = format_of(path)
     keywords = save_keywords(kind, metadata)
-    draft = path.with_name(f".{secrets.token_hex(8)}.part")
+    draft = temporary_name(path.parent)
     try:
         try:
             with open(draft, "xb") as file:
