@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-slow test-newest test-tpu lint parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-newest test-tpu lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -31,8 +31,9 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The same and the slow ones; the newest Python and JAX; the TPU's compiler. Each ends with its own count of tests.
+# The same and the slow ones; the pages; the newest Python and JAX; the TPU's compiler. Each ends with its own count.
 test-all: test-slow
+	$(MAKE) docs
 	$(MAKE) test-newest
 	$(MAKE) test-tpu
 
@@ -53,6 +54,10 @@ lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The documentation as a site, out/site/index.html; a link that leads nowhere is an error.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir out/site
 
 # Full-size models against PyTorch: minutes, and 14 GB of memory and of disk.
 parity: .venv/test-yes
@@ -92,6 +97,10 @@ out/emoji.zip: | .venv/train
 	$(PIP) --editable '.[test,reference]'
 	$(PIP) --no-deps k-diffusion==0.1.1.post1  # only its formulas: what it imports for training is not needed
 	touch $@ .venv/runtime .venv/test-no
+
+.venv/docs: pyproject.toml | .venv/bin/python
+	$(PIP) --editable '.[docs]'
+	touch $@ .venv/runtime
 
 .venv/tpu: pyproject.toml | .venv/test-$(REFERENCE)
 	$(PIP) --editable '.[tpu]'

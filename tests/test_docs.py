@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,19 @@ def test_links(page: Path) -> None:
             file = (page.parent / name).resolve() if name else page
             assert file.exists(), target
             assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_code(page: Path) -> None:
+    """Every block is Python, and the names of canvax in it are there."""
+    for block in blocks(page):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "canvax":
+                getattr(canvax, node.attr)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "canvax":
+                module = importlib.import_module(node.module or "")
+                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
 
 
 @pytest.mark.slow

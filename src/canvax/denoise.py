@@ -54,7 +54,7 @@ class DeepFeatures(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Everything of a call of :func:`denoise` but the parameters.
+    """Everything of a call of ``denoise`` but the parameters.
 
     Attributes:
         state: [B, K, h, w, C] float32; slot 0 is x.
@@ -79,7 +79,7 @@ class StepInputs(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """The part of :class:`StepInputs` that belongs to the images of a batch and lies on the devices between calls."""
+    """The part of ``StepInputs`` that belongs to the images of a batch and lies on the devices between calls."""
 
     state: Any
     conditions: Conditions
@@ -98,7 +98,7 @@ def denoise(
         denoiser: the network.
         clip: limits on D, a static property of the few models that want them.
         deep_layers: with ``inputs.deep``, what is computed in any case: ``layers`` of
-            :func:`canvax.models.deep_features.unet_reusing`.
+            ``canvax.models.deep_features.unet_reusing``.
 
     Returns:
         The state after the last row run, D at that row [B, h, w, C] float32, and ``deep.features`` as they are then.

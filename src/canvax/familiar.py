@@ -1,6 +1,6 @@
 """Names that people know from diffusers, A1111 and their relatives, and what canvax does with each.
 
-One table serves calls, :func:`canvax.load`, attributes, the command line and ``docs/coming-from-diffusers.md``, which
+One table serves calls, ``canvax.load``, attributes, the command line and ``docs/coming-from-diffusers.md``, which
 shows it. A name that works under another one says so in ``becomes``; the others get one sentence, their ``answer``.
 """
 
@@ -53,7 +53,7 @@ CALL: dict[str, Familiar] = {
     **_same("rng prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, C))"),
     **_same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
 }  # fmt: skip
-"""Arguments of a call. The fields of :class:`canvax.Options` are arguments as well."""
+"""Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
 LOAD: dict[str, Familiar] = {
     **_renamed("torch_dtype weights_dtype", "dtype"),
@@ -74,7 +74,7 @@ LOAD: dict[str, Familiar] = {
     **_same("lora adapter adapters", NOT_HERE.format("LoRA")),
     **_same("controlnet", NOT_HERE.format("ControlNet")),
 }  # fmt: skip
-"""Arguments of :func:`canvax.load`."""
+"""Arguments of ``canvax.load``."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "safety_checker": (None,),
@@ -86,7 +86,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "add_watermarker": (False, None),
     "device_map": (None,),
 }
-"""Arguments of :func:`canvax.load` that ask for what canvax does anyway, and with which values."""
+"""Arguments of ``canvax.load`` that ask for what canvax does anyway, and with which values."""
 
 ATTRIBUTES: dict[str, Familiar] = {
     **_same("to cuda cpu half float", "weights are placed and cast while loading: drop this line, or write dtype= and "
@@ -169,7 +169,7 @@ CLASSES = {
     "FluxPipeline": NOT_HERE.format("FLUX"),
     "StableDiffusion3Pipeline": NOT_HERE.format("Stable Diffusion 3"),
 }
-"""Names looked for in the module ``canvax``; those that start with Flax are in :mod:`canvax.flax_api`."""
+"""Names looked for in the module ``canvax``; those that start with Flax are in ``canvax.flax_api``."""
 
 
 def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str) -> str:

@@ -1,6 +1,6 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only :func:`linear`, :func:`gated_linear` and :func:`conv2d` look at a weight leaf, so another kind of leaf (quantised,
+Only ``linear``, ``gated_linear`` and ``conv2d`` look at a weight leaf, so another kind of leaf (quantised,
 low-rank) has to be taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what
 it computes.
 """
@@ -135,7 +135,7 @@ def group_norm(
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
-    """Layer normalisation over the last axis, statistics in float32, in one pass or two as in :func:`group_norm`.
+    """Layer normalisation over the last axis, statistics in float32, in one pass or two as in ``group_norm``.
 
     Always in two on a GPU: of these XLA makes one kernel, of a single pass three.
     """

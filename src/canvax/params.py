@@ -1,6 +1,6 @@
 """Parameters are a nested dict of arrays, declared once.
 
-A model's *spec* is a nested dict of :class:`Param`. Everything else follows from it: abstract shapes, random
+A model's *spec* is a nested dict of ``Param``. Everything else follows from it: abstract shapes, random
 initialisation, strict loading, saving, sharding and counts. Keys along a path are the diffusers checkpoint's own dotted
 name, so ``down_blocks.0.resnets.1.conv1.weight`` is ``params["down_blocks"]["0"]["resnets"]["1"]["conv1"]["weight"]``.
 """
@@ -21,7 +21,7 @@ from canvax.types import DType, HostArray, Params
 Layout = Literal["plain", "linear", "conv", "conv1x1"]
 Init = Literal["fan_in", "normal", "zeros", "ones"]
 Spec = dict[str, Any]
-"""Nested dict whose leaves are :class:`Param`."""
+"""Nested dict whose leaves are ``Param``."""
 
 
 class Axis(NamedTuple):
@@ -48,7 +48,7 @@ class Param:
     Attributes:
         shape: shape in memory.
         axes: a logical name for each axis (``None`` for no name), which the sharding rules map to mesh axes; an
-            :class:`Axis` where it matters between which entries a cut goes.
+            ``Axis`` where it matters between which entries a cut goes.
         init: ``fan_in`` is normal with variance 1/fan_in over all axes but the last, ``normal`` has std 0.02.
         layout: checkpoint form. ``linear`` is stored (out, in), ``conv`` (out, in, kh, kw), ``conv1x1`` is a linear map
             that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as it is in memory.
@@ -109,7 +109,7 @@ class Param:
         return array
 
     def to_checkpoint(self, array: HostArray) -> HostArray:
-        """Inverse of :meth:`from_checkpoint`, in the first of :attr:`checkpoint_shapes`."""
+        """Inverse of ``from_checkpoint``, in the first of ``checkpoint_shapes``."""
         if self.layout == "conv":
             array = array.transpose(3, 2, 0, 1)
         elif self.layout in ("linear", "conv1x1"):
@@ -140,7 +140,7 @@ def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str,
 
 
 def map_spec(fn: Callable[[Param], Any], spec: Spec) -> Any:
-    """Apply ``fn`` to every :class:`Param` of a spec, keeping the nesting."""
+    """Apply ``fn`` to every ``Param`` of a spec, keeping the nesting."""
     return jax.tree.map(fn, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 

@@ -47,7 +47,7 @@ _ALIASES: dict[str, str] = {
 _MAX_PROMPT_FILE = 64 << 20
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize")
-"""What the metadata of an image holds about its model besides the name: fields of :class:`Source`."""
+"""What the metadata of an image holds about its model besides the name: fields of ``Source``."""
 
 
 @dataclass(frozen=True)

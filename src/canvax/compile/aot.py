@@ -1,4 +1,4 @@
-"""Executables between processes: stored in the private folder of :mod:`canvax.compile.cache`, loaded without tracing.
+"""Executables between processes: stored in the private folder of ``canvax.compile.cache``, loaded without tracing.
 
 What ``compile/`` uses of JAX that is experimental or not documented, and what happens if a later JAX lacks it:
 

@@ -62,7 +62,7 @@ class StoredProgram:
 
 
 def cache_path() -> Path | None:
-    """The folder that CANVAX_CACHE_DIR names, else :func:`usual_path`; None for "off". Nothing is looked at.
+    """The folder that CANVAX_CACHE_DIR names, else ``usual_path``; None for "off". Nothing is looked at.
 
     Raises:
         InputError: it is not a whole path, or there is no home folder.
@@ -197,7 +197,7 @@ def programs() -> list[StoredProgram]:
     """Every stored program, the last used first.
 
     Raises:
-        CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
+        CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
     """
     stored = [
         StoredProgram(path, header(path), size, used) for path, size, used in _own_files() if path.suffix == ".program"
@@ -209,7 +209,7 @@ def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
     """Remove what has not been used for so long; returns how many files, and their bytes. Other files stay.
 
     Raises:
-        CanvaxError: the folder cannot be used (:func:`cache_path`, :func:`check_folder`).
+        CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
     """
     now = time.time()
     sizes = [size for path, size, used in _own_files() if now - used >= unused_seconds and _unlink(path)]
@@ -217,7 +217,7 @@ def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
 
 
 def _own_files() -> list[tuple[Path, int, float]]:
-    """:func:`_files` of the folder in use, if there is one."""
+    """``_files`` of the folder in use, if there is one."""
     folder = cache_path()
     if folder is None or not os.path.lexists(folder / "programs"):
         return []

@@ -103,9 +103,9 @@ class Programs:
         deep_layers: int = 0,
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
-        """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of :mod:`canvax.denoise`.
+        """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
-        With ``deep_layers`` it can reuse what lies deeper (:class:`canvax.denoise.DeepFeatures`).
+        With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``).
         """
         denoiser = self.networks.denoiser
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
@@ -116,7 +116,7 @@ class Programs:
     def insert(
         self, params: Params, latents: LatentShape, *, guided: bool, announce: BuildCallback | None = None
     ) -> Callable[..., InFlight]:
-        """Program :func:`canvax.denoise.insert`: put one image into a slot of a batch of latents [B, h, w, C]."""
+        """Program ``canvax.denoise.insert``: put one image into a slot of a batch of latents [B, h, w, C]."""
         arguments = (
             self._in_flight(params, latents, guided=guided),
             jax.tree.map(
@@ -156,7 +156,7 @@ class Programs:
             latents: [B, h, w, C].
             guided: which denoisers: with guidance, without, or both.
             clip: limits on D.
-            deep_layers: see :meth:`denoise`.
+            deep_layers: see ``denoise``.
             decoder: which decoder; None for none.
             announce: called for each program.
         """
@@ -175,7 +175,7 @@ class Programs:
         deep_layers: int = 0,
         decoder: Literal["whole", "tiled", None] = "whole",
     ) -> list[dict[str, Any]] | None:
-        """What the cache tells of the programs that :meth:`ready` would use; None if one would be compiled."""
+        """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
         calls = self._calls(params, latents, list(guided), clip, deep_layers, decoder, None)
         token = _MODE.set("stored")
         try:
@@ -364,7 +364,7 @@ def at_once(calls: Sequence[Callable[[], Any] | None]) -> list[Any]:
 
 
 def is_compiling() -> bool:
-    """Whether a thread of :func:`at_once` is at work, also after Ctrl-C."""
+    """Whether a thread of ``at_once`` is at work, also after Ctrl-C."""
     return any(thread.name == _COMPILING for thread in threading.enumerate())
 
 

@@ -63,7 +63,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def signature(digest: bytes) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of a digest with the secret of this user, or of :data:`SECRET`.
+    """HMAC-SHA256 (RFC 2104) of a digest with the secret of this user, or of ``SECRET``.
 
     Raises:
         CanvaxError: there is no secret, and none can be stored.

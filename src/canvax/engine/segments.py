@@ -38,7 +38,7 @@ class DeepPlan:
     Attributes:
         full: [R] bool, rows that compute them.
         weights: [R, 2] float32, what each row makes of those of the last two full rows before it, or of its own.
-        layers: what is computed in any case, :func:`canvax.models.deep_features.unet_reusing`.
+        layers: what is computed in any case, ``canvax.models.deep_features.unet_reusing``.
         starts: rows at which another program begins, which has no features of rows before.
     """
 
@@ -56,7 +56,7 @@ class DeepPlan:
         Args:
             table: the rows.
             guided: which of them are guided, [R] bool.
-            every: ``reuse`` of :class:`canvax.Options`.
+            every: ``reuse`` of ``canvax.Options``.
             layers: ``reuse_layers`` of the same.
         """
         full, parts = np.zeros(len(table), bool), segments(guided)

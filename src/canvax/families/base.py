@@ -181,7 +181,7 @@ class Model:
     def size_conditions(
         self, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """:meth:`Family.size_conditions`; ``options`` are those that were given."""
+        """``Family.size_conditions``; ``options`` are those that were given."""
         return self.family.size_conditions(self, height, width, options)
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a :class:`canvax.families.base.Model`; no weights are read."""
+"""From the files of a checkpoint to a ``canvax.families.base.Model``; no weights are read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_networks(files: ModelFiles) -> Networks:
     """The networks of a checkpoint, from its configs alone.
 
     Raises:
-        CheckpointError: as :func:`read_model`.
+        CheckpointError: as ``read_model``.
     """
     return read_clip_unet_vae(family_of(files.index), files)
 

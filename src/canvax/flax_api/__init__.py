@@ -3,7 +3,7 @@
     from canvax.flax_api import FlaxStableDiffusionPipeline, make_image_grid, replicate, shard
 
 Scripts written for those pipelines run with these imports; ``docs/migrating-from-diffusers-flax.md`` has it line by
-line. New code is better off with :func:`canvax.load`, which needs neither copies of the parameters nor a device axis.
+line. New code is better off with ``canvax.load``, which needs neither copies of the parameters nor a device axis.
 """
 
 from canvax.flax_api.devices import replicate, shard, unreplicate

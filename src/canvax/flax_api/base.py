@@ -87,7 +87,7 @@ class FlaxPipeline:
             use_memory_efficient_attention: decides nothing: the kernel is chosen by size and platform.
             split_head_dim: decides nothing: heads are always kept apart, which is what it asked for.
             download: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress``, as for
-                :func:`canvax.load`.
+                ``canvax.load``.
 
         Raises:
             InputError: an argument cannot be used.
@@ -187,7 +187,7 @@ class FlaxPipeline:
         return jax.device_get(ready.decode(params["vae"], jax.device_put(final, split))) if ready.decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
-        """Ids of each text encoder [B, 77], from those of :meth:`prepare_inputs`."""
+        """Ids of each text encoder [B, 77], from those of ``prepare_inputs``."""
         names = list(self.model.text.parts)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 

@@ -103,7 +103,7 @@ def host_device() -> Any:
 
 
 def on_host(params: Params) -> Params:
-    """``params`` from a mesh of :func:`host_device` alone as arrays of no mesh: the same buffers, for any use.
+    """``params`` from a mesh of ``host_device`` alone as arrays of no mesh: the same buffers, for any use.
 
     Where the CPU is all there is, they are bound to no device either, so that ``jax.pmap`` takes what is made of them.
     Beside an accelerator they are: else the first cast would move them there.

@@ -49,7 +49,7 @@ def draw(key: Array, shape: LatentsShape) -> tuple[Array, Array]:
 
 
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:
-    """:func:`draw` for each of ``keys`` [D], brought to the host: [D * B, h, w, C] and [D * B, 2]."""
+    """``draw`` for each of ``keys`` [D], brought to the host: [D * B, h, w, C] and [D * B, 2]."""
     latents, words = _draw_all(keys, shape)
     return np.asarray(latents).reshape(-1, *latents.shape[2:]), np.asarray(words).reshape(-1, 2)
 

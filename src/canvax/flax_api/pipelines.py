@@ -36,7 +36,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 77]; with ``jit`` [D, B, 77].
-            params: from ``from_pretrained``; with ``jit`` after :func:`canvax.flax_api.replicate`.
+            params: from ``from_pretrained``; with ``jit`` after ``canvax.flax_api.replicate``.
             prng_seed: a key; with ``jit`` D keys.
             num_inference_steps: steps of the sampler.
             height: pixels, divisible by 8; by default the size the model was trained for.
@@ -80,11 +80,11 @@ class FlaxStableDiffusionXLPipeline(FlaxPipeline):
         output_type: str | None = None,
         jit: bool = False,
     ) -> FlaxStableDiffusionXLPipelineOutput | tuple[np.ndarray]:
-        """Draw pictures; as :meth:`FlaxStableDiffusionPipeline.__call__`, with these differences.
+        """Draw pictures; as ``FlaxStableDiffusionPipeline.__call__``, with these differences.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 2, 77]; with ``jit`` [D, B, 2, 77].
-            params: from ``from_pretrained``; with ``jit`` after :func:`canvax.flax_api.replicate`.
+            params: from ``from_pretrained``; with ``jit`` after ``canvax.flax_api.replicate``.
             prng_seed: a key; with ``jit`` D keys.
             num_inference_steps: steps of the sampler.
             guidance_scale: before height and width, as it always was here.

@@ -32,7 +32,7 @@ class SchedulerState:
     """A scheduler config inside ``params``: a pytree without leaves, equal to any other of the same config.
 
     Attributes:
-        text: the config as JSON; read :attr:`config`.
+        text: the config as JSON; read ``config``.
     """
 
     text: str
@@ -129,7 +129,7 @@ def table_of(state: Any, steps: int, *, xl: bool) -> SamplerTable:
     ``xl``: the config means what it says, also where those of Stable Diffusion 1.x and 2.x are known to be wrong.
 
     Raises:
-        InputError: not a :class:`SchedulerState`, or its config or the steps cannot be used.
+        InputError: not a ``SchedulerState``, or its config or the steps cannot be used.
     """
     if not isinstance(state, SchedulerState):
         raise InputError(

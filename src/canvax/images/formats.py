@@ -34,7 +34,7 @@ def format_of(path: str | Path) -> str:
     """The format that a name asks for, as Pillow calls it.
 
     Raises:
-        InputError: its ending is none of :data:`FORMATS`.
+        InputError: its ending is none of ``FORMATS``.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
@@ -104,7 +104,7 @@ class GeneratedImage(Image.Image):
     What Pillow derives from it, such as a smaller copy, is an ordinary image.
 
     Attributes:
-        metadata: as in :attr:`canvax.Result.metadata`.
+        metadata: as in ``canvax.Result.metadata``.
     """
 
     metadata: Mapping[str, Any]

@@ -37,7 +37,7 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
     """The text for one image.
 
     Args:
-        metadata: as in :attr:`canvax.Result.metadata`. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
+        metadata: as in ``canvax.Result.metadata``. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
             programs call the sampler.
     """
     lines = [str(metadata.get("prompt", ""))]
@@ -93,7 +93,7 @@ def _quote(value: Any) -> str:
 
 
 def from_infotext(text: str) -> dict[str, Any]:
-    """The keys of :attr:`canvax.Result.metadata` found in a text; what canvax has no key for is ``other``, as text."""
+    """The keys of ``canvax.Result.metadata`` found in a text; what canvax has no key for is ``other``, as text."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:

@@ -1,6 +1,6 @@
 """The metadata of an image: written into its file, read back from files of canvax and of other programs.
 
-:mod:`canvax.images.formats` says where it lies. Reading looks at a PNG's own structure and never decodes pixels, so an
+``canvax.images.formats`` says where it lies. Reading looks at a PNG's own structure and never decodes pixels, so an
 image that claims to be enormous costs nothing. (Format: the PNG specification, sections 5 and 11.3.3.)
 """
 
@@ -38,7 +38,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> P
     Args:
         path: the file to make, in a folder that exists; its ending, .png, .jpg or .webp, chooses the format.
         image: what to write.
-        metadata: as in :attr:`canvax.Result.metadata`; the metadata of a grid is ``{"grid": [metadata, ...]}``.
+        metadata: as in ``canvax.Result.metadata``; the metadata of a grid is ``{"grid": [metadata, ...]}``.
 
     Raises:
         InputError: the file exists, even if another process made it a moment ago, or its ending is not known.
@@ -99,7 +99,7 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Write an image into a folder under the next free name (:func:`unique_path`), whoever else writes there."""
+    """Write an image into a folder under the next free name (``unique_path``), whoever else writes there."""
     while True:
         path = unique_path(folder, seed, prefix=prefix)
         try:
@@ -110,7 +110,7 @@ def save_numbered(
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """How an image was made, with the keys of :attr:`canvax.Result.metadata`, from a PNG, JPEG or WebP.
+    """How an image was made, with the keys of ``canvax.Result.metadata``, from a PNG, JPEG or WebP.
 
     Files of canvax give back exactly what was written. Those of A1111, Forge and stable-diffusion.cpp give the keys
     that their text has, and under ``other`` what canvax has no key for. No pixel is decoded.

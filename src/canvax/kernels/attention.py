@@ -15,7 +15,7 @@ from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.types import Array
 
 Form = Callable[[Array, Array, Array], Array]
-"""From queries, keys and values to what :func:`attention` returns; it sees one device's part and is never causal."""
+"""From queries, keys and values to what ``attention`` returns; it sees one device's part and is never causal."""
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
@@ -40,7 +40,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
 
 
 def plain_attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
-    """:func:`attention` as it is written down, with all scores [B, N, Tq, Tk] in memory."""
+    """``attention`` as it is written down, with all scores [B, N, Tq, Tk] in memory."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]

@@ -70,7 +70,7 @@ def _pair(weight: Array, place: int, axis: int) -> Array:
 def convolve_pairs(
     kernels: Array | Sequence[Sequence[Array]], x: Array, convolve: Callable[[Array, Array, int, Padding], Array]
 ) -> Array:
-    """The convolution of a doubled image: ``convolve`` for each of the four weights of :func:`pair_weights`."""
+    """The convolution of a doubled image: ``convolve`` for each of the four weights of ``pair_weights``."""
     y = [[convolve(kernels[i][j], x, 1, ((1 - i, i), (1 - j, j))) for j in (0, 1)] for i in (0, 1)]
     b, h, w, _ = x.shape
     return jnp.stack([jnp.stack(row, axis=3) for row in y], axis=2).reshape(b, 2 * h, 2 * w, -1)

@@ -44,11 +44,11 @@ MIN_TILES = 64
 """Tiles of 4 x 4 pixels of a batch that are worth what has to be done to the weight (Zen 4)."""
 
 TILES_AT_ONCE = 256
-"""Tiles whose matmuls are large and stay in the caches (Zen 4); four times as many up to :data:`TILE_CHANNELS` output
+"""Tiles whose matmuls are large and stay in the caches (Zen 4); four times as many up to ``TILE_CHANNELS`` output
 channels."""
 
 PRODUCT_BYTES = 48 * 2**20
-"""Bytes of float32 products that :func:`_doubled_products` keeps at a time (Zen 4)."""
+"""Bytes of float32 products that ``_doubled_products`` keeps at a time (Zen 4)."""
 
 
 def many_scores(q: Array, k: Array) -> bool:
@@ -93,7 +93,7 @@ def attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
 
 
 def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
-    """:func:`canvax.kernels.convolution.convolve` in the form that is fastest for these sizes."""
+    """``canvax.kernels.convolution.convolve`` in the form that is fastest for these sizes."""
     inputs, outputs = weight.shape[2:]
     if weight.shape[:2] == (3, 3) and weight_shards() == 1:
         if inputs >= IM2COL_CHANNELS and math.prod(x.shape[:3]) <= IM2COL_PIXELS * stride**2 * outputs:
@@ -104,7 +104,7 @@ def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> 
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """:func:`canvax.kernels.convolution.convolve_doubled`; products are doubled, and a quarter of the work is left."""
+    """``canvax.kernels.convolution.convolve_doubled``; products are doubled, and a quarter of the work is left."""
     if weight_shards() > 1:
         return convolve_pairs(pair_weights(weight, x.dtype), x, by_xla)
     return on_each_image(_doubled_products)(weight, x)
@@ -225,7 +225,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
 
 
 def _doubled_products(weight: Array, x: Array) -> Array:
-    """:func:`convolve_doubled`: each tap's product of the small image, doubled and moved, and their sum.
+    """``convolve_doubled``: each tap's product of the small image, doubled and moved, and their sum.
 
     For four pixels of the doubled image that is 9 products; of the image itself it would be 36, and 16 where copies
     share a weight.

@@ -15,7 +15,7 @@ from canvax.kernels.target import on_each_device, target_mesh, target_platform, 
 from canvax.types import Array
 
 ROWS = 512
-"""Rows that :func:`by_rows` takes at a time; measured on an EPYC with AVX-512 (experiments.md, "Kernels on a CPU")."""
+"""Rows that ``by_rows`` takes at a time; measured on an EPYC with AVX-512 (experiments.md, "Kernels on a CPU")."""
 
 LARGE_ROWS = 1024 * 1024
 """Numbers of an image, rows times channels, from which it does so; measured there too."""

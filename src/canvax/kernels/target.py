@@ -25,7 +25,7 @@ class _Target:
 
 
 _target = jax.make_user_context(None)
-"""The current :class:`_Target`. JAX counts it among what a trace depends on: none is taken for another target."""
+"""The current ``_Target``. JAX counts it among what a trace depends on: none is taken for another target."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
-    """:func:`compiling_for` the devices of ``mesh``; without ``split`` the trace is of one device's part.
+    """``compiling_for`` the devices of ``mesh``; without ``split`` the trace is of one device's part.
 
     Without ``fused`` nothing is said of what a GPU can do, and no kernel is chosen that not all of them have.
     """
@@ -76,7 +76,7 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 
 
 def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how: Any) -> Compiled:
-    """The program of :func:`compile_or_fall_back`."""
+    """The program of ``compile_or_fall_back``."""
     return compile_or_fall_back(mesh, function, *arguments, **how)[0]
 
 
@@ -105,13 +105,13 @@ def compile_or_fall_back(
 
 
 def target_platform() -> str:
-    """Platform that the current trace is compiled for; JAX's default backend outside :func:`compiling_for`."""
+    """Platform that the current trace is compiled for; JAX's default backend outside ``compiling_for``."""
     target = _target.value
     return target.platform if target else jax.default_backend()
 
 
 def target_kind() -> str:
-    """``device_kind`` of what is compiled for, such as "TPU v3"; "" where :func:`compiling_for` was not told."""
+    """``device_kind`` of what is compiled for, such as "TPU v3"; "" where ``compiling_for`` was not told."""
     target = _target.value
     return target.kind if target else jax.devices()[0].device_kind
 
@@ -130,7 +130,7 @@ def target_mesh() -> Mesh | None:
 
 
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """``kernel``, which XLA cannot split by itself, run by each device of :func:`target_mesh` on its own part."""
+    """``kernel``, which XLA cannot split by itself, run by each device of ``target_mesh`` on its own part."""
     mesh = target_mesh()
     if mesh is None:
         return kernel

@@ -30,7 +30,7 @@ MIN_KEYS = 512
 """Keys from which flash attention is worth what it costs to call (v5e); the 77 of a prompt are not."""
 
 QUERIES_AT_ONCE, KEYS_AT_ONCE = 256, 4096
-"""Queries and keys of a block of flash attention (v5e); a quarter as many keys of heads wider than :data:`LANES`."""
+"""Queries and keys of a block of flash attention (v5e); a quarter as many keys of heads wider than ``LANES``."""
 
 MIN_CHANNELS = 64
 """Channels from which a convolution is worth writing as matmuls (v5e)."""
@@ -91,7 +91,7 @@ def _ceil(length: int, multiple: int) -> int:
 
 
 def taps_take(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
-    """Whether :func:`convolve_by_taps` is of this convolution, and pays."""
+    """Whether ``convolve_by_taps`` is of this convolution, and pays."""
     same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
     return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()
 
@@ -124,7 +124,7 @@ def convolve_by_taps(weight: Array, x: Array) -> Array:
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """:func:`canvax.kernels.convolution.convolve_doubled` as a 2x2 convolution for each place in a doubled pixel."""
+    """``canvax.kernels.convolution.convolve_doubled`` as a 2x2 convolution for each place in a doubled pixel."""
     kernels = pair_weights(weight, x.dtype)
     return _pairs_by_taps(jnp.array(kernels), x) if _by_taps_here() else convolve_pairs(kernels, x, _by_xla)
 

@@ -94,7 +94,7 @@ def transformer(p: Params, x: Array, text: TransformerKV, *, heads: int, groups:
     Args:
         p: parameters.
         x: [B, h, w, C].
-        text: of :func:`transformer_kv`.
+        text: of ``transformer_kv``.
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.

@@ -34,7 +34,7 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
     """Token ids -> token features after the final layer norm, as Stable Diffusion 1.x and 2.x read them.
 
     Args:
-        p: parameters as declared by :func:`text_encoder_spec`.
+        p: parameters as declared by ``text_encoder_spec``.
         ids: [B, T] integer ids, T at most ``max_position_embeddings``.
         cfg: the config.
         skip: layers left out at the end (``clip_skip``); data, so another value never compiles again.

@@ -24,7 +24,7 @@ def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool
     """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
     In float32 instead where that is float16 and the config says that the VAE overflows in it. No more at once than
-    :data:`DECODE_PIXELS`, where the devices are known.
+    ``DECODE_PIXELS``, where the devices are known.
     """
     dtype = params["decoder"]["conv_in"]["weight"].dtype
     if dtype == jnp.float16 and cfg.force_upcast:

@@ -18,7 +18,7 @@ Recall = Callable[[Callable[[], Array]], tuple[Array, Any]]
 def unet_reusing(
     p: Params, x: Array, context: Context, cfg: UNetConfig, *, layers: int, recall: Recall
 ) -> tuple[Array, Any]:
-    """:func:`canvax.models.unet.unet`, whose deep features ``recall`` may take from elsewhere (section 3.2).
+    """``canvax.models.unet.unet``, whose deep features ``recall`` may take from elsewhere (section 3.2).
 
     Args:
         p: parameters of the UNet.
@@ -28,7 +28,7 @@ def unet_reusing(
         layers: what is computed in any case: so many of the outermost ``skip_connections(cfg)``, and all that lies
             outside of them.
         recall: given a function that computes what comes up to the innermost of these connections, returns that or
-            something else of :func:`deep_shape` in its place, and what to remember.
+            something else of ``deep_shape`` in its place, and what to remember.
 
     Returns:
         The network's output [B, h, w, C], and what ``recall`` remembers.
@@ -47,7 +47,7 @@ def unet_reusing(
 
 
 def deep_shape(cfg: UNetConfig, latents: Sequence[int], layers: int) -> tuple[int, int, int, int]:
-    """Shape of the deep features of :func:`unet_reusing`, for latents of shape [B, h, w, C]."""
+    """Shape of the deep features of ``unet_reusing``, for latents of shape [B, h, w, C]."""
     batch, height, width, _ = latents
     skip = cfg.block_out_channels[0]
     for _, level, j in down_layers(cfg)[: layers - 1]:

@@ -24,7 +24,7 @@ class Denoiser(Protocol):
     Attributes:
         component: its key in ``params``, which is its folder in a checkpoint.
         spec: its parameters.
-        deep_layers: how many numbers of layers :meth:`apply_reusing` can be told, 0 if it cannot be called.
+        deep_layers: how many numbers of layers ``apply_reusing`` can be told, 0 if it cannot be called.
     """
 
     @property
@@ -41,7 +41,7 @@ class Denoiser(Protocol):
         ...
 
     def prepare(self, p: Params, conditions: Conditions) -> Any:
-        """What :meth:`apply` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
+        """What ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
         ...
 
     def apply(self, p: Params, x: Array, timestep: Array, prepared: Any) -> Array:
@@ -51,7 +51,7 @@ class Denoiser(Protocol):
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: Any, *, layers: int, recall: Recall
     ) -> tuple[Array, Any]:
-        """:meth:`apply` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
+        """``apply`` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
         ...
 
     def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Denoiser(Protocol):
 
 @dataclass(frozen=True)
 class UNetDenoiser:
-    """The UNet of Stable Diffusion 1.x, 2.x and XL as a :class:`Denoiser`."""
+    """The UNet of Stable Diffusion 1.x, 2.x and XL as a ``Denoiser``."""
 
     cfg: UNetConfig
 

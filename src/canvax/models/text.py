@@ -67,7 +67,7 @@ class TextEncoders:
         return min(cfg.num_hidden_layers for cfg in self.parts.values()) - 1
 
     def conditions(self, batch: int, dtypes: Sequence[DType]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what :func:`encode_text` returns, for parameters of each encoder in ``dtypes``.
+        """Shapes and dtypes of what ``encode_text`` returns, for parameters of each encoder in ``dtypes``.
 
         Said here and not asked of ``jax.eval_shape``: a process whose programs come from the cache traces nothing.
         """

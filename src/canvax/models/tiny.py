@@ -29,7 +29,7 @@ def tiny_decode(p: Params, latents: Array, cfg: TinyConfig) -> Array:
     """Latents -> images.
 
     Args:
-        p: parameters as declared by :func:`tiny_spec`; only ``decoder`` is read.
+        p: parameters as declared by ``tiny_spec``; only ``decoder`` is read.
         latents: [B, h, w, C], scaled as the UNet sees them.
         cfg: the config.
 

@@ -1,7 +1,7 @@
 """The conditional UNet of Stable Diffusion (Rombach et al. 2022): ``UNet2DConditionModel`` as pure functions.
 
-:func:`unet` is the way down, the middle and the way up; each is a function of its own, so that a ControlNet can be the
-first two, and :mod:`canvax.models.deep_features` can leave out what lies deep.
+``unet`` is the way down, the middle and the way up; each is a function of its own, so that a ControlNet can be the
+first two, and ``canvax.models.deep_features`` can leave out what lies deep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from canvax.params import Params, Spec
 from canvax.types import Array
 
 CrossAttentionKV = dict[str, dict[str, Any]]
-"""Keys and values of a text for every attention to it, as :func:`cross_attention_kv` makes them."""
+"""Keys and values of a text for every attention to it, as ``cross_attention_kv`` makes them."""
 
 
 class Context(NamedTuple):
@@ -180,15 +180,15 @@ def unet(
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
 
     Args:
-        p: parameters as declared by :func:`unet_spec`.
+        p: parameters as declared by ``unet_spec``.
         x: noisy latents [B, h, w, C], any h and w.
         timesteps: [B], may be fractional.
-        text: features of the text encoder [B, T, D], or what :func:`cross_attention_kv` makes of them.
+        text: features of the text encoder [B, T, D], or what ``cross_attention_kv`` makes of them.
         cfg: the config.
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the image [B, n] float32, ``cfg.time_ids(P)`` of them.
         guidance: guidance scales [B] float32, for a network that takes them as an input (``cfg.time_cond_proj_dim``).
-        remat: see :class:`Context`.
+        remat: see ``Context``.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
@@ -211,7 +211,7 @@ def unet_context(
     time_ids: Array | None = None,
     guidance: Array | None = None,
 ) -> Context:
-    """What the blocks see beside the image; arguments are those of :func:`unet`."""
+    """What the blocks see beside the image; arguments are those of ``unet``."""
     times = _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype)
     if guidance is not None and cfg.time_cond_proj_dim:
         # Meng et al. 2023 (guided distillation), section 3; released models embed 1000 (scale - 1).

@@ -45,7 +45,7 @@ def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
     """Latents as the diffusion model sees them -> images.
 
     Args:
-        p: parameters as declared by :func:`vae_spec`; only ``decoder`` and ``post_quant_conv`` are read.
+        p: parameters as declared by ``vae_spec``; only ``decoder`` and ``post_quant_conv`` are read.
         latents: [B, h, w, C], scaled (unit variance).
         cfg: the config.
 
@@ -56,15 +56,15 @@ def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
 
 
 def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128) -> Array:
-    """:func:`vae_decode` in memory that does not grow with the picture but for the picture itself.
+    """``vae_decode`` in memory that does not grow with the picture but for the picture itself.
 
     The middle, whose attention sees the whole picture, is computed once at the size of the latents. What rises from
     there to pixels is computed tile by tile, and neighbours are blended over their overlap, wider than convolutions
     reach. The normalisations of a tile see that tile alone, so that the picture differs a little from that of
-    :func:`vae_decode`.
+    ``vae_decode``.
 
     Args:
-        p: see :func:`vae_decode`.
+        p: see ``vae_decode``.
         latents: [B, h, w, C].
         cfg: the config.
         tile: pixels of a side, at most; no picture up to it is cut.

@@ -104,7 +104,7 @@ def is_on(params: Params, mesh: Mesh) -> bool:
 
 
 def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
-    """Every parameter of a spec by :func:`place`.
+    """Every parameter of a spec by ``place``.
 
     Raises:
         InputError: some are missing, unknown or of another shape; naming them, below ``name``.

@@ -34,7 +34,7 @@ def encode(
     clip_skip: int = 0,
     guidance_scale: float | None = None,
 ) -> Conditions:
-    """See :meth:`canvax.StableDiffusion.encode`."""
+    """See ``canvax.StableDiffusion.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     ids = model.tokenize(prompts, check_second("prompt_2", prompt_2, prompts, 1))
     weights = {name: params[name] for name in model.text.parts}
@@ -50,7 +50,7 @@ def encode(
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
-    """See :meth:`canvax.StableDiffusion.denoiser`."""
+    """See ``canvax.StableDiffusion.denoiser``."""
     denoiser = model.networks.denoiser
     weights = params[denoiser.component]
     timesteps = jnp.broadcast_to(jnp.asarray(timestep, jnp.float32), latents.shape[:1])
@@ -59,5 +59,5 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
 
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
-    """See :meth:`canvax.StableDiffusion.decode`."""
+    """See ``canvax.StableDiffusion.decode``."""
     return _decode_images(params["vae"], jnp.asarray(latents), cfg=model.vae)

@@ -19,7 +19,7 @@ _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
 
 
 def give_hints(model: Model, request: Request) -> None:
-    """Warn of what :func:`hints` finds."""
+    """Warn of what ``hints`` finds."""
     for hint in hints(model, request):
         warn(hint, HintWarning)
 

@@ -37,7 +37,7 @@ def open_model(
     check: Callable[[Model], None] | None = None,
     **source: Any,
 ) -> tuple[Model, Programs, Params]:
-    """Everything of a model; see :func:`canvax.load` for the arguments.
+    """Everything of a model; see ``canvax.load`` for the arguments.
 
     Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
     ``accept`` refuses models that the caller has no use for, by their ``model_index.json``; ``check`` by all of their

@@ -38,7 +38,7 @@ class Step:
 
 Callback = Callable[[Step], Any]
 """Called after each evaluation. It may return None to go on, False to cancel the image
-(:class:`canvax.errors.Cancelled`), or latents [B, h, w, C] to go on from in place of ``Step.latents``."""
+(``canvax.errors.Cancelled``), or latents [B, h, w, C] to go on from in place of ``Step.latents``."""
 
 
 PAIRS = (
@@ -191,7 +191,7 @@ def _names() -> list[str]:
 
 
 def _check_callback(callback: Any) -> None:
-    """Refuse what cannot be called with one :class:`Step`, before anything runs."""
+    """Refuse what cannot be called with one ``Step``, before anything runs."""
     if callback is None:
         return
     if not callable(callback):

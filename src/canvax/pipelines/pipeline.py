@@ -42,7 +42,7 @@ from canvax.types import Array, DType
 
 @dataclass(eq=False, repr=False)
 class StableDiffusion:
-    """A pipeline from text to images. Made by :func:`canvax.load` or :meth:`from_pretrained`.
+    """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
         model: where it came from, its configs, tokenizers and noise schedule.
@@ -140,7 +140,7 @@ class StableDiffusion:
         Args:
             latents: noisy latents [B, h, w, C], of variance 1 or less (variance-preserving).
             timestep: one of the checkpoint's, 0..999; one for all or [B].
-            conditions: as from :meth:`encode`.
+            conditions: as from ``encode``.
             params: the parameters, if not those of the pipeline.
         """
         return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
@@ -154,7 +154,7 @@ class StableDiffusion:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
-        """Load a model as ``(pipeline, params)``; keywords are those of :func:`canvax.load`."""
+        """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
         assert pipe.params is not None
         return cls(pipe.model, pipe.programs), pipe.params
@@ -194,7 +194,7 @@ class StableDiffusion:
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
             params: the parameters, if the pipeline does not hold them; if they are not on its
-                devices, :meth:`place` puts them there, for this call alone.
+                devices, ``place`` puts them there, for this call alone.
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -266,7 +266,7 @@ class StableDiffusion:
         """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
 
         Args:
-            params: arrays of any kind, on the host or on devices; nested dicts as :meth:`from_pretrained` returns them.
+            params: arrays of any kind, on the host or on devices; nested dicts as ``from_pretrained`` returns them.
 
         Raises:
             InputError: they do not fit the model.
@@ -281,7 +281,7 @@ class StableDiffusion:
     ) -> Memory:
         """What each device needs to generate ``batch`` images at once, as the compiler says.
 
-        The programs are made for it, as by :meth:`compile`, and are ready then; nothing runs.
+        The programs are made for it, as by ``compile``, and are ready then; nothing runs.
 
         Args:
             height: pixels; by default the size the model was trained for.
@@ -412,7 +412,7 @@ def load(
         token: Hub token; by default HF_TOKEN or the stored login.
         cache_dir: where the Hub's files are kept.
         local_files_only: never ask the Hub.
-        mesh: devices with the axes ``data`` and ``model``, as :func:`canvax.make_mesh` makes them; by default all
+        mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them; by default all
             devices on ``data``, those of all processes that ``jax.distributed`` has joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
         progress: show downloads on stderr.

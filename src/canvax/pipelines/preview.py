@@ -30,7 +30,7 @@ class Preview:
 
     Attributes:
         cfg: its config.
-        params: its parameters, those of :func:`canvax.models.tiny.tiny_spec`.
+        params: its parameters, those of ``canvax.models.tiny.tiny_spec``.
     """
 
     cfg: TinyConfig
@@ -76,7 +76,7 @@ def load_preview(
         progress: show downloads on stderr.
 
     Raises:
-        InputError, CheckpointError, HubError: as :func:`canvax.load`.
+        InputError, CheckpointError, HubError: as ``canvax.load``.
     """
 
     def accept(config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Arguments under names of diffusers and its relatives, as canvax's own: :mod:`canvax.familiar` has the names."""
+"""Arguments under names of diffusers and its relatives, as canvax's own: ``canvax.familiar`` has the names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def translate_call(
 ) -> tuple[dict[str, Any], Callable[[Result], Result] | None]:
     """The keywords of a call, given its ``own`` and ``others``, and how to give its result the asked-for kind.
 
-    Fields of :class:`canvax.Options` may be given as arguments of the call.
+    Fields of ``canvax.Options`` may be given as arguments of the call.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
@@ -74,7 +74,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
 
 
 def as_output(result: Result, *, output: str) -> Result:
-    """``result`` with images of the kind that was asked for, one of :data:`OUTPUTS`."""
+    """``result`` with images of the kind that was asked for, one of ``OUTPUTS``."""
     images: Any = result.latents if output == "latent" else result.pixels
     return dataclasses.replace(result, images=images)
 
@@ -106,7 +106,7 @@ def _seeds(generator: Any) -> Any:
 
 
 def translate_load(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
-    """The keywords of :func:`canvax.load`.
+    """The keywords of ``canvax.load``.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.

@@ -123,17 +123,17 @@ class Module:
         return self._work("")
 
     def setup(self) -> Work:
-        """Work outside of :meth:`steps`."""
+        """Work outside of ``steps``."""
         loop = self.steps()
         return self._work("", skip=loop.name if loop else None)
 
     def step(self) -> Work:
-        """Work of one turn of :meth:`steps`."""
+        """Work of one turn of ``steps``."""
         loop = self.steps()
         return Work() if loop is None else self._turn(loop)
 
     def step_text(self) -> str:
-        """The text of one turn of :meth:`steps`, with all that it calls."""
+        """The text of one turn of ``steps``, with all that it calls."""
         loop = self.steps()
         return "" if loop is None else "\n".join(self._reached(loop.called("body") + loop.called("condition"), set()))
 

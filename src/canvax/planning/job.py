@@ -63,7 +63,7 @@ class Job:
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """Inverse of :meth:`dumps`."""
+        """Inverse of ``dumps``."""
         said = json.loads(text)
         encoders = {name: ClipTextConfig.from_dict(values) for name, values in said["text"].items()}
         model = Networks(

@@ -235,7 +235,7 @@ def plan(
         mesh: devices along ``data`` and ``model``; by default all on ``data``.
         reuse: use what an earlier plan with the same versions has found.
         announce: told of each compilation.
-        source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in :func:`canvax.load`.
+        source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
     Raises:
         InputError: an argument cannot be used; nothing has been compiled.

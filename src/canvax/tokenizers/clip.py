@@ -83,7 +83,7 @@ class ClipTokenizer:
     def __call__(self, prompts: Sequence[str], *, length: int = 77) -> np.ndarray:
         """Ids of each prompt, int32 [B, length]: begin, text, end, padding.
 
-        A prompt that is too long is cut, with a :class:`TruncationWarning` that names what was cut.
+        A prompt that is too long is cut, with a ``TruncationWarning`` that names what was cut.
 
         Raises:
             InputError: a prompt is not a string, or not valid Unicode.

@@ -32,7 +32,7 @@ class Concepts:
 
     @classmethod
     def of(cls, folder: Path) -> Concepts:
-        """Those of a model's folder; none without :data:`FILE`.
+        """Those of a model's folder; none without ``FILE``.
 
         Raises:
             CheckpointError: the file is not what it should be.

@@ -54,7 +54,7 @@ def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], len
 
 
 def denoising_data(tokenizer: ClipTokenizer, latents: HostArray, ids: HostArray) -> dict[str, HostArray]:
-    """What :func:`denoising_loss` reads.
+    """What ``denoising_loss`` reads.
 
     Args:
         tokenizer: for the empty caption.
@@ -89,10 +89,10 @@ def denoising_loss(
         remat: compute the UNet's blocks again on the way back instead of keeping what they held.
 
     Returns:
-        A loss over :func:`denoising_data`. A text encoder in ``data["frozen"]`` is used and not trained.
+        A loss over ``denoising_data``. A text encoder in ``data["frozen"]`` is used and not trained.
 
     Raises:
-        InputError: what the network predicts cannot be trained, see :func:`check_trainable`.
+        InputError: what the network predicts cannot be trained, see ``check_trainable``.
     """
     check_trainable(schedule)
     alphas = jnp.asarray(schedule.alphas_cumprod, jnp.float32)

@@ -60,7 +60,7 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What :func:`save_state` wrote beside the arrays."""
+    """What ``save_state`` wrote beside the arrays."""
     try:
         return json.loads(read_metadata(path)["canvax"])
     except (KeyError, ValueError) as error:

@@ -33,7 +33,7 @@ Accept = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class DiffusersFolder:
-    """A :class:`~canvax.weights.files.ModelFiles` on disk: the user's own folder or a commit in the Hub's cache.
+    """A ``canvax.weights.files.ModelFiles`` on disk: the user's own folder or a commit in the Hub's cache.
 
     Attributes:
         name: the model as it was asked for.

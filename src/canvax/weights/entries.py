@@ -1,6 +1,6 @@
 """An array inside a weight file: where it is, and how to read it without reading the file.
 
-Both file formats are opened into a list of :class:`Entry`. Opening checks every claim a file makes about itself; after
+Both file formats are opened into a list of ``Entry``. Opening checks every claim a file makes about itself; after
 that, reading an entry is nothing but copying bytes. Files are read, never memory-mapped: a file that is cut short or
 replaced while it is being loaded gives an error message, where a mapping would end the process with SIGBUS.
 """
@@ -38,7 +38,7 @@ class Entry:
         path: the file.
         segments: (offset, length) in bytes of the pieces that make up the array, in order.
         order: ``torch`` stores (out, in, ...), ``flax`` stores arrays as they are in memory.
-        stamp: :func:`file_stamp` of the file whose header was read.
+        stamp: ``file_stamp`` of the file whose header was read.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From a :class:`Source` to the files of one commit of it on disk.
+"""From a ``Source`` to the files of one commit of it on disk.
 
 For a Hub id the commit is resolved first, once, and every file is asked for by that commit, so that a repository which
 changes meanwhile cannot give a mixture. Only files that will be read are fetched; none of them is code.
@@ -67,7 +67,7 @@ def open_network(source: Source, *, accept: Accept | None = None) -> ModelFiles:
     It is the component ``""`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
 
     Raises:
-        CheckpointError, HubError: as :func:`open_files`.
+        CheckpointError, HubError: as ``open_files``.
     """
     path = source.local_folder()
     commit = find_commit(source, _CONFIG) if path is None else None
@@ -89,7 +89,7 @@ def read_config(source: Source, name: str) -> dict[str, Any]:
     """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
 
     Raises:
-        CheckpointError, HubError: as :func:`open_files`.
+        CheckpointError, HubError: as ``open_files``.
     """
     path = source.local_folder()
     return read_json((find_commit(source, name).fetch([name]) if path is None else path) / name)
