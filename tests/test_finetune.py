@@ -254,6 +254,7 @@ def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) 
         finetune(given, mesh, save_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures = write_pictures(tmp_path / "p", "txt")
     words = ["train", "finetune", str(pictures), "-m", str(model), "-o", str(tmp_path / "run"), "--size", "64"]

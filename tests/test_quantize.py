@@ -90,7 +90,7 @@ def test_what_stays_whole_in_text_encoders() -> None:
         assert len(scales) == sum(param.dtype == "int8" for _, param in flatten(narrow[name])) > 12 * 6 - 1
 
 
-@pytest.mark.parametrize(("kind", "least"), [("int8", 40), ("float8", 28)])
+@pytest.mark.parametrize(("kind", "least"), [("int8", 40), pytest.param("float8", 28, marks=pytest.mark.slow)])
 def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> None:
     pipe = canvax.load("emoji", quantize=kind)
     assert pipe.params is not None
@@ -102,6 +102,7 @@ def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> 
     assert psnr(draw(pipe), whole) > least
 
 
+@pytest.mark.slow
 def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
     """Scales are split as the outputs that they belong to."""
     pipe = canvax.load("emoji", quantize="int8", mesh=make_mesh(jax.devices()[:2], data=1, model=2))

@@ -53,6 +53,21 @@ class DeepFeatures(NamedTuple):
     weights: Any
 
 
+class Known(NamedTuple):
+    """What is to stay of an image where another part of it is generated.
+
+    Attributes:
+        mask: [B, h, w, 1] float32, 1 where the image is generated, 0 where it stays.
+        latents: those of the image [B, h, w, C] float32.
+        graded: [B] bool, whether a grey mask says from which part of the run on a place is generated (Levin and Fried
+            2023, "Differential Diffusion"): white from the beginning, dark grey near the end. Else it mixes.
+    """
+
+    mask: Any
+    latents: Any
+    graded: Any
+
+
 class StepInputs(NamedTuple):
     """Everything of a call of ``denoise`` but the parameters.
 
@@ -66,6 +81,7 @@ class StepInputs(NamedTuple):
             the others.
         count: rows to run, an int32 scalar.
         deep: deep features, and which rows reuse them; None: every row computes all.
+        known: what stays of images; None: nothing.
     """
 
     state: Any
@@ -76,6 +92,7 @@ class StepInputs(NamedTuple):
     noisy: Any
     count: Any
     deep: DeepFeatures | None = None
+    known: Known | None = None
 
 
 class InFlight(NamedTuple):
@@ -85,6 +102,7 @@ class InFlight(NamedTuple):
     conditions: Conditions
     negative: Conditions | None
     keys: Any
+    known: Known | None = None
 
 
 def denoise(
@@ -131,6 +149,8 @@ def denoise(
         output, features = network(x, row, i, features)
         raw = _per_image(row["p"]) * x + _per_image(row["q"]) * output
         denoised = raw if clip is None else _clip(raw, clip)
+        if inputs.known is not None:
+            denoised = _keep(denoised, inputs.known, row["progress"])
         noise = jax.lax.cond(
             inputs.noisy[i], lambda: step_noise(inputs.keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x)
         )
@@ -206,6 +226,13 @@ def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
     for slot in range(SLOTS):
         total = total + m[:, :, slot] * state[:, None, slot]
     return total
+
+
+def _keep(denoised: Array, known: Known, progress: Array) -> Array:
+    """D with the known latents where they stay. As part of D it suits every table, and is D itself where all is new."""
+    begun = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
+    mask = jnp.where(_per_image(known.graded), begun, known.mask)
+    return denoised + (1 - mask) * (known.latents - denoised)
 
 
 def _clip(denoised: Array, clip: Clip) -> Array:

@@ -40,7 +40,11 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "form"), [pytest.param("sdxl_single", "flax", marks=pytest.mark.slow), ("sdxl_single_aot", "torch")]
+    ("script", "form"),
+    [
+        pytest.param("sdxl_single", "flax", marks=pytest.mark.slow),
+        pytest.param("sdxl_single_aot", "torch", marks=pytest.mark.slow),
+    ],
 )
 def test_sdxl_script(script: str, form: str, tmp_path: Path) -> None:
     files = folder_files(build(tmp_path / "model", form=form))

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
-from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, StepInputs, denoise, insert
+from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, Known, StepInputs, denoise, insert
 from canvax.kernels.target import compile_or_fall_back
-from canvax.models.decode import decode_images
+from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import over_batch, replicated
@@ -31,7 +31,7 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
-PROGRAMS = ("text encoder", "denoiser", "decoder", "insert")
+PROGRAMS = ("text encoder", "image encoder", "denoiser", "decoder", "insert")
 """What they are called where they are announced."""
 
 MOST_PROGRAMS = 64
@@ -101,27 +101,35 @@ class Programs:
         guided: bool,
         clip: Clip | None = None,
         deep_layers: int = 0,
+        known: bool = False,
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
-        With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``).
+        With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
+        of images (``canvax.denoise.Known``).
         """
         denoiser = self.networks.denoiser
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
-        inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers)
+        inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, known=known)
         arguments = _abstract(params[denoiser.component]), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
     def insert(
-        self, params: Params, latents: LatentShape, *, guided: bool, announce: BuildCallback | None = None
+        self,
+        params: Params,
+        latents: LatentShape,
+        *,
+        guided: bool,
+        known: bool = False,
+        announce: BuildCallback | None = None,
     ) -> Callable[..., InFlight]:
         """Program ``canvax.denoise.insert``: put one image into a slot of a batch of latents [B, h, w, C]."""
         arguments = (
-            self._in_flight(params, latents, guided=guided),
+            self._in_flight(params, latents, guided=guided, known=known),
             jax.tree.map(
                 lambda leaf: self._shared(leaf.shape, leaf.dtype),
-                self._in_flight(params, (1, *latents[1:]), guided=guided),
+                self._in_flight(params, (1, *latents[1:]), guided=guided, known=known),
             ),
             self._shared((), jnp.int32),
         )
@@ -138,6 +146,13 @@ class Programs:
         static = {"tiled": True} if tiled else {}
         return self._get("decoder", partial(decode_images, cfg=self.networks.vae, **static), arguments, announce)
 
+    def encode_images(
+        self, params: Params, shape: tuple[int, int, int, int], announce: BuildCallback | None = None
+    ) -> Callable[..., tuple[Array, Array]]:
+        """Program ``(params["vae"], images [B, H, W, 3] float32 in 0..1) -> mean, deviation`` of their latents."""
+        arguments = (_abstract(params["vae"]), self._batched(shape, jnp.float32))
+        return self._get("image encoder", partial(encode_images, cfg=self.networks.vae), arguments, announce)
+
     def ready(
         self,
         params: Params,
@@ -146,6 +161,7 @@ class Programs:
         guided: Iterable[bool],
         clip: Clip | None = None,
         deep_layers: int = 0,
+        known: bool = False,
         decoder: Literal["whole", "tiled", None] = "whole",
         announce: BuildCallback | None = None,
     ) -> Ready:
@@ -157,11 +173,13 @@ class Programs:
             guided: which denoisers: with guidance, without, or both.
             clip: limits on D.
             deep_layers: see ``denoise``.
+            known: likewise.
             decoder: which decoder; None for none.
             announce: called for each program.
         """
         wanted = list(guided)
-        calls = self._calls(params, latents, wanted, clip, deep_layers, decoder, announce)
+        denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, known=known)
+        calls = self._calls(params, latents, wanted, denoise, decoder, announce)
         encode, decode, *denoisers = at_once(calls)
         return Ready(encode, dict(zip(wanted, denoisers, strict=True)), decode)
 
@@ -173,10 +191,12 @@ class Programs:
         guided: Iterable[bool],
         clip: Clip | None = None,
         deep_layers: int = 0,
+        known: bool = False,
         decoder: Literal["whole", "tiled", None] = "whole",
     ) -> list[dict[str, Any]] | None:
         """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
-        calls = self._calls(params, latents, list(guided), clip, deep_layers, decoder, None)
+        denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, known=known)
+        calls = self._calls(params, latents, list(guided), denoise, decoder, None)
         token = _MODE.set("stored")
         try:
             return [call() for call in calls if call]
@@ -190,18 +210,22 @@ class Programs:
         params: Params,
         latents: LatentShape,
         guided: list[bool],
-        clip: Clip | None,
-        deep_layers: int,
+        denoise: Callable[..., Any],
         decoder: Literal["whole", "tiled", None],
         announce: BuildCallback | None,
     ) -> list[Callable[[], Any] | None]:
         """Text encoder, decoder (or None), denoisers: each to be called."""
-        denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, announce=announce)
         decode = partial(self.decode, params, latents, announce, tiled=decoder == "tiled")
         encode = partial(self.encode_text, params, latents[0], announce)
-        return [encode, decode if decoder else None, *(partial(denoise, guided=half) for half in guided)]
+        return [
+            encode,
+            decode if decoder else None,
+            *(partial(denoise, guided=half, announce=announce) for half in guided),
+        ]
 
-    def step_inputs(self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0) -> StepInputs:
+    def step_inputs(
+        self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0, known: bool = False
+    ) -> StepInputs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
         batch = latents[0]
         rows = {name: self._batched((batch, *column.shape), column.dtype) for name, column in IDLE_ROWS.items()}
@@ -212,10 +236,10 @@ class Programs:
             dtype = self.networks.denoiser.dtype(params[self.networks.denoiser.component])
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
-        flight = self._in_flight(params, latents, guided=guided)
-        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep)
+        flight = self._in_flight(params, latents, guided=guided, known=known)
+        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, flight.known)
 
-    def _in_flight(self, params: Params, latents: LatentShape, *, guided: bool) -> InFlight:
+    def _in_flight(self, params: Params, latents: LatentShape, *, guided: bool, known: bool = False) -> InFlight:
         text = self.networks.text
         dtypes = tuple(_dtype(params, name) for name in text.parts)
         encoded = text.conditions(latents[0], dtypes)
@@ -229,6 +253,13 @@ class Programs:
             conditions,
             conditions if guided else None,
             self._batched((latents[0], 2), jnp.uint32),
+            Known(
+                self._batched((*latents[:3], 1), jnp.float32),
+                self._batched(latents, jnp.float32),
+                self._batched((latents[0],), jnp.bool_),
+            )
+            if known
+            else None,
         )
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -297,7 +328,8 @@ class Programs:
             "batch": data.shape[0],
         }
         if name != "text encoder":
-            height, width = (side * self.networks.vae.factor for side in data.shape[-3:-1])
+            factor = 1 if name == "image encoder" else self.networks.vae.factor
+            height, width = (side * factor for side in data.shape[-3:-1])
             description |= {"height": height, "width": width}
         if name == "denoiser":
             inputs: StepInputs = arguments[1]

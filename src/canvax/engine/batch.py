@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from canvax.compile.programs import LatentShape, Programs, deep_features_shape
-from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, StepInputs
+from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
@@ -73,6 +73,8 @@ class Batch:
         keys: HostArray,
         tables: Sequence[SamplerTable],
         deep: DeepPlan | None = None,
+        images: HostArray | None = None,
+        known: Known | None = None,
     ) -> None:
         """Start images in the first slots, all at once and without a program; what was in flight is gone.
 
@@ -84,14 +86,19 @@ class Batch:
             keys: threefry key words for step noise [n, 2] uint32.
             tables: one for each image, all with the same ``clip``.
             deep: which rows compute the deep features; all images have the same table then.
+            images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
+            known: what stays of images, [n, ...] each, for denoisers that were made for it.
         """
         self._check_clip(tables[0], tables)
         runs = [_Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
-        scales = np.array([table.init_scale for table in tables], np.float32)
-        state[:, 0] = noise * scales[:, None, None, None]
+        for i, table in enumerate(tables):
+            begun = images is not None
+            state[i, 0] = table.noised(images[i], noise[i]) if begun else noise[i] * np.float32(table.init_scale)
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
-        self._flight = InFlight(self._put(state), conditions, negative, self._put(keys))
+        self._flight = InFlight(
+            self._put(state), conditions, negative, self._put(keys), known and Known(*map(self._put, known))
+        )
         self._deep, self._features = deep, None
 
     def admit(
@@ -160,6 +167,7 @@ class Batch:
             noisy,
             np.int32(count),
             self._deep and self._deep_features(active, self._deep, guided=guided),
+            flight.known,
         )
         weights = self._params[self._programs.networks.denoiser.component]
         state, self.denoised, self._features = self._denoisers[guided](weights, inputs)

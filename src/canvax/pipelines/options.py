@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from canvax.errors import InputError, check_count, nearest, plain
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
+from canvax.samplers.strength import StrengthRule
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ Callback = Callable[[Step], Any]
 """Called after each evaluation. It may return None to go on, False to cancel the image
 (``canvax.errors.Cancelled``), or latents [B, h, w, C] to go on from in place of ``Step.latents``."""
 
+
+ImageEncoding = Literal["mean", "sample"]
+MaskMode = Literal["hard", "soft", "graded"]
+_CHOICES = {
+    "tiling": Tiling,
+    "noise": NoiseKind,
+    "strength_rule": StrengthRule,
+    "image_encoding": ImageEncoding,
+    "mask_mode": MaskMode,
+}
 
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
@@ -72,6 +83,12 @@ class Options:
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
         progress: show compiling and evaluations on stderr; "programs" shows compiling alone.
         callback: called after each step.
+        strength_rule: what ``strength`` of an image means: "diffusers", "a1111" or "exact"
+            (``canvax.samplers.strength``).
+        image_encoding: latents of an image: the "mean" of what the encoder gives, or a "sample" by the seed.
+        mask_mode: "hard": a mask's grey is rounded; "soft": it mixes; "graded": it says from when on in the run a place
+            is generated, white from the beginning.
+        mask_blur: standard deviation in pixels of the blur of a mask's edges.
         denoising_start: 0..1, the part of the run that is done already: ``latents`` are noisy latents as a run with
             ``denoising_end`` at this value left them.
         denoising_end: 0..1, where to stop: ``Result.latents`` are noisy latents then, and nothing is decoded.
@@ -106,6 +123,10 @@ class Options:
     noise: NoiseKind = "philox"
     progress: bool | str = True
     callback: Callback | None = None
+    strength_rule: StrengthRule = "diffusers"
+    image_encoding: ImageEncoding = "mean"
+    mask_mode: MaskMode = "hard"
+    mask_blur: float = 0.0
     denoising_start: float = 0.0
     denoising_end: float = 1.0
     prompt_2: str | Sequence[str] | None = None
@@ -141,12 +162,13 @@ class Options:
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
         if not (_is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
-        if self.tiling not in get_args(Tiling):
-            raise InputError(f"tiling={self.tiling!r} is not known; {nearest(str(self.tiling), get_args(Tiling))}")
+        for name, kind in _CHOICES.items():
+            if (value := getattr(self, name)) not in get_args(kind):
+                raise InputError(f"{name}={value!r} is not known; {nearest(str(value), get_args(kind))}")
+        if not (_is_number(self.mask_blur) and 0 <= self.mask_blur <= 1000):
+            raise InputError(f"mask_blur={self.mask_blur!r} is not in 0..1000 pixels; 4 is usual")
         if not isinstance(self.progress, bool) and self.progress != "programs":
             raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")
-        if self.noise not in get_args(NoiseKind):
-            raise InputError(f"noise={self.noise!r} is not known; {nearest(str(self.noise), get_args(NoiseKind))}")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (
             0 <= self.denoising_start < self.denoising_end <= 1
         ):

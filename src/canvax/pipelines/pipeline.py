@@ -174,6 +174,9 @@ class StableDiffusion:
         latents: np.ndarray | Array | None = None,
         options: Options | None = None,
         params: Params | None = None,
+        image: Any = None,
+        mask: Any = None,
+        strength: float | None = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -195,6 +198,10 @@ class StableDiffusion:
             options: what is seldom changed.
             params: the parameters, if the pipeline does not hold them; if they are not on its
                 devices, ``place`` puts them there, for this call alone.
+            image: what to begin from: a PIL image, a path, an array [H, W, 3] (uint8, or floats in 0..1), or a list of
+                one for each image. Its size is what is generated unless height and width say otherwise.
+            mask: with an image: white is generated, black stays as it is; likewise.
+            strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -220,6 +227,7 @@ class StableDiffusion:
                 sampler=sampler,
                 latents=latents,
                 options=options,
+                image=(image, mask, strength),
             )
         if not spread or multihost.leads(mesh):
             give_hints(self.model, request)

@@ -25,17 +25,32 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
+    if request.given:
+        shared["strength"] = request.given.strength
     optional = {"variant": model.files.variant, "quantize": model.quantize}
     shared |= {name: value for name, value in optional.items() if value is not None}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
     plain = model.zeros_for_no_negative and not request.zeros
     negatives = [negative if plain else negative or None for negative in request.negatives]
     return [
-        {"prompt": prompt, "negative_prompt": negative, "seed": seed, **shared, "options": options}
-        for prompt, negative, seed, options in zip(
-            request.prompts, negatives, request.seeds, _options_of_images(request), strict=True
+        {
+            "prompt": prompt,
+            "negative_prompt": negative,
+            "seed": seed,
+            **shared,
+            **_given(request, i),
+            "options": options,
+        }
+        for i, (prompt, negative, seed, options) in enumerate(
+            zip(request.prompts, negatives, request.seeds, _options_of_images(request), strict=True)
         )
     ]
+
+
+def _given(request: Request, index: int) -> dict[str, str]:
+    """By which pixels the image and the mask of one image are known again."""
+    found = request.given.fingerprints if request.given else {}
+    return {f"{name}_sha256": values[index if len(values) > 1 else 0] for name, values in found.items()}
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from canvax.pipelines.checks import (
     check_size,
     check_steps,
 )
+from canvax.pipelines.given import Given, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.samplers import find
 from canvax.types import HostArray
@@ -47,12 +48,15 @@ class Request:
     negatives_2: list[str]
     zeros: bool
     embedded: bool
+    given: Given | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        decided = {name: value for name, value in vars(self).items() if name not in ("seeds", "options", "latents")}
+        apart = ("seeds", "options", "latents", "given")
+        decided = {name: value for name, value in vars(self).items() if name not in apart}
+        image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
-        return [decided, given, self.options.changed(), self.options.callback is not None]
+        return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
     def guided(self) -> bool:
@@ -73,8 +77,9 @@ def make_request(
     sampler: str | None,
     latents: Any,
     options: Any,
+    image: tuple[Any, Any, Any] = (None, None, None),
 ) -> Request:
-    """A checked call; what is None is the model's default.
+    """A checked call; what is None is the model's default. ``image`` is an image, its mask and the strength.
 
     Raises:
         InputError: naming the argument, its value and the cure.
@@ -83,6 +88,7 @@ def make_request(
     check_for_model(options, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     (tall, wide), factor = model.native_size, model.vae.factor
+    given, size = check_given(*image, size, len(prompts), factor, options)
     height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
@@ -102,8 +108,9 @@ def make_request(
         negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt),
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
         embedded=model.networks.embeds_guidance,
+        given=given,
     )
-    check_start(options, sampler, request.latents, model)
+    check_start(options, sampler, request.latents, model, image=given is not None)
     return request
 
 
@@ -136,7 +143,9 @@ def check_layers(layers: int, model: Model) -> None:
         raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {model.name}")
 
 
-def check_start(options: Options, sampler: str | None, latents: HostArray | None, model: Model) -> None:
+def check_start(
+    options: Options, sampler: str | None, latents: HostArray | None, model: Model, *, image: bool = False
+) -> None:
     """Refuse a call that goes on from an image but was given none.
 
     Raises:
@@ -154,8 +163,10 @@ def check_start(options: Options, sampler: str | None, latents: HostArray | None
             f"latents=None with sampler={sampler!r}, which goes from an image to its noise: pass the "
             "latents of the image, such as result.latents"
         )
-    if model.is_refiner and not started:
+    if inverts and image:
+        raise InputError(f"image with sampler={sampler!r}: pass pipe.encode_image(image) as latents, without noise")
+    if model.is_refiner and not started and not image:
         raise InputError(
-            f"{model.name} is a refiner, which only finishes images; in Python, pass latents of a base model "
-            "that stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+            f"{model.name} is a refiner, which only finishes images; give an image, or latents of a base model that "
+            "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
         )

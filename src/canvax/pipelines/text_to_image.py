@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from canvax.compile.aot import BuildCallback
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
@@ -26,11 +27,14 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
+from canvax.pipelines.given import Given, as_floats
 from canvax.pipelines.options import Step
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
 from canvax.samplers import SamplerTable, build_table
+from canvax.samplers.strength import steps_of_strength
+from canvax.types import HostArray
 
 
 def text_to_image(
@@ -55,12 +59,18 @@ def text_to_image(
     with clock("encode"):
         conditions, negative = encode(model, programs, ready.encode, params, request, (ids, negative_ids))
         jax.block_until_ready(conditions)
+        given, images, known = request.given, None, None
+        if given is not None:
+            images = encode_images(programs, params, request, given, display.announce)
+            known = given.known(images, model.vae.factor, request.options)
     with clock("denoise"):
         noise = request.latents
         if noise is None:
             noise = initial_noise(request.seeds, request.shape[1:], request.options.noise)
         batch = Batch(programs, params, latents, ready.denoisers)
-        batch.fill(noise, conditions, negative, seed_keys(request.seeds), [table] * count, deep)
+        begun = None if given is None or given.from_noise else images
+        keys = seed_keys(request.seeds)
+        batch.fill(noise, conditions, negative, keys, [table] * count, deep, images=begun, known=known)
         denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
@@ -68,6 +78,8 @@ def text_to_image(
         if ready.decode:
             _, pixels = own_rows(ready.decode(params["vae"], map_parts(lambda part: part[:, 0], batch.state)), count)
 
+    if given is not None:
+        pixels = given.pasted(pixels, indices)
     if not np.isfinite(pixels).all():
         raise CanvaxError(
             f"the images have values that are not finite: {model.name} overflows in {model.dtype}; load it with "
@@ -97,6 +109,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         "guided": tuple(dict.fromkeys(guided.tolist())),
         "clip": table.clip,
         "deep_layers": deep.layers if deep else 0,
+        "known": bool(request.given and request.given.masks),
         "decoder": None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
     }
     return table, deep, kinds
@@ -104,10 +117,13 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
 
 def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
-    options = request.options
+    options, steps, skip = request.options, request.steps, 0
+    if request.given:
+        most = model.scheduler.schedule.num_train_timesteps
+        steps, skip = steps_of_strength(request.given.strength, steps, options.strength_rule, most)
     return build_table(
         model.scheduler,
-        request.steps,
+        steps,
         sampler=request.sampler,
         eta=options.eta,
         spacing=options.spacing,
@@ -116,6 +132,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         rescale=options.guidance_rescale,
         start=options.denoising_start,
         end=options.denoising_end,
+        skip=skip,
         guidance_interval=options.guidance_interval,
         settings=options.settings,
     )
@@ -147,6 +164,29 @@ def encode(
         if half is not None:
             half["time_ids"] = put(np.tile(row, (batch, 1)), split)
     return conditions, negative
+
+
+def encode_images(
+    programs: Programs, params: Params, request: Request, given: Given, announce: BuildCallback
+) -> HostArray:
+    """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
+    rows = padded_batch(1, programs.mesh)
+    shape = (rows, request.height, request.width, 3)
+    program, split = programs.encode_images(params, shape, announce), over_batch(programs.mesh)
+    moments = []
+    for image in given.images:
+        # Every device encodes the same, so that each of several processes has it.
+        outputs = program(params["vae"], put(np.broadcast_to(as_floats(image), shape), split))
+        moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
+    means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
+    if request.options.image_encoding == "sample":
+        seeds = [(seed + _ENCODING_SEED) % 2**64 for seed in request.seeds]
+        means = means + deviations * initial_noise(seeds, request.shape[1:], request.options.noise)
+    return np.broadcast_to(means, request.shape).astype(np.float32)
+
+
+_ENCODING_SEED = 0x9E3779B97F4A7C15
+"""Added to an image's seed for the noise of its encoding, which must not be its initial noise again."""
 
 
 def zeros_like(conditions: Conditions) -> Conditions:

@@ -147,6 +147,7 @@ def build_table(
     rescale: float = 0.0,
     start: float = 0.0,
     end: float = 1.0,
+    skip: int = 0,
     guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
@@ -158,6 +159,7 @@ def build_table(
     spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
     name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
     `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
+    skip: steps to leave out at the beginning, as image to image does; x begins from `SamplerTable.noised` latents.
     settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
     starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
@@ -183,15 +185,15 @@ def build_table(
         )
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
-    if not spec.curves and (start or end < 1):
-        raise InputError(f"start={start} and end={end}: sampler={spec.name!r} is run whole; leave them out")
+    if not spec.curves and (start or end < 1 or skip):
+        raise InputError(f"sampler={spec.name!r} is run whole; a part of it means nothing")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
         try:
             table = spec.solver(scheduler.schedule, steps, options)
         except np.linalg.LinAlgError:
             raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
         table = _guided(table, guidance, rescale, guidance_interval, scheduler.schedule)
-        lo = _steps_before(table, scheduler.schedule, start) if start else 0
+        lo = max(skip, _steps_before(table, scheduler.schedule, start) if start else 0)
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi:
             raise InputError(

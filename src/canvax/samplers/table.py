@@ -135,7 +135,8 @@ class SamplerTable:
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
 
-        `row` (int32) is the index in the whole run, from which the noise of a step is derived.
+        `row` (int32) is the index in the whole run, from which the noise of a step is derived; `progress` the part of
+        this run that lies before the row's step, 0..1.
         """
         out: dict[str, np.ndarray] = {"row": np.arange(lo, lo + size, dtype=np.int32) + self.first_row}
         for name in _PROGRAM:
@@ -143,6 +144,10 @@ class SamplerTable:
             out[name] = np.zeros((size, *values.shape[1:]), np.float32)
             out[name][: len(values)] = values
         filled = max(0, min(size, len(self) - lo))
+        out["progress"] = np.zeros(size, np.float32)
+        if filled:
+            first, last = self.step[0], self.step[-1]
+            out["progress"][:filled] = (self.step[lo : lo + filled] - first) / (last + 1 - first)
         out["M"][filled:, np.arange(SLOTS), np.arange(SLOTS)] = 1.0
         out["guidance"][filled:] = 1.0
         return out

@@ -1,0 +1,119 @@
+"""Images that are given to a call: read, turned upright, brought to size. Nothing here knows a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
+
+from canvax.errors import InputError
+from canvax.files import open_regular
+from canvax.images.formats import FORMATS
+
+MOST_PIXELS = 1 << 26
+"""Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
+
+BACKGROUND = (255, 255, 255)
+"""What transparent images are laid upon."""
+
+
+def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
+    """One image for all of ``count``, or one for each, as upright RGB (or with ``grey`` L) images.
+
+    Args:
+        name: of the argument, for errors.
+        value: a PIL image, a path, an array, or a list of these. Arrays are [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]
+            (a batch has an axis more in front), uint8 or floats in 0..1.
+        count: images of the call.
+        grey: one channel is wanted.
+
+    Raises:
+        InputError: naming the argument and what is wrong with it.
+    """
+    if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
+        values: Sequence[Any] = [value]
+    elif isinstance(value, list | tuple) or _is_array(value):
+        values = list(value)
+    else:
+        raise InputError(f"{name}={value!r} is not an image, a path or an array; nor a list of these")
+    if len(values) not in (1, count):
+        raise InputError(f"{name} has {len(values)} entries for {count} images; give one for all, or one for each")
+    return [_upright(name, one, grey=grey) for one in values]
+
+
+def resized(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The image at another size, by Lanczos resampling."""
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def blurred(mask: Image.Image, radius: float) -> Image.Image:
+    """A mask with soft edges, by a Gaussian of this standard deviation in pixels."""
+    return mask.filter(ImageFilter.GaussianBlur(radius)) if radius else mask
+
+
+def fingerprint(image: Image.Image) -> str:
+    """SHA-256 of the pixels and the size of an upright image, whatever file it came from."""
+    return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and not isinstance(value, Image.Image)
+
+
+def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
+    if isinstance(value, str | Path):
+        image = _from_file(name, Path(value))
+    elif isinstance(value, Image.Image):
+        image = value
+    elif _is_array(value):
+        image = _from_array(name, np.asarray(value))
+    else:
+        raise InputError(f"{name}={value!r} is not an image, a path or an array")
+    if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:
+        raise InputError(f"{name} of {image.width} x {image.height} pixels; images of 2 x 2 to {MOST_PIXELS} pixels do")
+    try:
+        image = ImageOps.exif_transpose(image)
+        if grey and image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
+            return image.getchannel("A")  # a mask that was painted into the transparency
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
+        return image.convert("L" if grey else "RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise InputError(f"{name} cannot be read ({error})") from None
+
+
+def _from_file(name: str, path: Path) -> Image.Image:
+    try:
+        with open_regular(path.expanduser()) as file, Image.open(file, formats=tuple(set(FORMATS.values()))) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise InputError(f"{name}={str(path)!r} has {image.width} x {image.height} pixels, which is too many")
+            image.load()
+            return image.copy() if not image.getexif() else ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:
+        raise InputError(f"{name}={str(path)!r} is not a PNG, JPEG or WebP") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
+        raise InputError(f"{name}={str(path)!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _from_array(name: str, array: np.ndarray) -> Image.Image:
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or 0 in array.shape:
+        raise InputError(f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]")
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.dtype == np.bool_:
+        array = array.astype(np.float32)
+    if array.dtype != np.uint8:
+        if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+            raise InputError(f"{name} is an array of {array.dtype}; give uint8, or floats in 0..1")
+        array = array.astype(np.float32)
+        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+            raise InputError(f"{name} has values outside of 0..1; of -1..1 give (x + 1) / 2, of 0..255 give uint8")
+        array = np.rint(array * np.float32(255)).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(array))

@@ -1,0 +1,136 @@
+"""Image to image against PyTorch diffusers: same checkpoint, same image, same noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from PIL import Image  # noqa: E402
+
+import canvax  # noqa: E402
+from canvax.denoise import step_noise  # noqa: E402
+from canvax.noise import initial_noise, seed_keys  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
+
+from .reference import nchw, nhwc, psnr, relative_error  # noqa: E402
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
+
+QUIET = canvax.Options(progress=False)
+SIZE, LATENTS = 128, (16, 16, 4)
+SAMPLERS = {
+    "DDIM": ("DDIMScheduler", {}),
+    "Euler": ("EulerDiscreteScheduler", {}),
+    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
+    "DPM++ 2M": ("DPMSolverMultistepScheduler", {}),
+    "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    "UniPCMultistepScheduler": ("UniPCMultistepScheduler", {}),
+    "Heun": ("HeunDiscreteScheduler", {}),
+}
+CASES = [
+    pytest.param(name, strength, marks=() if (name, strength) in OFTEN else pytest.mark.slow)
+    for OFTEN in [{("DDIM", 0.75), ("DPM++ 2M Karras", 0.5), ("Euler a", 0.3), ("Heun", 0.75)}]
+    for name in SAMPLERS
+    for strength in (0.3, 0.5, 0.75, 1.0)
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    folder = build(tmp_path_factory.mktemp("model") / "base", "epsilon")
+    theirs = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+
+
+def photo(seed: int, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
+    """Something smooth with noise on it."""
+    y, x = np.mgrid[: size[1], : size[0]] / 16
+    pixels = np.stack([np.sin(x + seed), np.cos(y - seed), np.sin(x * y / 4)], axis=-1) * 0.4 + 0.5
+    noisy = pixels + 0.05 * np.random.default_rng(seed).standard_normal(pixels.shape)
+    return Image.fromarray(np.rint(np.clip(noisy, 0, 1) * 255).astype(np.uint8))
+
+
+def replay(theirs: Any, scheduler: str, changes: dict[str, Any], first_row: int, patch: pytest.MonkeyPatch) -> None:
+    """The reference draws our noise: first that of the start, then a row's for each step."""
+    theirs.scheduler = getattr(diffusers, scheduler).from_config(theirs.scheduler.config, **changes)
+    rows = iter(range(first_row, 1000))
+
+    def start(*_: Any, **__: Any) -> Any:
+        return nchw(initial_noise(SEEDS, LATENTS))
+
+    def of_step(*_: Any, **__: Any) -> Any:
+        return nchw(np.asarray(step_noise(seed_keys(SEEDS), np.full(2, next(rows), np.int32), LATENTS)))
+
+    patch.setattr("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img.randn_tensor", start)
+    module = __import__(type(theirs.scheduler).__module__, fromlist=["randn_tensor"])
+    if hasattr(module, "randn_tensor"):
+        patch.setattr(module, "randn_tensor", of_step)
+
+
+@pytest.mark.parametrize(("name", "strength"), CASES)
+def test_same_image(name: str, strength: float, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pair
+    steps = 10
+    rows = (steps - int(steps * strength)) * (2 if name == "Heun" else 1)
+    replay(theirs, *SAMPLERS[name], rows, monkeypatch)
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())  # their noise of the encoder, left out
+    seen = []
+    with torch.no_grad():
+        want = theirs(
+            PROMPTS, image=[photo(1), photo(2)], negative_prompt=[NEGATIVE] * 2, strength=strength,
+            num_inference_steps=steps, guidance_scale=5.0, output_type="np",
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        ).images  # fmt: skip
+    got = ours(
+        PROMPTS, NEGATIVE, image=[photo(1), photo(2)], strength=strength, num_inference_steps=steps,
+        guidance_scale=5.0, seed=SEEDS, sampler=name, options=QUIET,
+    )  # fmt: skip
+    assert psnr(got.pixels, want) >= 60
+    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
+
+
+def test_moments(pair: Any) -> None:
+    theirs, ours = pair
+    image = np.asarray(photo(3), np.float32) / 255
+    with torch.no_grad():
+        want = theirs.vae.encode(torch.from_numpy(np.moveaxis(2 * image - 1, -1, 0)[None])).latent_dist
+    factor = theirs.vae.config.scaling_factor
+    program = ours.programs.encode_images(ours.params, (1, SIZE, SIZE, 3))
+    mean, deviation = program(ours.params["vae"], image[None])
+    assert relative_error(mean, nhwc(want.mean) * factor) < 1e-5
+    assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5
+
+
+def test_image_encoding(pair: Any) -> None:
+    """A sample is another for each seed, and the same for the same."""
+    _, ours = pair
+
+    def latents(**changes: Any) -> np.ndarray:
+        return ours("a cat", image=photo(1), strength=0.2, num_inference_steps=5, progress=False, **changes).latents
+
+    mean, one, other = (latents(seed=1), *(latents(seed=seed, image_encoding="sample") for seed in (1, 2)))
+    assert relative_error(one, mean) > 1e-4
+    assert relative_error(one, other) > 1e-4
+    np.testing.assert_array_equal(one, latents(seed=1, image_encoding="sample"))
+
+
+def test_nothing_recompiles(pair: Any) -> None:
+    _, ours = pair
+    first = {"image": photo(1), "seed": 1, "num_inference_steps": 4, "progress": False}
+    ours("a cat", **first)
+    ours("a cat", **first, mask=Image.new("L", (SIZE, SIZE), 255))
+    for changes in (
+        {"strength": 0.5}, {"strength": 1.0, "sampler": "DPM++ 2M"}, {"image": np.asarray(photo(4))},
+        {"strength_rule": "a1111", "strength": 0.1}, {"strength_rule": "exact", "strength": 0.4},
+        {"image": photo(5, (200, 90)), "height": SIZE, "width": SIZE}, {"image_encoding": "sample"},
+        {"mask": photo(6)}, {"mask": photo(7), "mask_mode": "graded", "mask_blur": 3},
+    ):  # fmt: skip
+        assert ours("a dog", **first | changes).compilations == 0
