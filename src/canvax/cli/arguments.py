@@ -149,6 +149,7 @@ def build_parser() -> Parser:
         formatter_class=plain,
     )
     _subject(generate)
+    _images(generate)
     _settings(generate)
     _sdxl(generate)
     _model(generate)
@@ -264,6 +265,27 @@ def _subject(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-s", "--seed", type=int, metavar="SEED", help="image i uses SEED + i (-1, the default: random)")
     group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
     group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+
+
+def _images(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("from an image")
+    group.add_argument(
+        "--image", "--init-image", "--init-img", metavar="FILE",
+        help="begin from this PNG, JPEG or WebP; its size is generated unless -W and -H say otherwise",
+    )  # fmt: skip
+    group.add_argument(
+        "--mask", "--mask-image", metavar="FILE", help="white is generated, black stays as it is; of the image's size"
+    )
+    group.add_argument(
+        "--strength", "--denoising-strength", type=float, metavar="X",
+        help="0..1, how much of the run is done (0.8; with a mask 1)",
+    )  # fmt: skip
+    group.add_argument("--strength-rule", metavar="RULE", help="which steps that is: diffusers, a1111 or exact")
+    group.add_argument("--image-encoding", metavar="KIND", help="mean, or sample by the seed")
+    group.add_argument(
+        "--mask-mode", metavar="MODE", help="grey in a mask: hard rounds it, soft mixes, graded begins later"
+    )
+    group.add_argument("--mask-blur", type=float, metavar="PIXELS", help="blur of the mask's edges (0)")
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:

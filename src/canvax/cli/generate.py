@@ -177,7 +177,7 @@ def _check_against_model(arguments: argparse.Namespace, requests: Sequence[Image
         steps = default if request.steps is None else request.steps
         check_table(dataclasses.replace(request, steps=steps), model.scheduler)
         check_for_model(request.options, model)
-        check_start(request.options, request.sampler, None, model)
+        check_start(request.options, request.sampler, None, model, image=request.image is not None)
 
 
 def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
@@ -281,7 +281,16 @@ def _generate(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, p
         seed=[request.seed for request in full],
         sampler=first.sampler,
         options=dataclasses.replace(first.options, progress=progress),
+        **_given(full),
     )
+
+
+def _given(batch: Sequence[ImageRequest]) -> dict[str, Any]:
+    """The images and masks of a batch; one that all share is encoded once."""
+    first = batch[0]
+    files = {name: [getattr(request, name) for request in batch] for name in ("image", "mask")}
+    shared = {name: paths[0] if len(set(paths)) == 1 else paths for name, paths in files.items()}
+    return {**shared, "strength": first.strength} if first.image is not None else {}
 
 
 def _summarise(report: Mapping[str, Any]) -> None:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
+from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import read_metadata
 from canvax.noise import check_seed, image_seeds
-from canvax.pipelines.checks import check_guidance, check_prompts, check_size
+from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
@@ -29,7 +31,7 @@ _NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
 OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NOT_FLAGS)
 SETTINGS = (
     *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
-    *("num_inference_steps", "guidance_scale", "sampler", *OPTIONS),
+    *("num_inference_steps", "guidance_scale", "sampler", "image", "mask", "strength", *OPTIONS),
 )
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
@@ -43,6 +45,9 @@ _ALIASES: dict[str, str] = {
     "cfg_scale": "guidance_scale",
     "scheduler": "sampler",
     "sampler_name": "sampler",
+    "init_image": "image",
+    "mask_image": "mask",
+    "denoising_strength": "strength",
 }
 _MAX_PROMPT_FILE = 64 << 20
 
@@ -63,11 +68,15 @@ class ImageRequest:
     guidance: float | None
     sampler: str | None
     options: Options
+    image: str | None = None
+    mask: str | None = None
+    strength: float | None = None
 
     @property
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
-        return self.height, self.width, self.steps, self.guidance, self.sampler, self.options, self.negative is None
+        size, given = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
+        return *size, self.steps, self.guidance, self.sampler, self.options, self.negative is None, *given
 
     def checked(self, model: Model) -> Request:
         """The call of a pipeline that generates this image alone."""
@@ -76,7 +85,7 @@ class ImageRequest:
         size = (self.height, self.width)
         return make_request(
             model, self.prompt, self.negative, 1, size=size, steps=self.steps, guidance=self.guidance, seed=self.seed,
-            sampler=self.sampler, latents=None, options=self.options,
+            sampler=self.sampler, latents=None, options=self.options, image=(self.image, self.mask, self.strength),
         )  # fmt: skip
 
 
@@ -141,6 +150,8 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             options = Options(**{name: settings[name] for name in OPTIONS if name in settings})
             height, width = (None if name not in settings else check_size(name, settings[name], 0)
                              for name in ("height", "width"))  # fmt: skip
+            image, mask, strength = _text(settings, "image"), _text(settings, "mask"), settings.get("strength")
+            _, (height, width) = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
             sampler = _text(settings, "sampler")
@@ -156,7 +167,9 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
         none = settings.get("negative_prompt") is None
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
             negative = None if none else negative
-            yield ImageRequest(prompt, negative, seed, height, width, steps, guidance, sampler, options)
+            yield ImageRequest(
+                prompt, negative, seed, height, width, steps, guidance, sampler, options, image, mask, strength
+            )
         index += count
 
 
@@ -263,7 +276,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
-    settings.pop("num_images_per_prompt", None)
+    for name in ("num_images_per_prompt", "image", "mask"):  # a file must not choose which others are read
+        settings.pop(name, None)
+    for name in ("image", "mask"):
+        _check_same(path, metadata, name, getattr(arguments, name))
     if metadata.get("noise") == "given":
         settings.pop("noise")
         complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
@@ -282,6 +298,16 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     model = arguments.model or recorded["model"] or "emoji"
     rest = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
     return settings, Source(model, *rest)
+
+
+def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:
+    """Ask for the image that another began from, and say so if it is not that one."""
+    if (wanted := metadata.get(f"{name}_sha256")) is None:
+        return
+    if given is None:
+        raise InputError(f"{path}: it began from {'an image' if name == 'image' else 'a mask'}; name it with --{name}")
+    if fingerprint(read_images(name, given, 1, grey=name == "mask")[0]) != wanted:
+        complain(f"--{name} {given}: is not the one that {path} began from", label="warning: ")
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ _FLAGS = {
     "guidance_scale": "--guidance-scale",
     "sampler": "--sampler",
     "seed": "--seed",
+    "strength": "--strength",
     "negative_prompt": "--negative-prompt",
 }
 
@@ -81,6 +82,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     if "canvax" in metadata:  # other programs name a file, which canvax cannot load
         flags |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
+    flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
@@ -112,6 +114,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         ]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
+    if "image_sha256" in metadata:
+        lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
     if metadata.get("noise") == "given":
         lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
     if metadata.get("model") and "canvax" not in metadata:

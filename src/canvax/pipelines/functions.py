@@ -11,15 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from canvax.errors import InputError
 from canvax.families.base import Model
-from canvax.models.decode import decode_images
+from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
+from canvax.pipelines.given import as_floats, check_given
+from canvax.pipelines.options import Options
 from canvax.types import Array
 
 _encode_text = jax.jit(encode_text, static_argnames="cfg")
+_encode_images = jax.jit(encode_images, static_argnames="cfg")
 _decode_images = jax.jit(decode_images, static_argnames=("cfg", "tiled"))
 
 
@@ -47,6 +52,16 @@ def encode(
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
         conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
     return conditions
+
+
+def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
+    """See ``canvax.StableDiffusion.encode_image``."""
+    count = len(image) if isinstance(image, list | tuple) else 1
+    given, _ = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
+    if given is None:
+        raise InputError("image=None: give a PIL image, a path, an array or a list of these")
+    pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
+    return _encode_images(params["vae"], pixels, cfg=model.vae)[0]
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:

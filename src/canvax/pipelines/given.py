@@ -27,12 +27,14 @@ class Given:
         masks: L, of the same size: white is generated, black stays; empty if all is generated.
         strength: 0..1, how much of the run is done.
         fingerprints: of the images and masks as they were given, for metadata.
+        steps_run: how many of the steps asked for are run.
     """
 
     images: list[Image.Image]
     masks: list[Image.Image]
     strength: float
     fingerprints: dict[str, list[str]]
+    steps_run: int = 0
 
     @property
     def from_noise(self) -> bool:

@@ -132,6 +132,19 @@ class StableDiffusion:
         more = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
         return functions.encode(self.model, params, prompt, prompt_2, **more)
 
+    def encode_image(
+        self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
+    ) -> Array:
+        """Latents of images [B, h, w, C] float32, scaled as the denoiser sees them: the mean of what the encoder gives.
+
+        Args:
+            image: as in a call: a PIL image, a path, an array, or a list of these.
+            height: pixels to resize to; by default the image's own.
+            width: likewise.
+            params: the parameters, if not those of the pipeline.
+        """
+        return functions.encode_image(self.model, self._own(params), image, height, width)
+
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
         """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
 

@@ -26,7 +26,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "canvax": __version__,
     }
     if request.given:
-        shared["strength"] = request.given.strength
+        shared |= {"strength": request.given.strength, "steps_run": request.given.steps_run}
     optional = {"variant": model.files.variant, "quantize": model.quantize}
     shared |= {name: value for name, value in optional.items() if value is not None}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from canvax.pipelines.checks import (
 from canvax.pipelines.given import Given, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.samplers import find
+from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 
@@ -92,13 +93,17 @@ def make_request(
     height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
+    steps = check_steps(steps, options.own_steps, model.defaults.num_inference_steps, most)
+    if given is not None:
+        whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
+        given = replace(given, steps_run=whole - skipped)
     request = Request(
         prompts=prompts,
         negatives=negatives,
         seeds=check_seeds(seed, len(prompts)),
         height=height,
         width=width,
-        steps=check_steps(steps, options.own_steps, model.defaults.num_inference_steps, most),
+        steps=steps,
         guidance=check_guidance(guidance, model.defaults.guidance_scale),
         sampler=sampler,
         latents=check_latents(latents, shape),
@@ -158,13 +163,13 @@ def check_start(
             "with options.denoising_end"
         )
     inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
+    if inverts and image:
+        raise InputError(f"image with sampler={sampler!r}: pass pipe.encode_image(image) as latents, without noise")
     if inverts and latents is None:
         raise InputError(
             f"latents=None with sampler={sampler!r}, which goes from an image to its noise: pass the "
             "latents of the image, such as result.latents"
         )
-    if inverts and image:
-        raise InputError(f"image with sampler={sampler!r}: pass pipe.encode_image(image) as latents, without noise")
     if model.is_refiner and not started and not image:
         raise InputError(
             f"{model.name} is a refiner, which only finishes images; give an image, or latents of a base model that "

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from canvax.compile.aot import BuildCallback
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
@@ -54,14 +53,18 @@ def text_to_image(
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     ready = programs.ready(params, latents, **kinds, announce=display.announce)
-    check_programs(ready.named, mesh, cure)
+    given, encoder = request.given, None
+    if given is not None:
+        shape = (padded_batch(1, mesh), request.height, request.width, 3)
+        encoder = programs.encode_images(params, shape, display.announce)
+    check_programs([*ready.named, *([("image encoder", encoder)] if encoder else [])], mesh, cure)
 
     with clock("encode"):
         conditions, negative = encode(model, programs, ready.encode, params, request, (ids, negative_ids))
         jax.block_until_ready(conditions)
-        given, images, known = request.given, None, None
-        if given is not None:
-            images = encode_images(programs, params, request, given, display.announce)
+        images, known = None, None
+        if given is not None and encoder is not None:
+            images = encode_images(programs, params, request, given, encoder)
             known = given.known(images, model.vae.factor, request.options)
     with clock("denoise"):
         noise = request.latents
@@ -167,16 +170,14 @@ def encode(
 
 
 def encode_images(
-    programs: Programs, params: Params, request: Request, given: Given, announce: BuildCallback
+    programs: Programs, params: Params, request: Request, given: Given, encoder: Callable[..., tuple[Any, Any]]
 ) -> HostArray:
     """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
-    rows = padded_batch(1, programs.mesh)
-    shape = (rows, request.height, request.width, 3)
-    program, split = programs.encode_images(params, shape, announce), over_batch(programs.mesh)
+    shape, split = (padded_batch(1, programs.mesh), request.height, request.width, 3), over_batch(programs.mesh)
     moments = []
     for image in given.images:
         # Every device encodes the same, so that each of several processes has it.
-        outputs = program(params["vae"], put(np.broadcast_to(as_floats(image), shape), split))
+        outputs = encoder(params["vae"], put(np.broadcast_to(as_floats(image), shape), split))
         moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
     means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
     if request.options.image_encoding == "sample":

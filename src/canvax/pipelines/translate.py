@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OUTPUTS = ("pil", "np", "numpy", "latent")
 _OWN = tuple(field.name for field in dataclasses.fields(Options))
 _ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
-_ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params")
+_ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
 _SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end")
 _SPECIAL += ("callback_on_step_end_tensor_inputs",)

@@ -1,0 +1,271 @@
+"""Calls that begin from an image: what is read, which steps are run, what stays as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.denoise import Known, _keep
+from canvax.images.given import BACKGROUND, read_images
+from canvax.parallel.mesh import make_mesh
+from canvax.samplers import build_table, from_scheduler_config
+from canvax.samplers.strength import steps_of_strength
+
+SIZE = 64
+
+
+def draw(emoji: canvax.StableDiffusion, prompt: str = "a cat", **changes: Any) -> canvax.Result:
+    return emoji(prompt, **{"seed": 1, "num_inference_steps": 4, "progress": False} | changes)
+
+
+@pytest.fixture(scope="module")
+def apple(emoji: canvax.StableDiffusion) -> Image.Image:
+    return draw(emoji, "a red apple", num_inference_steps=8).images[0]
+
+
+def half(white: int = 255) -> Image.Image:
+    """White above, black below."""
+    mask = Image.new("L", (SIZE, SIZE), 0)
+    mask.paste(white, (0, 0, SIZE, SIZE // 2))
+    return mask
+
+
+def array(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB")).astype(int)
+
+
+# What stays
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft", "graded"])
+def test_kept_pixels_come_back_bit_for_bit(mode: str, emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    got = draw(emoji, image=apple, mask=half(), mask_mode=mode).images[0]
+    np.testing.assert_array_equal(array(got)[SIZE // 2 :], array(apple)[SIZE // 2 :])
+    assert np.abs(array(got)[: SIZE // 2] - array(apple)[: SIZE // 2]).mean() > 5
+
+
+def test_masks_of_one_colour(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    kept = draw(emoji, image=apple, mask=Image.new("L", apple.size, 0))
+    np.testing.assert_array_equal(array(kept.images[0]), array(apple))
+    white = Image.new("L", apple.size, 255)
+    whole = draw(emoji, image=apple, mask=white)  # strength 1: nothing is owed to the image
+    np.testing.assert_array_equal(whole.latents, draw(emoji).latents)
+    partly = draw(emoji, image=apple, mask=white, strength=0.75)
+    np.testing.assert_allclose(partly.latents, draw(emoji, image=apple, strength=0.75).latents, atol=1e-5)
+
+
+def test_strength_is_how_much_changes(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    changes = [
+        np.abs(
+            array(draw(emoji, image=apple, strength=strength, num_inference_steps=10).images[0]) - array(apple)
+        ).mean()
+        for strength in (0.1, 0.4, 0.7, 1.0)
+    ]
+    assert changes == sorted(changes)
+    assert changes[0] < changes[-1] / 3
+
+
+def test_each_image_of_a_batch_has_its_own(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    other = draw(emoji, "a lemon", num_inference_steps=8).images[0]
+    masks = [half(), Image.new("L", apple.size, 255)]
+    given = {"image": [apple, other], "mask": masks, "strength": 0.75, "seed": [1, 2]}
+    both = emoji(["a cat", "a dog"], **given, num_inference_steps=4, progress=False)
+    for i, (prompt, image) in enumerate((("a cat", apple), ("a dog", other))):
+        alone = draw(emoji, prompt, image=image, mask=masks[i], strength=0.75, seed=i + 1)
+        np.testing.assert_allclose(both.latents[i], alone.latents[0], atol=1e-4)
+
+
+def test_on_many_devices(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
+    given = {"image": apple, "mask": half(), "strength": 0.75, "num_inference_steps": 4, "seed": 1, "progress": False}
+    one, two = (model(["a cat", "a dog", "a fox"], **given).latents for model in (emoji, pipe))
+    np.testing.assert_allclose(two, one, atol=1e-4)
+
+
+def test_a_graded_mask_begins_later_where_it_is_darker() -> None:
+    mask = np.array([[0.0, 0.3, 0.6, 1.0]], np.float32).reshape(1, 1, 4, 1)
+    known = Known(mask, np.zeros((1, 1, 4, 1), np.float32), np.array([True]))
+    seen = [np.asarray(_keep(np.ones((1, 1, 4, 1), np.float32), known, np.float32([part]))).ravel().tolist()
+            for part in (0.0, 0.5, 0.75)]  # fmt: skip
+    assert seen == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1]]
+    mixed = _keep(np.ones((1, 1, 4, 1), np.float32), known._replace(graded=np.array([False])), np.float32([0]))
+    np.testing.assert_allclose(np.asarray(mixed).ravel(), mask.ravel())
+
+
+def test_encode_image(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    latents = emoji.encode_image(apple)
+    assert latents.shape == (1, 8, 8, 32)
+    again = np.asarray(emoji.decode(latents))[0]
+    error = np.mean((again - np.asarray(apple, np.float32) / 255) ** 2)
+    assert -10 * np.log10(error) > 25  # the autoencoder's own loss
+
+
+# Which steps
+
+
+def test_rules_of_strength() -> None:
+    """The published rules: 20 steps at 0.75 are 15 in diffusers, 16 in A1111, and 20 of 26 in ComfyUI."""
+    assert steps_of_strength(0.75, 20, "diffusers", 1000) == (20, 5)
+    assert steps_of_strength(0.75, 20, "a1111", 1000) == (20, 4)
+    assert steps_of_strength(0.75, 20, "exact", 1000) == (26, 6)
+    assert steps_of_strength(0.29, 100, "diffusers", 1000) == (100, 72)  # int() of 28.999...
+    assert steps_of_strength(1.0, 20, "a1111", 1000) == (20, 0)
+    assert steps_of_strength(1.0, 20, "exact", 1000) == (20, 0)
+    with pytest.raises(canvax.InputError, match=r"strength=0.01 of num_inference_steps=20 is less than one step"):
+        steps_of_strength(0.01, 20, "diffusers", 1000)
+    with pytest.raises(canvax.InputError, match="the last steps of 2000, more than 1000"):
+        steps_of_strength(0.01, 20, "exact", 1000)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "rows", "first"),
+    [("ddim", (15, 10, 6), (701, 451, 251)), ("euler", (15, 10, 6), (701, 451, 251)), ("heun", (29, 19, 11), None),
+     ("dpmpp_2m", (15, 10, 6), None), ("unipc", (15, 10, 6), None)],
+)  # fmt: skip
+def test_evaluations(sampler: str, rows: tuple[int, ...], first: tuple[int, ...] | None) -> None:
+    """Counted in PyTorch diffusers 0.42 with 20 steps."""
+    config = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    scheduler = from_scheduler_config({"_class_name": "DDIMScheduler", "clip_sample": False, **config})
+    for i, strength in enumerate((0.75, 0.5, 0.3)):
+        _, skip = steps_of_strength(strength, 20, "diffusers", 1000)
+        table = build_table(scheduler, 20, sampler=sampler, spacing="leading", skip=skip)
+        assert len(table) == rows[i]
+        assert first is None or round(table.timestep[0]) == first[i]
+
+
+def test_steps_asked_and_run_are_both_told(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    result = draw(emoji, image=apple, strength=0.5)
+    told = {name: result.metadata[0][name] for name in ("num_inference_steps", "steps_run", "strength")}
+    assert told == {"num_inference_steps": 4, "steps_run": 2, "strength": 0.5}
+
+
+# What is read
+
+
+def test_forms_of_an_image(tmp_path: Path, apple: Image.Image) -> None:
+    pixels = np.asarray(apple)
+    apple.convert("RGB").save(tmp_path / "a.png")
+    for given in (apple, pixels, pixels[None], pixels.astype(np.float32) / 255, tmp_path / "a.png", [apple], (pixels,)):
+        (image,) = read_images("image", given, 3)
+        np.testing.assert_array_equal(np.asarray(image), pixels)
+    assert len(read_images("image", np.stack([pixels] * 3), 3)) == 3
+    assert read_images("mask", np.eye(8, dtype=bool), 1, grey=True)[0].getpixel((3, 3)) == 255
+
+
+def test_rotation_and_transparency(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save(tmp_path / "r.jpg", exif=exif)
+    assert read_images("image", tmp_path / "r.jpg", 1)[0].size == (16, 24)
+    (clear,) = read_images("image", Image.new("RGBA", (8, 8), (10, 20, 30, 0)), 1)
+    assert clear.getpixel((0, 0)) == BACKGROUND
+    painted = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    painted.paste((0, 0, 0, 255), (0, 0, 4, 8))
+    (mask,) = read_images("mask", painted, 1, grey=True)
+    assert (mask.getpixel((0, 0)), mask.getpixel((7, 0))) == (255, 0)
+    for mode in ("1", "L", "P", "CMYK", "I;16", "LA"):
+        assert read_images("image", Image.new(mode, (8, 8)), 1)[0].mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": None, "mask": half()}, "mask without an image"),
+        ({"image": None, "strength": 0.5}, "strength without an image"),
+        ({"image": 5}, "image=5 is not an image"),
+        ({"image": object()}, "is not an image, a path or an array"),
+        ({"image": "nowhere.png"}, "image='nowhere.png' cannot be read"),
+        ({"image": "/dev/zero"}, "cannot be read"),
+        ({"image": "."}, "cannot be read"),
+        ({"image": "x" * 5000}, "cannot be read"),
+        ({"image": []}, "0 entries for 1 images"),
+        ({"image": [half()] * 2}, "2 entries for 1 images"),
+        ({"image": np.zeros((8, 8, 5))}, r"shape \(8, 8, 5\)"),
+        ({"image": np.zeros((0, 8, 3))}, "shape"),
+        ({"image": np.full((64, 64, 3), np.nan)}, "outside of 0..1"),
+        ({"image": np.full((64, 64, 3), 2.0)}, "outside of 0..1"),
+        ({"image": np.zeros((64, 64, 3), complex)}, "complex128"),
+        ({"image": np.full((64, 64), "a")}, "give uint8"),
+        ({"image": Image.new("L", (1, 1))}, "1 x 1 pixels"),
+        ({"image": Image.new("L", (60, 64))}, "width of 60 pixels.*width=56 or width=64"),
+        ({"image": Image.new("L", (3, 3))}, "height=8 or height=8"),
+        ({"mask": Image.new("L", (32, 64))}, "mask is 32 x 64 and the image 64 x 64"),
+        ({"strength": 0}, "strength=0 is not in 0..1"),
+        ({"strength": 1.5}, "strength=1.5 is not in 0..1"),
+        ({"strength": "much"}, "strength=much is not a finite number"),
+        ({"strength": float("nan")}, "strength=nan"),
+        ({"strength": 0.1}, "less than one step"),
+        ({"strength_rule": "half"}, "strength_rule='half' is not known"),
+        ({"mask_mode": 3}, "mask_mode=3 is not known"),
+        ({"image_encoding": "mode"}, "image_encoding='mode' is not known"),
+        ({"mask_blur": -1}, "mask_blur=-1 is not in 0..1000"),
+        ({"denoising_start": 0.5}, "leave denoising_start out"),
+        ({"sampler": "ddim_inverse"}, "encode_image"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        draw(emoji, **{"image": half()} | changes)
+
+
+def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
+    with pytest.raises(canvax.InputError, match=r"which is too many|decompression bomb"):
+        draw(emoji, image=tmp_path / "huge.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "huge.png").read_bytes()[:200])
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.gif")
+    (tmp_path / "text.png").write_text("hello")
+    for name, message in (
+        ("a.gif", "is not a PNG, JPEG or WebP"),
+        ("text.png", "is not a PNG"),
+        ("cut.png", "decompression"),
+    ):
+        with pytest.raises(canvax.InputError, match=message):
+            draw(emoji, image=tmp_path / name)
+
+
+# The command line
+
+
+def test_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion, apple: Image.Image,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    apple.save("apple.png")
+    half().save("mask.png")
+    fast = ("--steps", "4", "-q")
+    assert (
+        main(["generate", "a cat", "--image", "apple.png", "--mask", "mask.png", "-s", "1", "-o", "one.png", *fast])
+        == 0
+    )
+    want = draw(emoji, image=apple, mask=half()).images[0]
+    with Image.open("one.png") as image:
+        np.testing.assert_array_equal(array(image), array(want))
+    capsys.readouterr()
+    assert main(["generate", "--from-image", "one.png", "-o", "two.png"]) == BAD_INPUT
+    assert "it began from an image; name it with --image" in capsys.readouterr().err
+    again = ["--from-image", "one.png", "--image", "apple.png", "--mask", "mask.png", "-q"]
+    assert main(["generate", *again, "-o", "two.png"]) == 0
+    assert Path("one.png").read_bytes() == Path("two.png").read_bytes()
+    capsys.readouterr()
+    assert main(["generate", *again, "--mask", "apple.png", "-o", "three.png"]) == 0
+    assert "is not the one that one.png began from" in capsys.readouterr().err
+    assert main(["info", "one.png"]) == 0
+    told = capsys.readouterr().out
+    assert "--image IMAGE --mask MASK" in told
+    assert "not in the file" in told
+    lines = [{"prompt": "a cat", "image": "apple.png", "strength": 0.5}, {"prompt": "a dog"}]
+    Path("prompts.txt").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["generate", "--prompt-file", "prompts.txt", "-o", "many", *fast]) == 0
+    assert len(os.listdir("many")) == 2
