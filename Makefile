@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-slow test-newest test-tpu lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-bad test-newest test-tpu lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -40,6 +40,10 @@ test-all: test-slow
 # Every test, on this Python.
 test-slow: .venv/test-$(REFERENCE) lint
 	$(BIN)/python $(PYTEST) -m ""
+
+# Bad inputs and faults, each with its answer.
+test-bad: .venv/test-$(REFERENCE)
+	$(BIN)/python $(PYTEST) -m bad
 
 # Without the references, which have been compared with already.
 test-newest:

@@ -62,7 +62,7 @@ def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, name: str = "a number") -> Any:
     """A 0-d array of any library as a Python number; anything else as it is.
 
     Raises:
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
-        raise InputError(f"a whole number of {value.bit_length()} bits is too large for anything here")
+        raise InputError(f"{name}: a whole number of {value.bit_length()} bits is too large")
     return value
 
 
@@ -81,7 +81,7 @@ def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
     Raises:
         InputError: it is not.
     """
-    value = plain(value)
+    value = plain(value, name)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(f"{name}={value!r} is not a whole number of at least 1")
     count = int(value)
@@ -96,7 +96,7 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     Raises:
         InputError: it is not; ``cure`` follows.
     """
-    value = plain(value)
+    value = plain(value, name)
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:

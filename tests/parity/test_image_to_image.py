@@ -45,6 +45,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDi
     folder = build(tmp_path_factory.mktemp("model") / "base", "epsilon")
     theirs = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
+    theirs.own_config = theirs.scheduler.config  # a config made of another scheduler's keeps its fields
     return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
@@ -58,7 +59,7 @@ def photo(seed: int, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
 
 def replay(theirs: Any, scheduler: str, changes: dict[str, Any], first_row: int, patch: pytest.MonkeyPatch) -> None:
     """The reference draws our noise: first that of the start, then a row's for each step."""
-    theirs.scheduler = getattr(diffusers, scheduler).from_config(theirs.scheduler.config, **changes)
+    theirs.scheduler = getattr(diffusers, scheduler).from_config(dict(theirs.own_config), **changes)
     rows = iter(range(first_row, 1000))
 
     def start(*_: Any, **__: Any) -> Any:

@@ -103,6 +103,9 @@ def versions() -> dict[str, str]:
     return numbers | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
+_MAY_BE_EMPTY = ("negative_prompt", "prompt_2", "negative_prompt_2")
+
+
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Words after ``--`` are prompts, whatever they start with.
 
@@ -122,6 +125,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         meant = near[0] if near else f"generate {shlex.quote(words[0])}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     arguments = parser.parse_args(words[:end])
+    for name, value in vars(arguments).items():
+        if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
+            fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
+            raise InputError(f"--{name.replace('_', '-')} {fault}")
     if words[end + 1 :]:
         if arguments.command != "generate":
             parser.error(f"{words[end + 1]!r} is not expected here")

@@ -106,8 +106,12 @@ class Destination:
         Raises:
             InputError: the images cannot be written there.
         """
-        path = Path(arguments.output or OUTPUT).expanduser()
-        is_file = path.suffix.lower() in FORMATS and not path.is_dir()
+        try:
+            path = Path(arguments.output or OUTPUT).expanduser()
+            is_file = path.suffix.lower() in FORMATS and not path.is_dir()
+        except (OSError, RuntimeError) as error:  # too long a name, an unknown user
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"--output {arguments.output[:80]}: cannot be a name ({reason})") from None
         if is_file and len(requests) > 1 and not arguments.grid:
             raise InputError(f"--output {path}: is one file for {len(requests)} images; name a folder")
         if is_file and os.path.lexists(path):

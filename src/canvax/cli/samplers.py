@@ -12,6 +12,7 @@ import numpy as np
 
 from canvax.cli.terminal import columns, say, table
 from canvax.errors import InputError, nearest
+from canvax.files import MAX_JSON, open_regular
 from canvax.samplers import CURVES, SAMPLERS, Scheduler, build_table, curve_named, find, from_scheduler_config
 from canvax.samplers.options import SPACINGS
 
@@ -112,8 +113,9 @@ def _config(file: str | None) -> dict[str, Any]:
     if file is None:
         return STABLE_DIFFUSION
     try:
-        config = json.loads(Path(file).expanduser().read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        with open_regular(Path(file).expanduser()) as opened:
+            config = json.loads(opened.read(MAX_JSON))
+    except (OSError, ValueError, RecursionError, RuntimeError) as error:
         raise InputError(f"--scheduler-config {file!r} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"--scheduler-config {file!r} is not a JSON object; give a model's scheduler_config.json")

@@ -35,6 +35,8 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
         chosen = all_devices() if devices is None else list(devices)
     except TypeError:
         raise InputError(f"devices={devices!r} is not a list of JAX devices, such as jax.devices()[:2]") from None
+    if not all(hasattr(device, "platform") for device in chosen):
+        raise InputError(f"devices={chosen!r:.80} are not JAX devices, such as jax.devices()[:2]")
     if not chosen:
         raise InputError("devices is empty; give at least one, or None for all of them")
     data = check_sizes(len(chosen), data, model)

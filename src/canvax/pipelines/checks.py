@@ -78,7 +78,7 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
 
 def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:
     """Height or width in pixels, for a VAE of ``factor`` pixels per latent."""
-    if (value := plain(value)) is None:
+    if (value := plain(value, name)) is None:
         return default
     step = math.lcm(SIZE_STEP, factor)
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
@@ -92,7 +92,7 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
 
 def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
-    if (value := plain(value)) is None:
+    if (value := plain(value, "num_inference_steps")) is None:
         return own or default
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
         raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
@@ -157,16 +157,16 @@ def check_seeds(seed: Any, count: int) -> list[int]:
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
             raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
-        return [image_seeds(plain(own), 1)[0] for own in seed]
-    return image_seeds(plain(seed), count)
+        return [image_seeds(plain(own, "seed"), 1)[0] for own in seed]
+    return image_seeds(plain(seed, "seed"), count)
 
 
 def check_precision(precision: str | None) -> None:
     """Refuse a matmul precision that JAX has not."""
     try:
-        with jax.default_matmul_precision(precision or "default"):
+        with jax.default_matmul_precision("default" if precision is None else precision):
             pass
-    except ValueError:
+    except (TypeError, ValueError):
         raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
 
 

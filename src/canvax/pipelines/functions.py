@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.errors import InputError
 from canvax.families.base import Model
@@ -75,4 +76,8 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
     """See ``canvax.StableDiffusion.decode``."""
+    if not isinstance(latents, Tracer):
+        channels = model.vae.latent_channels
+        if np.ndim(latents) != 4 or np.shape(latents)[-1] != channels or np.asarray(latents).dtype.kind not in "fiuV":
+            raise InputError(f"latents of shape {np.shape(latents)} are not [B, h, w, {channels}] numbers")
     return _decode_images(params["vae"], jnp.asarray(latents), cfg=model.vae)

@@ -148,7 +148,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))  # metadata keeps plain values
+            object.__setattr__(
+                self, field.name, plain(getattr(self, field.name), field.name)
+            )  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
@@ -257,10 +259,10 @@ def _numbers(name: str, value: Any) -> Any:
         if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
             return value
         value = value.split(",")
-    if value is None:
+    if value is None and name != "guidance_interval":
         return None
     try:
-        numbers = tuple(float(one) for one in value)
+        numbers = tuple(float(one) for one in value or ())
     except (TypeError, ValueError):
         numbers = ()
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
@@ -292,6 +294,8 @@ def _plain_value(text: str) -> Any:
             return json.loads(candidate)
         except ValueError:
             continue
+        except RecursionError:
+            raise InputError(f"sampler_settings: {text[:40]}... is nested too deeply") from None
     return {"True": True, "False": False}.get(text, text)
 
 

@@ -27,7 +27,7 @@ from canvax.parallel.mesh import make_mesh, padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
-from canvax.pipelines.checks import check_size, is_tiled, parse_dtype, refuse_tracers
+from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.open import open_model, weight_bytes
@@ -271,6 +271,8 @@ class StableDiffusion:
             dtype: of the written arrays; their own by default.
             overwrite: see ``folder``.
         """
+        if not isinstance(folder, str | Path) or "\0" in str(folder):
+            raise InputError(f"folder={folder!r} cannot be a folder's name")
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
             raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
@@ -292,6 +294,8 @@ class StableDiffusion:
         Raises:
             InputError: they do not fit the model.
         """
+        if not isinstance(params, Mapping):
+            raise InputError(f"params={params!r:.80} are not parameters, as canvax.StableDiffusion.params holds them")
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components
@@ -362,7 +366,7 @@ class StableDiffusion:
         """The programs of a size in pixels and a batch."""
         (tall, wide), factor = self.model.native_size, self.model.vae.factor
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
-        images = padded_batch(check_count("batch", batch), self.programs.mesh)
+        images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
         return self.programs.ready(
             params,

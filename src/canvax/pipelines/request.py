@@ -86,6 +86,8 @@ def make_request(
         InputError: naming the argument, its value and the cure.
     """
     options = check_options(options)
+    if not isinstance(sampler, str | None):
+        raise InputError(f"sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
     check_for_model(options, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     (tall, wide), factor = model.native_size, model.vae.factor

@@ -243,6 +243,8 @@ def plan(
         CanvaxError: the compiler is missing, or it failed.
     """
     aim = parse_target(target)
+    if not isinstance(mesh, Mapping | None):
+        raise InputError(f"mesh={mesh!r} does not map axes to devices, as {{'data': 4}} does")
     axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:

@@ -315,7 +315,8 @@ def _changes(
 
 def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
     try:
-        numbers = np.asarray(values, np.float64)
+        bools = any(isinstance(value, bool) for value in values)
+        numbers = np.empty(0) if bools else np.asarray(values, np.float64)
     except (TypeError, ValueError, OverflowError):
         numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from canvax.samplers.options import CHOICES, SPACINGS, SamplerOptions, fault_of
+from canvax.samplers.options import CHOICES, LIMITS, SPACINGS, SamplerOptions, fault_of
 from canvax.samplers.schedule import BETA_SCHEDULES, PREDICTION_TYPES, NoiseSchedule, make_betas
 
 _SCHEDULE_DEFAULTS: dict[str, Any] = {
@@ -163,6 +163,7 @@ RELATIVES = frozenset({"DPMSolverMultistepInverseScheduler"})
 """Classes we have no solver for, but whose files describe the same kind of noise schedule."""
 
 # Fields of sibling classes. A config carries them along when the class was changed; they mean nothing to this one.
+_FOREIGN_DEFAULTS = {name: default for fields in CLASS_DEFAULTS.values() for name, default in fields.items()}
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
 }
@@ -202,6 +203,8 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     for key, value in config.items():
         if key in fields:
             faults += _field_faults(key, value, fields[key], class_name)
+        elif key in LIMITS and key in _FOREIGN and value is not None:  # for another sampler, which a call may name
+            faults += _field_faults(key, value, _FOREIGN_DEFAULTS[key], class_name)
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue
         elif not (key == "predict_epsilon" and value is True):  # what today's prediction_type "epsilon" was called

@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 LIMITS: dict[str, tuple[float, float]] = {
     "eta": (0, 1),
     "steps_offset": (0, 100_000),
+    "beta_start": (0, 0.9999),
+    "beta_end": (1e-9, 0.9999),
     "solver_order": (1, 3),
     "predictor_order": (1, 4),
     "corrector_order": (1, 4),

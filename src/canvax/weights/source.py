@@ -66,6 +66,8 @@ class Source:
             raise InputError(f"revision = {revision!r} is not a branch, tag or commit.")
         if not isinstance(self.token, str | bool | None):
             raise InputError(f"token is a {type(self.token).__name__}; pass the token's text, or leave it out.")
+        if isinstance(self.token, str) and not re.fullmatch("[!-~]*", self.token):
+            raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
 

@@ -1,0 +1,489 @@
+"""Bad inputs and faults: each is answered with one short sentence that names what is wrong, and leaves nothing behind.
+
+`make test-bad` runs these alone. A row is what is done and words that its answer must have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+import canvax
+from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.weights.source import BUNDLED
+
+pytestmark = pytest.mark.bad
+
+LONGEST = 600
+"""Letters of an answer; one that lists several faults may have more."""
+
+Case = tuple[str, Any, str]
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to be in; what takes longer than a minute hangs."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError("no answer within a minute")
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield tmp_path
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check_answer(message: str, words: str) -> None:
+    assert "Traceback" not in message
+    assert "CANVAX_DEBUG" not in message, message
+    assert len(message) <= LONGEST, message
+    assert "\n" not in message.strip(), message
+    assert re.search(words, message, re.IGNORECASE), message
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and the error of a command."""
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert out == "", out
+    lines = [line for line in err.splitlines() if not line.startswith(("canvax: loading", "canvax: warning"))]
+    return code, "\n".join(lines)
+
+
+# Flags
+
+HUGE = "9" * 5000
+WHOLE = ("x", "1.5", "nan", "inf", "", "-7", "1e3", "0x10", HUGE, "१०x")
+WHOLE_FLAGS = ("steps", "num-images", "width", "height", "batch-size", "clip-skip", "reuse", "reuse-layers")
+NUMBER = ("x", "nan", "inf", "-inf", "", "1e400", "1,5", HUGE)
+NUMBER_FLAGS = ("guidance-scale", "eta", "guidance-rescale", "strength", "mask-blur", "aesthetic-score")
+NAMES = ("nonsense", "", "é" * 300, "a" * 5000, "\x1b[2J", "-")
+NAME_FLAGS = ("sampler", "sigmas", "spacing", "noise", "dtype", "quantize", "mesh", "vae-tiling", "strength-rule",
+              "mask-mode", "image-encoding", "set", "guidance-steps", "guidance-interval", "platform")  # fmt: skip
+FLAG_CASES = [
+    *((flag, value) for flag in WHOLE_FLAGS for value in WHOLE),
+    *((flag, value) for flag in NUMBER_FLAGS for value in NUMBER),
+    *((flag, value) for flag in NAME_FLAGS for value in NAMES),
+    *(("seed", value) for value in WHOLE if value != "-7"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), FLAG_CASES, ids=lambda value: str(value)[:12])
+def test_values_of_flags(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    image = ("--image", "i.png") if flag in ("strength", "mask-blur") else ()
+    Image.new("RGB", (64, 64)).save("i.png")
+    code, message = command(capsys, "generate", "a cat", *image, f"--{flag}={value}", "-o", "out.png")
+    assert code == BAD_INPUT
+    names = {flag, flag.replace("-", "_"), flag.replace("-", " "), "tiling", "num_images_per_prompt", "interval"}
+    names |= {"sampler_settings"} if flag == "set" else set()
+    check_answer(message, "|".join(names))
+    assert os.listdir() == ["i.png"]
+
+
+PATHS = {
+    "missing": ("nowhere/x.png", "such|cannot|not"), "empty": ("", "is empty"), "folder": (".", "not|folder"),
+    "zero": ("/dev/zero", "not|regular|longer"), "null": ("/dev/null/x", "not|cannot"), "long": ("x" * 5000 + ".png", "long|cannot|not"),
+    "user": ("~nobody-here/x.png", "home|such|cannot|not"), "line": ("a\nb.png", "such|cannot|not"), "text": ("text.png", "not|cannot"),
+    "pipe": ("pipe.png", "not|cannot|regular"), "loop": ("loop.png", "such|cannot|not|link"), "cut": ("cut.png", "not|cannot|cut|ends"),
+}  # fmt: skip
+
+
+def strange_files() -> None:
+    Path("text.png").write_text("hello")
+    os.mkfifo("pipe.png")
+    Path("loop.png").symlink_to("loop.png")
+    Image.new("RGB", (64, 64)).save("whole.png")
+    Path("cut.png").write_bytes(Path("whole.png").read_bytes()[:40])
+
+
+@pytest.mark.parametrize("flag", ["image", "mask", "from-image", "prompt-file"])
+@pytest.mark.parametrize("kind", PATHS)
+def test_files_to_read(flag: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if (flag, kind) == ("prompt-file", "pipe"):
+        pytest.skip("prompts may come from a pipe: --prompt-file <(command)")
+    strange_files()
+    path, words = PATHS[kind]
+    if flag == "prompt-file" and kind in ("text", "cut"):
+        path, words = "whole.png", "UTF-8"
+    prompt = () if flag in ("prompt-file", "from-image") else ("a cat",)
+    image = ("--image", "whole.png") if flag == "mask" else ()
+    code, message = command(capsys, "generate", *prompt, *image, f"--{flag}={path}", "-o", "out.png")
+    assert code == BAD_INPUT, message
+    check_answer(message, words)
+    assert not os.path.exists("out.png")
+
+
+OUTPUTS = {
+    "exists": "whole.png", "unknown ending of a file": "whole.png/x.png", "file as folder": "text.png/more", "null": "/dev/null/x",
+    "long": "x" * 300 + ".png", "longer": "y/" * 3000 + "z.png", "empty": "", "user": "~nobody-here/x.png",
+    "zero": "a\0b.png", "pipe": "pipe.png", "loop": "loop.png", "full": "/dev/full",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_files_to_write(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    strange_files()
+    before = sorted(os.listdir())
+    code, message = command(capsys, "generate", "a cat", f"--output={OUTPUTS[kind]}")
+    assert code == BAD_INPUT, message
+    check_answer(message, "output")
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("name", ["", "sd15", "emojy", "a/b/c", "x" * 5000, "~nobody-here/x", "./nowhere", "/dev/zero",
+                                  "a\0b", "..", "owner/", "/owner", "a b/c", "owner/name@main", "é/ü", "text.png",
+                                  "model.safetensors", "https://example.org/a/b"])  # fmt: skip
+@pytest.mark.parametrize("verb", ["generate", "info"])
+def test_names_of_models(name: str, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    strange_files()
+    arguments = ("generate", "x", f"--model={name}") if verb == "generate" else ("info", "--", name)
+    code, message = command(capsys, *arguments)
+    assert code in (FAILED, BAD_INPUT)
+    check_answer(message, ".")
+
+
+# Prompt files
+
+LINES: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"),
+    "list": ('{"prompt": ["a"]}', "prompt"), "number": ('{"prompt": 5}', "prompt"), "no prompt": ('{"seed": 1}', "prompt"),
+    "broken": ('{"prompt": "a"', "JSON"), "unknown": ('{"prompt": "a", "stepz": 4}', "stepz.*steps|steps"), "deep": ("{" + '"a":{' * 60_000, "JSON"),
+    "text steps": ('{"prompt": "a", "steps": "4"}', "steps"), "list steps": ('{"prompt": "a", "steps": [4]}', "steps"),
+    "true": ('{"prompt": "a", "steps": true}', "steps"), "huge": ('{"prompt": "a", "seed": ' + "9" * 400 + "}", "seed"),
+    "infinite": ('{"prompt": "a", "guidance_scale": 1e999}', "guidance"), "nan": ('{"prompt": "a", "guidance_scale": NaN}', "guidance"),
+    "count": ('{"prompt": "a", "n": 1000000000000}', "images"), "negative count": ('{"prompt": "a", "n": -1}', "num_images|images"),
+    "size": ('{"prompt": "a", "width": 65}', "width"), "object": ('{"prompt": "a", "sampler": {}}', "sampler"),
+    "sampler": ('{"prompt": "a", "sampler": "nope"}', "sampler"), "eta": ('{"prompt": "a", "eta": "much"}', "eta"),
+    "image": ('{"prompt": "a", "image": 5}', "image"), "image there": ('{"prompt": "a", "image": "nope.png"}', "image"),
+    "strength": ('{"prompt": "a", "strength": 0.5}', "strength"), "negative": ('{"prompt": "a", "negative_prompt": 3}', "negative"),
+    "surrogate": ('{"prompt": "\\ud800"}', "UTF-8"), "sigmas": ('{"prompt": "a", "sigmas": [1, 2]}', "sigmas"),
+    "timesteps": ('{"prompt": "a", "sampler_settings": {"timesteps": [true]}}', "timesteps"),
+    "settings": ('{"prompt": "a", "sampler_settings": {"nope": 1}}', "nope"), "interval": ('{"prompt": "a", "guidance_interval": null, "n": 0}', "images"),
+    "interval order": ('{"prompt": "a", "guidance_interval": [1, 0]}', "interval"), "one": ('{"prompt": "a", "guidance_interval": [1]}', "interval"),
+    "clip": ('{"prompt": "a", "clip_skip": 1.5}', "clip_skip"), "tiling": ('{"prompt": "a", "tiling": 1}', "tiling"),
+    "sizes": ('{"prompt": "a", "original_size": [1]}', "original_size"), "reuse": ('{"prompt": "a", "reuse": 0}', "reuse"),
+    "callback": ('{"prompt": "a", "callback": "x"}', "callback"), "twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "seed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_prompt_files(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, words = LINES[kind]
+    Path("p.txt").write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    code, message = command(capsys, "generate", "--prompt-file", "p.txt")
+    assert code == BAD_INPUT, message
+    check_answer(message, words)
+    assert os.listdir() == ["p.txt"]
+
+
+# Metadata of images
+
+METADATA: dict[str, Any] = {
+    "list": [], "text": "a", "null": None, "deep": "[" * 60_000, "steps": {"num_inference_steps": "x"}, "model": {"model": 5},
+    "steps list": {"num_inference_steps": [1]}, "size": {"height": -8}, "seed": {"seed": 10**400}, "seed text": {"seed": "x"},
+    "guidance": {"guidance_scale": 1e39}, "options": {"options": {"eta": [1]}}, "sampler": {"sampler": "nope"}, "prompt": {"prompt": 5},
+    "settings": {"options": {"sampler_settings": ["s_churn=" + "[" * 60_000]}}, "noise": {"noise": "nope"}, "image": {"image_sha256": "0"},
+    "dtype": {"dtype": "int4"}, "dtype number": {"dtype": 3}, "quantize": {"quantize": "int2"}, "sigmas": {"options": {"sigmas": [1, 5]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", METADATA)
+def test_metadata_of_images(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = METADATA[kind]
+    if isinstance(value, dict):
+        value = {"prompt": "a", "canvax": "0.1.0", "model": "emoji"} | value
+    text = value if kind == "deep" else json.dumps(value)
+    texts = PngInfo()
+    texts.add_itxt("canvax", text)
+    Image.new("RGB", (8, 8)).save("i.png", pnginfo=texts)
+    code, message = command(capsys, "generate", "--from-image", "i.png", "-o", "out.png")
+    assert code in (BAD_INPUT, FAILED), message
+    check_answer(message, ".")
+    assert os.listdir() == ["i.png"]
+
+
+# Model folders
+
+
+@pytest.fixture
+def model(empty: Path) -> Path:
+    """A copy of the bundled model, to damage: weights are linked."""
+    return shutil.copytree(BUNDLED["emoji"], empty / "model", copy_function=_link_weights)
+
+
+def _link_weights(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        os.link(source, target) if os.stat(source).st_dev == os.stat(Path(target).parent).st_dev else shutil.copy(
+            source, target
+        )
+    else:
+        shutil.copyfile(source, target)
+
+
+def refused(model: Path, words: str) -> None:
+    with pytest.raises(canvax.CanvaxError) as caught:
+        canvax.load(model, progress=False)
+    message = str(caught.value).replace(str(model), "MODEL")
+    assert len(message) < 4000, message
+    assert re.search(words, message, re.IGNORECASE), message
+
+
+JSON_FILES = ("model_index.json", "unet/config.json", "vae/config.json", "text_encoder/config.json",
+              "scheduler/scheduler_config.json")  # fmt: skip
+BROKEN: dict[str, bytes] = {
+    "empty": b"", "list": b"[]", "null": b"null", "text": b'"a"', "cut": b'{"a": ', "deep": b'{"a":' + b"[" * 60_000,
+    "page": b"<!DOCTYPE html><html>", "latin": '{"ü": 1}'.encode("latin-1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", JSON_FILES)
+@pytest.mark.parametrize("kind", [*BROKEN, "missing", "pipe", "folder", "zero", "loop"])
+def test_json_of_models(file: str, kind: str, model: Path) -> None:
+    path = model / file
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("zero", "loop"):
+        path.symlink_to("/dev/zero" if kind == "zero" else path)
+    elif kind != "missing":
+        path.write_bytes(BROKEN[kind])
+    refused(model, path.name.removesuffix(".json") + "|model_index")
+
+
+CONFIGS: list[tuple[str, str, Any]] = [
+    ("scheduler/scheduler_config.json", name, value)
+    for name, values in {
+        "num_train_timesteps": (0, -1, 1.5, "1000", None, 10**12, True, [1000], 10**400),
+        "beta_start": (-1, "x", 2.0, float("nan"), [0.1], 1e400),
+        "beta_end": (0, -0.5, 1.5, "x", float("inf")),
+        "beta_schedule": ("nope", 3, [], {}),
+        "prediction_type": ("nope", 5, []),
+        "timestep_spacing": ("nope", 1, {}),
+        "trained_betas": ([], "x", [2.0], [0.1] * 3, [float("nan")] * 1000, {}),
+        "_class_name": ("NopeScheduler", 5, None, [], "../../x"),
+        "clip_sample_range": (0, "x", -1, float("nan")),
+        "rescale_betas_zero_snr": ("x", 3, []),
+    }.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("file", "name", "value"), CONFIGS, ids=lambda value: str(value)[:16])
+def test_values_of_scheduler_configs(file: str, name: str, value: Any, model: Path) -> None:
+    path = model / file
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"clip_sample": True, name: value}))
+    refused(model, name)
+
+
+TOKENIZERS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "ids beyond": ("vocab.json", lambda data: json.dumps({k: v + 10**6 for k, v in json.loads(data).items()}).encode(), "vocab|ids|token"),
+    "negative": ("vocab.json", lambda data: json.dumps({k: v - 5 for k, v in json.loads(data).items()}).encode(), "vocab|ids|token"),
+    "all zero": ("vocab.json", lambda data: json.dumps(dict.fromkeys(json.loads(data), 0)).encode(), "vocab|ids|token"),
+    "text": ("vocab.json", lambda data: json.dumps(dict.fromkeys(json.loads(data), "a")).encode(), "vocab|ids|token"),
+    "empty": ("vocab.json", lambda _: b"{}", "vocab|token"), "list": ("vocab.json", lambda _: b"[]", "vocab|token"),
+    "cut": ("vocab.json", lambda data: data[:1000], "vocab|token"), "nothing": ("vocab.json", lambda _: b"", "vocab|token"),
+    "merges": ("merges.txt", lambda _: b"\xff\xfe", "merges|token"), "no merges": ("merges.txt", lambda _: b"", "merges|token"),
+    "unknown merges": ("merges.txt", lambda _: b"#version: 0.2\nzz qq\n", "merges|token"), "one": ("merges.txt", lambda _: b"a\n", "merges|token"),
+    "config": ("tokenizer_config.json", lambda _: b"[]", "token"), "cut config": ("tokenizer_config.json", lambda _: b"{", "token"),
+    "special": ("special_tokens_map.json", lambda _: b'{"eos_token": 5}', "token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer_files(kind: str, model: Path) -> None:
+    name, change, words = TOKENIZERS[kind]
+    (model / "tokenizer" / "tokenizer.json").unlink()  # else it is the one that is read
+    path = model / "tokenizer" / name
+    data = path.read_bytes() if path.exists() else b"{}"
+    path.unlink(missing_ok=True)
+    path.write_bytes(change(data))
+    refused(model, words)
+
+
+def header(entries: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+WEIGHTS: dict[str, bytes] = {
+    "empty": b"", "short": b"abc", "length": header(b"{}", length=2**63), "beyond": header(b"{}", length=10**6), "page": b"<!DOCTYPE html>" * 10,
+    "list": header([]), "nothing": header({}), "deep": header(b'{"a":' + b"[" * 60_000), "cut": header(b'{"a": '), "latin": header(b'{"\xff": 1}'),
+    "no dtype": header({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"0000"), "dtype": header({"a": TENSOR | {"dtype": "F99"}}, b"0000"),
+    "shape": header({"a": TENSOR | {"shape": [-1]}}, b"0000"), "big shape": header({"a": TENSOR | {"shape": [10**30]}}, b"0000"),
+    "shape text": header({"a": TENSOR | {"shape": "x"}}, b"0000"), "offsets": header({"a": TENSOR | {"data_offsets": [4, 0]}}, b"0000"),
+    "past the end": header({"a": TENSOR | {"data_offsets": [0, 400]}}, b"0000"), "overlap": header({"a": TENSOR, "b": TENSOR}, b"0000"),
+    "hole": header({"a": TENSOR | {"data_offsets": [4, 8]}}, b"00000000"), "twice": header(b'{"a": {}, "a": {}}'), "other": header({"a": TENSOR}, b"0000"),
+    "one offset": header({"a": TENSOR | {"data_offsets": [0]}}, b"0000"), "number": header({"a": 5}), "metadata": header({"__metadata__": 5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*WEIGHTS, "missing", "folder", "pipe", "zero"])
+def test_weight_files(kind: str, model: Path) -> None:
+    path = next((model / "vae").glob("*.safetensors"))
+    path.unlink()
+    if kind in WEIGHTS:
+        path.write_bytes(WEIGHTS[kind])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    refused(model, "vae|safetensors")
+
+
+# Calls from Python
+
+LATENTS = np.zeros((1, 8, 8, 32), np.float32)
+CALLS: list[tuple[dict[str, Any], str]] = [
+    *(({"prompt": value}, "prompt") for value in (None, 5, [], [5], b"a", {}, object(), ["a", None], ())),
+    *(({"negative_prompt": value}, "negative_prompt") for value in (5, ["a", "b"], [5], b"a", {})),
+    *(({"height": value}, "height") for value in (0, -8, 65, 1.5, "64", True, 10**9, float("nan"), [64], 10**400, 1 << 70)),
+    *(({"width": value}, "width") for value in (7, "x", object(), np.array([64, 64]))),
+    *(({"num_inference_steps": value}, "num_inference_steps") for value in (0, -1, 1.5, "4", True, 10**12, [4], float("inf"))),
+    *(({"guidance_scale": value}, "guidance_scale") for value in ("x", [1], float("nan"), 1e39, 10**400, 1j, object(), np.ones(3))),
+    *(({"num_images_per_prompt": value}, "num_images_per_prompt") for value in (0, -1, 1.5, "2", 10**12, True, [1])),
+    *(({"seed": value}, "seed") for value in ("x", 1.5, -2, 2**64, 10**5000, [1, 2], float("nan"), object(), True)),
+    *(({"sampler": value}, "sampler") for value in (5, "nope", ["euler"], "", object(), "x" * 5000)),
+    *(({"latents": value}, "latents") for value in ("x", LATENTS[..., :4], LATENTS * np.nan, LATENTS + 1j, [[1], [1, 2]], 5)),
+    *(({"options": value}, "options") for value in (5, "x", [], {"nope": 1}, object())),
+    *(({"params": value}, "param") for value in (5, {}, {"unet": {}}, [], "x", {"unet": 1, "vae": 2, "text_encoder": 3})),
+    *(({"callback": value}, "callback") for value in (5, "x", lambda: None, lambda a, b: None, [])),
+    *(({"sigmas": value}, "sigmas|levels") for value in (5, [1, 2], [float("nan")], "nope", [], [[1]], "1,x", [1e308, 1, 0], "1e-320,0")),
+    *(({"guidance_steps": value}, "guidance|scales") for value in ([1, 2], "x", [float("nan")] * 4, [1e39] * 4, {}, [[1]] * 4)),
+    *(({"guidance_interval": value}, "guidance_interval") for value in (None, [1], [0.5, 0.2], "x", [0, 2], [float("nan"), 1])),
+    *(({"sampler_settings": value}, "sampler_settings|nope|s_churn|timesteps|order|5=6") for value in (5, {"nope": 1}, {"s_churn": "x"}, ["x"], {"timesteps": [5, 6]}, {5: 6})),
+    *(({name: value}, name) for name in ("eta", "guidance_rescale") for value in ("x", -1, 2, float("nan"), [0], 10**400)),
+    *(({name: value}, name) for name in ("reuse", "reuse_layers", "clip_skip") for value in ("x", -1, 1.5, 10**9 if name != "reuse" else [2], None, True)),
+    *(({name: value}, name) for name in ("tiling", "noise", "spacing", "progress") for value in (5, "nope", [])),
+    *(({name: value}, name) for name in ("denoising_start", "denoising_end") for value in ("x", -1, 2, float("nan"))),
+    *(({"original_size": value}, "original_size") for value in (5, (1,), "x", (0.5, 1), (64, 64))),
+    *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(CALLS)))
+def test_calls(index: int, emoji: canvax.StableDiffusion) -> None:
+    changes, words = CALLS[index]
+    with pytest.raises((canvax.CanvaxError, TypeError)) as caught:
+        emoji(**{"prompt": "a cat", "num_inference_steps": 4, "progress": False} | changes)
+    check_answer(str(caught.value), words)
+
+
+LOADS: list[tuple[dict[str, Any], str]] = [
+    *(({"model": value}, "model|name|folder|hub") for value in (5, None, [], "", b"emoji", object())),
+    *(({"dtype": value}, "dtype") for value in ("int8", 5, "nope", [], object(), "complex64")),
+    *(({"quantize": value}, "quantize") for value in ("int4", 5, [], {}, object())),
+    *(({"revision": value}, "revision") for value in (5, [], "", b"a")),
+    *(({"variant": value}, "variant") for value in (5, [], "../x")),
+    *(({"cache_dir": value}, "cache_dir") for value in (5, [], object())),
+    *(({"token": value}, "token") for value in (5, [], "a\nb", "é", "a b")),
+    *(({"mesh": value}, "mesh") for value in (5, "data=2", [], object())),
+    *(({"precision": value}, "precision") for value in (5, "nope", [])),
+    *(({"nope": 1}, "nope"), ({"custom_pipeline": "x"}, "custom_pipeline"), ({"safety_checker": 5}, "safety_checker")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(LOADS)))
+def test_loads(index: int) -> None:
+    changes, words = LOADS[index]
+    with pytest.raises((canvax.CanvaxError, TypeError)) as caught:
+        canvax.load(**{"model": "emoji", "progress": False} | changes)
+    check_answer(str(caught.value), words)
+
+
+OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
+    "save": (lambda pipe: pipe.save(5), "5"), "save none": (lambda pipe: pipe.save(None), "None"), "save nul": (lambda pipe: pipe.save("a\0b"), "NUL|null|name"),
+    "save dtype": (lambda pipe: pipe.save("m", dtype="nope"), "dtype"), "place": (lambda pipe: pipe.place(5), "param"), "place none": (lambda pipe: pipe.place(None), "param"),
+    "mesh": (lambda _: canvax.make_mesh(5), "device|mesh"), "mesh list": (lambda _: canvax.make_mesh([1, 2]), "device"), "data": (lambda _: canvax.make_mesh(data=0), "data"),
+    "model axis": (lambda _: canvax.make_mesh(model=10**9), "model"), "axis": (lambda _: canvax.make_mesh(data="x"), "data"),
+    "compile": (lambda pipe: pipe.compile(batch=10**9), "batch"), "compile text": (lambda pipe: pipe.compile(batch="x"), "batch"), "compile size": (lambda pipe: pipe.compile(height=7), "height"),
+    "compile layers": (lambda pipe: pipe.compile(reuse_layers=99), "reuse_layers"), "memory": (lambda pipe: pipe.memory(batch=0), "batch"),
+    "encode": (lambda pipe: pipe.encode(5), "prompt"), "encode size": (lambda pipe: pipe.encode("a", height=7), "height"), "decode": (lambda pipe: pipe.decode("x"), "latents"),
+    "decode shape": (lambda pipe: pipe.decode(np.zeros((1, 8, 8, 4))), "latents"), "encode image": (lambda pipe: pipe.encode_image(5), "image"),
+    "attribute": (lambda pipe: pipe.enable_nothing, "enable_nothing"), "options": (lambda _: canvax.Options(nope=1), "nope"),
+    "preview": (lambda _: canvax.load_preview("emoji"), "emoji|preview|config"), "preview number": (lambda _: canvax.load_preview(5), "5|model|name"),
+    "plan": (lambda _: canvax.plan("emoji", "nope"), "nope|target"), "plan mesh": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", mesh="x"), "mesh"),
+    "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_calls(kind: str, emoji: canvax.StableDiffusion) -> None:
+    do, words = OTHERS[kind]
+    with pytest.raises((canvax.CanvaxError, TypeError, AttributeError)) as caught:
+        do(emoji)
+    check_answer(str(caught.value), words)
+
+
+# Other commands
+
+COMMANDS: list[tuple[str, str]] = [
+    ("nope", "nope"), ("generate", "prompt"), ("generate x --nope", "nope"), ("samplers nope", "nope"),
+    ("samplers plot nope", "nope"), ("samplers plot --steps 0", "steps"), ("samplers plot --steps 10000000", "steps"), ("samplers plot --sampler nope", "nope"),
+    ("samplers plot -o x.txt", "x.txt|png"), ("samplers plot --scheduler-config nope.json", "nope.json"), ("samplers plot --scheduler-config /dev/zero", "zero"),
+    ("cache nope", "nope"), ("cache clear --older-than x", "older-than"), ("cache clear --older-than nan", "older-than"), ("cache list --older-than 3", "older-than"),
+    ("compile emoji --batch 0", "batch"), ("compile emoji --batch x", "batch"), ("compile emoji --batch 1000000000", "batch"), ("compile emoji --size 7x7", "7"),
+    ("compile emoji --size x", "size"), ("compile emoji --size 64", "size"), ("compile nope", "nope"), ("compile emoji --dtype nope", "dtype"),
+    ("info", "what|argument|required"), ("info nope.png", "nope.png"), ("info nope", "nope"), ("info emoji -W 64", "memory"), ("info emoji --memory -W 7", "7|width"),
+    ("info emoji --memory -b 0", "batch"), ("plan", "required|model|target"), ("plan emoji", "target"), ("plan emoji --target nope", "nope"),
+    ("plan emoji --target tpu-v5e:0x2", "0x2"), ("plan emoji --target tpu-v5e:2x2 --steps 0", "steps"), ("plan emoji --target tpu-v5e:2x2 --size 7x7", "7"),
+    ("plan emoji --target tpu-v5e:2x2 -b 0", "batch"), ("plan emoji --target tpu-v5e:2x2 --dtype x", "dtype"), ("plan emoji --target tpu-v5e:2x2 --mesh x", "mesh"),
+    ("bench nope", "nope"), ("bench emoji --steps 0", "steps"), ("bench emoji --rounds 0", "rounds"), ("bench emoji -b 0", "batch"), ("bench emoji --size x", "size"),
+    ("train", "finetune|train|usage"), ("train nope", "nope"), ("train finetune nope -m emoji -o m", "nope"), ("train finetune . -m nope -o m", "nope|image|picture|caption"),
+    ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
+    ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
+    ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(COMMANDS)))
+def test_commands(index: int, capsys: pytest.CaptureFixture[str]) -> None:
+    line, words = COMMANDS[index]
+    code = main(line.split())
+    out, err = capsys.readouterr()
+    assert code in (BAD_INPUT, FAILED), out + err
+    check_answer(err.strip().splitlines()[-1], words)
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("CANVAX_CACHE_DIR", "relative", "whole path"), ("CANVAX_CACHE_SIZE", "plenty", "CANVAX_CACHE_SIZE"), ("CANVAX_CACHE_SIZE", "9" * 400, "CANVAX_CACHE_SIZE"),
+     ("CANVAX_CACHE_DIR", "x" * 5000, "whole path"), ("CANVAX_CACHE_DIR", "~nobody-here/x", "whole path|home")],
+)  # fmt: skip
+def test_environment(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CANVAX_CACHE_DIR", os.getcwd())
+    monkeypatch.setenv(name, value)
+    code = main(["cache", "list"])
+    assert code in (BAD_INPUT, FAILED)
+    check_answer(capsys.readouterr().err, words)
+
+
+def count() -> Iterator[int]:
+    yield from (len(FLAG_CASES), 4 * len(PATHS), len(OUTPUTS), 36, len(LINES), len(METADATA), len(JSON_FILES) * 14)
+    yield from (len(CONFIGS), len(TOKENIZERS), len(WEIGHTS) + 4, len(CALLS), len(LOADS), len(OTHERS), len(COMMANDS))
+
+
+def test_there_are_many() -> None:
+    assert sum(count()) >= 400
