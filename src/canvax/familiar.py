@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from canvax.errors import InputError
 
 PAGE = "docs/coming-from-diffusers.md"
+FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
 NOT_HERE = "canvax does not have {} yet"
 
 
@@ -172,12 +173,44 @@ CLASSES = {
 """Names looked for in the module ``canvax``; those that start with Flax are in :mod:`canvax.flax_api`."""
 
 
-def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str) -> str:
+FLAX_CALL: dict[str, Familiar] = {
+    **_renamed("steps", "num_inference_steps"),
+    **_renamed("cfg_scale guidance", "guidance_scale"),
+    **_renamed("negative_prompt_ids negative_ids", "neg_prompt_ids"),
+    **_renamed("rng key", "prng_seed"),
+    **_same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
+    **_same("negative_prompt neg_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
+    **_same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
+            "device"),
+    **_same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
+    **_same("image strength noise", NOT_HERE.format("image to image")),
+    **_same("mask masked_image", NOT_HERE.format("inpainting")),
+    **_same("controlnet_conditioning_scale", NOT_HERE.format("ControlNet")),
+    **_same("sampler scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
+    **_same("prompt_2 original_size crops_coords_top_left target_size callback callback_steps clip_skip "
+            "guidance_rescale eta", "canvax.load(model) has it, and needs no device axis"),
+}  # fmt: skip
+"""Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
+
+FLAX_LOAD: dict[str, Familiar] = {
+    **{name: entry for name, entry in LOAD.items() if not entry.becomes},
+    **_renamed("torch_dtype weights_dtype", "dtype"),
+    **_renamed("use_auth_token", "token"),
+    **_renamed("model model_id", "pretrained_model_name_or_path"),
+    **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer", "load the whole model and put "
+            "edited weights into params"),
+    **_same("quantize mesh precision", "canvax.load(model) has it"),
+    **_same("jit", "it is an argument of a call: pipeline(..., jit=True)"),
+}  # fmt: skip
+"""Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
+
+
+def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE) -> str:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
     if entry := table.get(name):
-        return f"{name}: {entry.answer or f'write {entry.becomes}'} ({PAGE})"
+        return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     near = get_close_matches(name, [*known, *table], n=1, cutoff=0.7)
-    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {PAGE}'}"
+    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {page}'}"
 
 
 def missing_class(name: str) -> str | None:
