@@ -240,7 +240,7 @@ def test_schedulers(name: str, old: Old, copies: Params, folder: Path, native: c
 def test_scheduler_argument(folder: Path) -> None:
     scheduler = flax_api.FlaxDDIMScheduler(beta_schedule="scaled_linear", trained_betas=np.full(1000, 0.01))
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder, scheduler=scheduler)
-    assert pipeline.scheduler == params["scheduler"] == scheduler.create_state()
+    assert pipeline.scheduler.create_state() == params["scheduler"] == scheduler.create_state()
     assert params["scheduler"].config["trained_betas"][0] == 0.01
 
 

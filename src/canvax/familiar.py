@@ -204,6 +204,52 @@ FLAX_LOAD: dict[str, Familiar] = {
 }  # fmt: skip
 """Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
 
+FLAX_ATTRIBUTES: dict[str, Familiar] = {
+    **_same("init_weights init init_with_output bind", "weights come from from_pretrained; training is in "
+            "docs/training.md"),
+    **_same("to to_bf16 to_fp16 to_fp32", "write dtype= in from_pretrained, or jax.tree.map(lambda x: "
+            "x.astype(jnp.bfloat16), params)"),
+    **_same("components register_modules", "unet, vae, text_encoder, tokenizer and scheduler are attributes"),
+    **_same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
+    **_same("dtype", "the dtype is that of params"),
+    **_same("text_encoder_2 tokenizer_2", "this model has one text encoder"),
+    **_same("safety_checker feature_extractor", "canvax has no safety checker"),
+    **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
+    **_same("prepare_text_inputs", "write prepare_inputs"),
+    **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
+    **_same("get_timestep_start", NOT_HERE.format("image to image")),
+    **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
+    **_same("load_lora_weights", NOT_HERE.format("LoRA")),
+    **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
+    **_same("enable_xformers_memory_efficient_attention enable_attention_slicing",
+            "attention never holds all its scores: drop this line"),
+    **_same("get_velocity common", "canvax.samplers has the noise schedule: pipeline.model.scheduler.schedule"),
+    **_same("timesteps init_noise_sigma", "the state has it: scheduler.set_timesteps(state, steps, latents.shape)"),
+    **_same("batch_decode decode encode_plus", "pipeline.model.tokenizers has the tokenizers; backend.decode(ids)"),
+}  # fmt: skip
+"""Attributes of a pipeline of :mod:`canvax.flax_api`, its parts and its schedulers."""
+
+_PARAMS = "FlaxStableDiffusionPipeline.from_pretrained gives pipeline.{0} and params['{0}']"
+_STATE = "write pipe(prompt, sampler='{}') with pipe = canvax.load(model)"
+
+FLAX: dict[str, Familiar] = {
+    **_same("FlaxUNet2DConditionModel", _PARAMS.format("unet")),
+    **_same("FlaxAutoencoderKL", _PARAMS.format("vae")),
+    **_same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
+    **_same("CLIPTokenizer", "pipeline.tokenizer is one"),
+    **_same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
+    **_same("FlaxStableDiffusionImg2ImgPipeline", NOT_HERE.format("image to image")),
+    **_same("FlaxStableDiffusionInpaintPipeline", NOT_HERE.format("inpainting")),
+    **_same("FlaxStableDiffusionControlNetPipeline FlaxControlNetModel", NOT_HERE.format("ControlNet")),
+    **_same("FlaxLMSDiscreteScheduler", _STATE.format("LMS")),
+    **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
+    **_same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),
+    **_same("FlaxModelMixin FlaxSchedulerMixin FlaxKarrasDiffusionSchedulers", "there is no such base class"),
+    **_same("FlaxStableDiffusionSafetyChecker CLIPImageProcessor CLIPFeatureExtractor", "canvax has no safety checker"),
+    **_same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
+}  # fmt: skip
+"""Names looked for in the module :mod:`canvax.flax_api`."""
+
 
 def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE) -> str:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
@@ -215,8 +261,10 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
 
 def missing_class(name: str) -> str | None:
     """What to say of a name that the module ``canvax`` has not; None if it is nothing people know."""
+    if name in FLAX:
+        return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
     if name.startswith("Flax"):
-        return f"write from canvax.flax_api import {name} (docs/migrating-from-diffusers-flax.md)"
+        return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
     if name.endswith("Scheduler"):
         return f"write sampler={name!r} in a call"
     return f"{CLASSES[name]} ({PAGE})" if name in CLASSES else None
@@ -272,13 +320,27 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
 
 def tables() -> str:
     """All names as Markdown, which ``docs/coming-from-diffusers.md`` ends with."""
-    parts = []
-    for title, table, prefix in (
+    return _tables(
         ("Arguments of a call", CALL, ""),
         ("Arguments of `canvax.load`", LOAD, ""),
         ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
         ("Flags of the command line", FLAGS, "--"),
-    ):
+    )
+
+
+def flax_tables() -> str:
+    """All names of :mod:`canvax.flax_api`, which ``docs/migrating-from-diffusers-flax.md`` ends with."""
+    return _tables(
+        ("Names of the module", FLAX, ""),
+        ("Arguments of a call", FLAX_CALL, ""),
+        ("Arguments of `from_pretrained`", FLAX_LOAD, ""),
+        ("Attributes and methods", FLAX_ATTRIBUTES, "."),
+    )
+
+
+def _tables(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:
+    parts = []
+    for title, table, prefix in all_of_them:
         names: dict[str, list[str]] = {}
         for name, entry in table.items():
             said = entry.answer or f"the same as `{entry.becomes}`"

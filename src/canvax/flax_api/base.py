@@ -23,8 +23,8 @@ from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, StepInputs, denoise
 from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError
-from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
-from canvax.families.base import Model
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
+from canvax.families.base import TOKENIZERS, Model
 from canvax.families.read import SDXL
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.inputs import (
@@ -42,9 +42,10 @@ from canvax.flax_api.inputs import (
 )
 from canvax.flax_api.keys import draw, wrap_keys
 from canvax.flax_api.output import numpy_to_pil
+from canvax.flax_api.parts import TextEncoder, Tokenizer, UNet, Vae
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
 from canvax.models.decode import decode_images
-from canvax.models.text import Conditions, encode_text
+from canvax.models.text import FIRST, SECOND, Conditions, encode_text
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
 from canvax.pipelines.checks import check_steps
@@ -69,11 +70,11 @@ class FlaxPipeline:
 
     Attributes:
         model: where the model came from, its configs and its tokenizers.
-        scheduler: the state that draws when ``params`` has none.
+        scheduler: what draws when ``params`` has no state of one.
     """
 
     model: Model
-    scheduler: SchedulerState
+    scheduler: FlaxScheduler
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
     XL: ClassVar[bool]
@@ -81,7 +82,61 @@ class FlaxPipeline:
     def __repr__(self) -> str:
         return summary(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the old pipelines had and this one has not gets a sentence."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a pipeline", FLAX_PAGE))
+
     numpy_to_pil = staticmethod(numpy_to_pil)
+
+    @property
+    def unet(self) -> UNet:
+        """The denoiser by itself."""
+        return UNet(self.model, "unet")
+
+    @property
+    def vae(self) -> Vae:
+        """The autoencoder by itself."""
+        return Vae(self.model, "vae")
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        """The first text encoder by itself."""
+        return TextEncoder(self.model, FIRST)
+
+    @property
+    def text_encoder_2(self) -> TextEncoder:
+        """SDXL's second one."""
+        return TextEncoder(self.model, self._second(SECOND))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the first text encoder."""
+        return Tokenizer(self.model, TOKENIZERS[FIRST])
+
+    @property
+    def tokenizer_2(self) -> Tokenizer:
+        """That of SDXL's second one."""
+        return Tokenizer(self.model, TOKENIZERS[self._second(SECOND)])
+
+    def _second(self, name: str) -> str:
+        if not self.XL:
+            raise AttributeError(name)
+        return name
+
+    def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
+        """Write the model in the diffusers layout; ``params`` without a device axis.
+
+        Args:
+            save_directory: where to write; one that is not empty only with ``overwrite``.
+            params: the parameters; a scheduler's state in them is left out.
+            overwrite: whether files there may be replaced.
+        """
+        specs = {part.name: part.spec for part in self.model.components}
+        weights = weights_of(params, specs)
+        check_weights(specs, weights)
+        return self.model.save(save_directory, weights, overwrite=overwrite)
 
     @classmethod
     @accepts(loader(FLAX_LOAD, FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
@@ -149,7 +204,7 @@ class FlaxPipeline:
         )
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
-        return cls(model, state), {**on_host(params), "scheduler": state}
+        return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}
 
     @property
     def vae_scale_factor(self) -> int:
@@ -306,7 +361,7 @@ class FlaxPipeline:
 
     def _table(self, params: Params, steps: int) -> SamplerTable:
         steps = check_steps(steps, None, 50, self.model.scheduler.schedule.num_train_timesteps)
-        return table_of(params.get("scheduler", self.scheduler), steps, xl=self.XL)
+        return table_of(params.get("scheduler", self.scheduler.create_state()), steps, xl=self.XL)
 
     def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
         vae = self.model.vae
