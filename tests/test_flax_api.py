@@ -240,7 +240,7 @@ def test_schedulers(name: str, old: Old, copies: Params, folder: Path, native: c
 def test_scheduler_argument(folder: Path) -> None:
     scheduler = flax_api.FlaxDDIMScheduler(beta_schedule="scaled_linear", trained_betas=np.full(1000, 0.01))
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder, scheduler=scheduler)
-    assert pipeline.scheduler == params["scheduler"] == scheduler.create_state()
+    assert pipeline.scheduler.create_state() == params["scheduler"] == scheduler.create_state()
     assert params["scheduler"].config["trained_betas"][0] == 0.01
 
 
@@ -339,7 +339,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "infinite guidance": ({"guidance_scale": float("inf")}, "finite"),
     "height": ({"height": 65}, "64 or 72"),
     "steps": ({"num_inference_steps": 0}, "steps=0"),
-    "params": ({"params": {"unet": {}}}, "text_encoder, vae"),
+    "params": ({"params": {"unet": {}}}, "text_encoder, unet, vae"),
+    "large ids": ({"prompt_ids": np.full((D, B, 77), 10**6)}, "the id 1000000, and text_encoder knows 0.."),
+    "negative ids": ({"neg_prompt_ids": np.full((D, B, 77), -1)}, "neg_prompt_ids has the id -1"),
+    "no ids": ({"prompt_ids": "a fox"}, "prompt_ids has shape"),
+    "ragged ids": ({"prompt_ids": [[1], [1, 2]]}, "prompt_ids is not an array"),
+    "complex latents": ({"latents": np.zeros((D, *LATENTS), complex)}, "complex128"),
+    "no latents": ({"latents": "zeros"}, "latents is not an array"),
+    "no guidance": ({"guidance_scale": "high"}, "guidance_scale='high' is not a number"),
+    "large guidance": ({"guidance_scale": 1e39}, "finite"),
+    "half a step": ({"num_inference_steps": 2.5}, "num_inference_steps=2.5"),
+    "many steps": ({"num_inference_steps": 10**4}, r"num_inference_steps=10000 is not a whole number in 1\.\.1000"),
+    "prompt": ({"prompt": "a fox"}, r"prompt: write prompt_ids=pipeline.prepare_inputs\(prompt\) \(docs/migrating"),
+    "twice": ({"num_inference_steps": 2, "steps": 3}, "give it once"),
+    "unknown": ({"prompt_idz": 1}, "did you mean 'prompt_ids'"),
 }
 
 
@@ -352,8 +365,46 @@ def test_bad_input(name: str, old: Old, copies: Params) -> None:
         pipeline(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": np.full((B, 77), 10**6)}, "the id 1000000"),
+        ({"prompt_ids": np.ones((B, 76), np.int32)}, r"prepare_inputs makes \[B, 77\]"),
+        ({"neg_prompt_ids": np.ones((1, 77), np.int32)}, "as many"),
+        ({"guidance_scale": float("nan")}, "finite"),
+        ({"latents": np.full(LATENTS, np.inf)}, "finite"),
+        ({"num_inference_steps": 0}, "num_inference_steps=0"),
+        ({"params": {}}, "params has no"),
+    ],
+)
+def test_bad_input_while_traced(changes: dict[str, Any], message: str, old: Old) -> None:
+    """What is not traced is checked there as well."""
+    pipeline, params = old
+    arguments = {"prompt_ids": pipeline.prepare_inputs(["a fox"] * B), "params": params, "num_inference_steps": 2}
+    with pytest.raises(canvax.InputError, match=message):
+        jax.eval_shape(lambda key: pipeline._generate(**arguments | {"prng_seed": key} | changes), jax.random.key(0))
+
+
+def test_other_names(old: Old) -> None:
+    pipeline, params = old
+    some, key = pipeline.prepare_inputs("a fox"), jax.random.key(0)
+    want = pipeline(some, params, key, STEPS, guidance_scale=3.0, neg_prompt_ids=some).images
+    got = pipeline(some, params, rng=key, steps=STEPS, cfg_scale=3.0, negative_prompt_ids=some)  # pyright: ignore
+    np.testing.assert_array_equal(got.images, want)
+
+
 def test_bad_parameters(old: Old, copies: Params) -> None:
     pipeline, params = old
+    some, key = pipeline.prepare_inputs("a fox"), jax.random.key(0)
+    with pytest.raises(canvax.InputError, match=r"does not fit the model.*without a device axis"):
+        pipeline(some, copies, key, STEPS)
+    other = {**params, "unet": {**params["unet"], "conv_in": {"weight": np.zeros((3, 3, 9, 32))}}}
+    with pytest.raises(canvax.InputError, match=r"'unet'. does not fit the model: conv_in.bias is missing"):
+        pipeline(some, other, key, STEPS)
+    with pytest.raises(canvax.InputError, match=r"conv_in.bias is missing.*after replicate"):
+        pipeline(ids(pipeline), replicate(other, jax.devices()[:D]), keys(), STEPS, jit=True)
+    with pytest.raises(canvax.InputError, match=r"prng_seed is traced by JAX.*pipeline\._generate"):
+        jax.jit(lambda key: pipeline(some, params, key, STEPS).images)(key)
     with pytest.raises(canvax.InputError, match="replicate"):
         pipeline(ids(pipeline), params, keys(), STEPS, jit=True)
     with pytest.raises(canvax.InputError, match="params\\['scheduler'\\]"):
@@ -382,7 +433,11 @@ def test_native_size_of_early_checkpoints(version: str, side: int, tmp_path: Pat
 def test_bad_loading(folder: Path) -> None:
     for arguments, message in (
         ({"safety_checker": object()}, "safety_checker"),
-        ({"torch_dtype": "float16"}, "torch_dtype"),
+        ({"torch_dtype": "float16", "dtype": "float16"}, "torch_dtype and dtype are one"),
+        ({"use_safetensors": False}, "use_safetensors=False: canvax has none"),
+        ({"scheduler": (1, 2)}, "pass the first"),
+        ({"unet": 1}, r"unet: load the whole model and put edited weights into params \(docs/migrating"),
+        ({"revison": "main"}, "did you mean 'revision'"),
         ({"dtype": "int8"}, "dtype"),
     ):
         with pytest.raises(canvax.InputError, match=message):

@@ -169,9 +169,10 @@ def test_bad_input(old: Old, copies: Params) -> None:
     bad: dict[str, tuple[Any, str]] = {
         "prompt_ids": (ids(pipeline)[:, :, 0], r"\[D, B, 2, 77\]"),
         "neg_prompt_ids": (ids(pipeline)[:, :1], "as many"),
+        "neg_prompt_ids ": (np.full((D, B, 2, 77), 10**6), "neg_prompt_ids has the id 1000000, and text_encoder knows"),
         "height": (65, "64 or 72"),
-        "params": ({"unet": {}}, "text_encoder, text_encoder_2, vae"),
+        "params": ({"unet": {}}, "text_encoder, text_encoder_2, unet, vae"),
     }
     for name, (value, message) in bad.items():
         with pytest.raises(canvax.InputError, match=message):
-            pipeline(**arguments | {name: value})
+            pipeline(**arguments | {name.strip(): value})

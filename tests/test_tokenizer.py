@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundled import VOCABULARY
+from small_checkpoint import write_small_checkpoint
 
+import canvax
 from canvax.errors import CheckpointError, InputError
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
 from canvax.weights.source import BUNDLED
@@ -263,6 +265,18 @@ def test_damaged_new_form(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tokenizer\.json.*Download"):
             ClipTokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1, "c": 1}, "merges": []}}')
+    with pytest.raises(CheckpointError, match="'b' and 'c' have the same id 1"):
+        ClipTokenizer.from_folder(tmp_path)
+
+
+def test_every_id_has_an_embedding(tmp_path: Path) -> None:
+    """An id beyond the table would be drawn as the last one, without a word."""
+    folder = write_small_checkpoint(tmp_path / "model")
+    path = folder / "tokenizer" / "added_tokens.json"
+    path.write_text(json.dumps({"<cat>": VOCABULARY}))
+    with pytest.raises(CheckpointError, match=f"tokenizer has the id {VOCABULARY}, and text_encoder embeds 0.."):
+        canvax.load(folder)
 
 
 def test_one_string_is_not_a_list() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from canvax.errors import InputError
 
 PAGE = "docs/coming-from-diffusers.md"
+FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
 NOT_HERE = "canvax does not have {} yet"
 
 
@@ -176,18 +177,98 @@ CLASSES = {
 """Names looked for in the module ``canvax``; those that start with Flax are in ``canvax.flax_api``."""
 
 
-def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str) -> str:
+FLAX_CALL: dict[str, Familiar] = {
+    **_renamed("steps", "num_inference_steps"),
+    **_renamed("cfg_scale guidance", "guidance_scale"),
+    **_renamed("negative_prompt_ids negative_ids", "neg_prompt_ids"),
+    **_renamed("rng key", "prng_seed"),
+    **_same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
+    **_same("negative_prompt neg_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
+    **_same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
+            "device"),
+    **_same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
+    **_same("image strength noise", NOT_HERE.format("image to image")),
+    **_same("mask masked_image", NOT_HERE.format("inpainting")),
+    **_same("controlnet_conditioning_scale", NOT_HERE.format("ControlNet")),
+    **_same("sampler scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
+    **_same("prompt_2 original_size crops_coords_top_left target_size callback callback_steps clip_skip "
+            "guidance_rescale eta", "canvax.load(model) has it, and needs no device axis"),
+}  # fmt: skip
+"""Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
+
+FLAX_LOAD: dict[str, Familiar] = {
+    **{name: entry for name, entry in LOAD.items() if not entry.becomes},
+    **_renamed("torch_dtype weights_dtype", "dtype"),
+    **_renamed("use_auth_token", "token"),
+    **_renamed("model model_id", "pretrained_model_name_or_path"),
+    **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer", "load the whole model and put "
+            "edited weights into params"),
+    **_same("quantize mesh precision", "canvax.load(model) has it"),
+    **_same("jit", "it is an argument of a call: pipeline(..., jit=True)"),
+}  # fmt: skip
+"""Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
+
+FLAX_ATTRIBUTES: dict[str, Familiar] = {
+    **_same("init_weights init init_with_output bind", "weights come from from_pretrained; training is in "
+            "docs/training.md"),
+    **_same("to to_bf16 to_fp16 to_fp32", "write dtype= in from_pretrained, or jax.tree.map(lambda x: "
+            "x.astype(jnp.bfloat16), params)"),
+    **_same("components register_modules", "unet, vae, text_encoder, tokenizer and scheduler are attributes"),
+    **_same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
+    **_same("dtype", "the dtype is that of params"),
+    **_same("text_encoder_2 tokenizer_2", "this model has one text encoder"),
+    **_same("safety_checker feature_extractor", "canvax has no safety checker"),
+    **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
+    **_same("prepare_text_inputs", "write prepare_inputs"),
+    **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
+    **_same("get_timestep_start", NOT_HERE.format("image to image")),
+    **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
+    **_same("load_lora_weights", NOT_HERE.format("LoRA")),
+    **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
+    **_same("enable_xformers_memory_efficient_attention enable_attention_slicing",
+            "attention never holds all its scores: drop this line"),
+    **_same("get_velocity common", "canvax.samplers has the noise schedule: pipeline.model.scheduler.schedule"),
+    **_same("timesteps init_noise_sigma", "the state has it: scheduler.set_timesteps(state, steps, latents.shape)"),
+    **_same("batch_decode decode encode_plus", "pipeline.model.tokenizers has the tokenizers; backend.decode(ids)"),
+}  # fmt: skip
+"""Attributes of a pipeline of :mod:`canvax.flax_api`, its parts and its schedulers."""
+
+_PARAMS = "FlaxStableDiffusionPipeline.from_pretrained gives pipeline.{0} and params['{0}']"
+_STATE = "write pipe(prompt, sampler='{}') with pipe = canvax.load(model)"
+
+FLAX: dict[str, Familiar] = {
+    **_same("FlaxUNet2DConditionModel", _PARAMS.format("unet")),
+    **_same("FlaxAutoencoderKL", _PARAMS.format("vae")),
+    **_same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
+    **_same("CLIPTokenizer", "pipeline.tokenizer is one"),
+    **_same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
+    **_same("FlaxStableDiffusionImg2ImgPipeline", NOT_HERE.format("image to image")),
+    **_same("FlaxStableDiffusionInpaintPipeline", NOT_HERE.format("inpainting")),
+    **_same("FlaxStableDiffusionControlNetPipeline FlaxControlNetModel", NOT_HERE.format("ControlNet")),
+    **_same("FlaxLMSDiscreteScheduler", _STATE.format("LMS")),
+    **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
+    **_same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),
+    **_same("FlaxModelMixin FlaxSchedulerMixin FlaxKarrasDiffusionSchedulers", "there is no such base class"),
+    **_same("FlaxStableDiffusionSafetyChecker CLIPImageProcessor CLIPFeatureExtractor", "canvax has no safety checker"),
+    **_same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
+}  # fmt: skip
+"""Names looked for in the module :mod:`canvax.flax_api`."""
+
+
+def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE) -> str:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
     if entry := table.get(name):
-        return f"{name}: {entry.answer or f'write {entry.becomes}'} ({PAGE})"
+        return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     near = get_close_matches(name, [*known, *table], n=1, cutoff=0.7)
-    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {PAGE}'}"
+    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {page}'}"
 
 
 def missing_class(name: str) -> str | None:
     """What to say of a name that the module ``canvax`` has not; None if it is nothing people know."""
+    if name in FLAX:
+        return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
     if name.startswith("Flax"):
-        return f"write from canvax.flax_api import {name} (docs/migrating-from-diffusers-flax.md)"
+        return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
     if name.endswith("Scheduler"):
         return f"write sampler={name!r} in a call"
     return f"{CLASSES[name]} ({PAGE})" if name in CLASSES else None
@@ -243,13 +324,27 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
 
 def tables() -> str:
     """All names as Markdown, which ``docs/coming-from-diffusers.md`` ends with."""
-    parts = []
-    for title, table, prefix in (
+    return _tables(
         ("Arguments of a call", CALL, ""),
         ("Arguments of `canvax.load`", LOAD, ""),
         ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
         ("Flags of the command line", FLAGS, "--"),
-    ):
+    )
+
+
+def flax_tables() -> str:
+    """All names of :mod:`canvax.flax_api`, which ``docs/migrating-from-diffusers-flax.md`` ends with."""
+    return _tables(
+        ("Names of the module", FLAX, ""),
+        ("Arguments of a call", FLAX_CALL, ""),
+        ("Arguments of `from_pretrained`", FLAX_LOAD, ""),
+        ("Attributes and methods", FLAX_ATTRIBUTES, "."),
+    )
+
+
+def _tables(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:
+    parts = []
+    for title, table, prefix in all_of_them:
         names: dict[str, list[str]] = {}
         for name, entry in table.items():
             said = entry.answer or f"the same as `{entry.becomes}`"

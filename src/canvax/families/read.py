@@ -11,6 +11,7 @@ from canvax.errors import CheckpointError, InputError
 from canvax.families.base import TOKENIZERS, Defaults, Family, Model, read_clip_unet_vae, read_defaults
 from canvax.families.sd import StableDiffusionFamily
 from canvax.families.sdxl import StableDiffusionXLFamily
+from canvax.models.configs import ClipTextConfig
 from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
 from canvax.tokenizers.clip import ClipTokenizer
@@ -67,7 +68,7 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         files=files,
         family=family,
         networks=networks,
-        tokenizers={name: ClipTokenizer.from_folder(files.folder(TOKENIZERS[name])) for name in networks.text.parts},
+        tokenizers={name: _read_tokenizer(files, name, cfg) for name, cfg in networks.text.parts.items()},
         scheduler=scheduler,
         defaults=read_defaults(
             files.folder() / "canvax.json", LATENT_CONSISTENCY if networks.embeds_guidance else family.defaults
@@ -76,3 +77,15 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         quantize=quantize,
         concepts=Concepts.of(files.folder()),
     )
+
+
+def _read_tokenizer(files: ModelFiles, encoder: str, cfg: ClipTextConfig) -> ClipTokenizer:
+    """The tokenizer of an encoder, every id of which has an embedding there: JAX would clamp others in silence."""
+    name = TOKENIZERS[encoder]
+    tokenizer = ClipTokenizer.from_folder(files.folder(name))
+    if tokenizer.largest >= cfg.vocab_size:
+        raise CheckpointError(
+            f"{files}: {name} has the id {tokenizer.largest}, and {encoder} embeds 0..{cfg.vocab_size - 1} "
+            f"(vocab_size={cfg.vocab_size}); take both from the same model"
+        )
+    return tokenizer

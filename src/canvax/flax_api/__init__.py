@@ -6,6 +6,9 @@ Scripts written for those pipelines run with these imports; ``docs/migrating-fro
 line. New code is better off with ``canvax.load``, which needs neither copies of the parameters nor a device axis.
 """
 
+from typing import Any
+
+from canvax.familiar import FLAX, FLAX_PAGE, answer
 from canvax.flax_api.devices import replicate, shard, unreplicate
 from canvax.flax_api.output import (
     FlaxStableDiffusionPipelineOutput,
@@ -40,3 +43,12 @@ __all__ = [
     "shard",
     "unreplicate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that are not here get a sentence, which only an ImportError carries through ``from ... import``."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise (ImportError if name in FLAX else AttributeError)(
+        answer(name, FLAX, __all__, "in canvax.flax_api", FLAX_PAGE)
+    )

@@ -17,28 +17,51 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, StepInputs, denoise
 from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError
-from canvax.families.base import Model
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
+from canvax.families.base import TOKENIZERS, Model
 from canvax.families.read import SDXL
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
-from canvax.flax_api.inputs import Inputs, check_ids, check_inputs, check_static, latents_shape, weights_of
+from canvax.flax_api.inputs import (
+    Inputs,
+    check_guidance,
+    check_ids,
+    check_inputs,
+    check_latents,
+    check_pair,
+    check_static,
+    check_weights,
+    latents_shape,
+    refuse_traced,
+    weights_of,
+)
 from canvax.flax_api.keys import draw, wrap_keys
 from canvax.flax_api.output import numpy_to_pil
+from canvax.flax_api.parts import TextEncoder, Tokenizer, UNet, Vae
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
 from canvax.models.decode import decode_images
-from canvax.models.text import Conditions, encode_text
+from canvax.models.text import FIRST, SECOND, Conditions, encode_text
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
+from canvax.pipelines.checks import check_steps
 from canvax.pipelines.display import summary
 from canvax.pipelines.open import open_model
 from canvax.pipelines.text_to_image import zeros_like
+from canvax.pipelines.translate import loader
 from canvax.samplers import SLOTS, SamplerTable
 from canvax.samplers.table import NOISE
 from canvax.types import Array, DType
+
+FROM_PRETRAINED = (
+    *("pretrained_model_name_or_path", "dtype", "scheduler", "safety_checker", "feature_extractor", "from_pt"),
+    *("use_memory_efficient_attention", "split_head_dim", "revision", "variant", "token", "cache_dir"),
+    *("local_files_only", "progress"),
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,11 +70,11 @@ class FlaxPipeline:
 
     Attributes:
         model: where the model came from, its configs and its tokenizers.
-        scheduler: the state that draws when ``params`` has none.
+        scheduler: what draws when ``params`` has no state of one.
     """
 
     model: Model
-    scheduler: SchedulerState
+    scheduler: FlaxScheduler
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
     XL: ClassVar[bool]
@@ -59,9 +82,64 @@ class FlaxPipeline:
     def __repr__(self) -> str:
         return summary(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the old pipelines had and this one has not gets a sentence."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a pipeline", FLAX_PAGE))
+
     numpy_to_pil = staticmethod(numpy_to_pil)
 
+    @property
+    def unet(self) -> UNet:
+        """The denoiser by itself."""
+        return UNet(self.model, "unet")
+
+    @property
+    def vae(self) -> Vae:
+        """The autoencoder by itself."""
+        return Vae(self.model, "vae")
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        """The first text encoder by itself."""
+        return TextEncoder(self.model, FIRST)
+
+    @property
+    def text_encoder_2(self) -> TextEncoder:
+        """SDXL's second one."""
+        return TextEncoder(self.model, self._second(SECOND))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the first text encoder."""
+        return Tokenizer(self.model, TOKENIZERS[FIRST])
+
+    @property
+    def tokenizer_2(self) -> Tokenizer:
+        """That of SDXL's second one."""
+        return Tokenizer(self.model, TOKENIZERS[self._second(SECOND)])
+
+    def _second(self, name: str) -> str:
+        if not self.XL:
+            raise AttributeError(name)
+        return name
+
+    def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
+        """Write the model in the diffusers layout; ``params`` without a device axis.
+
+        Args:
+            save_directory: where to write; one that is not empty only with ``overwrite``.
+            params: the parameters; a scheduler's state in them is left out.
+            overwrite: whether files there may be replaced.
+        """
+        specs = {part.name: part.spec for part in self.model.components}
+        weights = weights_of(params, specs)
+        check_weights(specs, weights)
+        return self.model.save(save_directory, weights, overwrite=overwrite)
+
     @classmethod
+    @accepts(loader(FLAX_LOAD, FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -73,7 +151,12 @@ class FlaxPipeline:
         from_pt: bool = False,
         use_memory_efficient_attention: bool = False,
         split_head_dim: bool = False,
-        **download: Any,
+        revision: str | None = None,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        progress: bool = True,
     ) -> tuple[Self, Params]:
         """The pipeline, and its parameters in host memory with the scheduler's state under ``"scheduler"``.
 
@@ -86,8 +169,12 @@ class FlaxPipeline:
             from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
             use_memory_efficient_attention: decides nothing: the kernel is chosen by size and platform.
             split_head_dim: decides nothing: heads are always kept apart, which is what it asked for.
-            download: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress``, as for
-                ``canvax.load``.
+            revision: as for ``canvax.load``, like those that follow.
+            variant: which of several sets of weights.
+            token: Hub token.
+            cache_dir: where the Hub's files are kept.
+            local_files_only: never ask the Hub.
+            progress: show downloads on stderr.
 
         Raises:
             InputError: an argument cannot be used.
@@ -98,18 +185,26 @@ class FlaxPipeline:
         for name, value in (("safety_checker", safety_checker), ("feature_extractor", feature_extractor)):
             if value is not None:
                 raise InputError(f"{name}={value!r}: canvax has no safety checker; pass None")
-        if unknown := set(download) - _DOWNLOAD:
-            raise InputError(f"from_pretrained takes no {', '.join(sorted(unknown))}; see its documentation")
+        if scheduler is not None and not isinstance(scheduler, FlaxScheduler):
+            raise InputError(
+                f"scheduler={scheduler!r} is no scheduler of canvax.flax_api; their from_pretrained returns one and "
+                "its state: pass the first"
+            )
         model, _, params = open_model(
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
             mesh=make_mesh([host_device()]),
             accept=partial(_check_kind, str(pretrained_model_name_or_path), cls.XL),
-            **download,
+            revision=revision,
+            variant=variant,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            progress=progress,
         )
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
-        return cls(model, state), {**on_host(params), "scheduler": state}
+        return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}
 
     @property
     def vae_scale_factor(self) -> int:
@@ -143,17 +238,25 @@ class FlaxPipeline:
         decode: bool = True,
     ) -> np.ndarray:
         """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``."""
-        weights, table = weights_of(params, (*self.model.text.parts, "unet", "vae")), self._table(params, steps)
-        empty = self.prepare_inputs("")
-        ids = check_ids("prompt_ids", prompt_ids, empty.shape[1:], jit)
+        refuse_traced(
+            prompt_ids=prompt_ids, params=params, prng_seed=prng_seed, guidance_scale=guidance_scale,
+            latents=latents, neg_prompt_ids=neg_prompt_ids,
+        )  # fmt: skip
+        text = self.model.text
+        ids = check_ids("prompt_ids", prompt_ids, text, jit)
+        negative = None if neg_prompt_ids is None else check_pair(ids, neg_prompt_ids, text, jit)
+        specs = {part.name: part.spec for part in self.model.components}
+        weights = weights_of(params, specs)
+        devices = stacked_devices(weights, len(ids)) if jit else []
+        check_weights(specs, weights, stacked=jit)
+        table = self._table(params, steps)
         lead = ids.shape[: 2 if jit else 1]
         shape = self._latents_shape(lead[-1], *size)
-        negative = neg_prompt_ids
         if negative is None and not self.model.zeros_for_no_negative:
-            negative = np.broadcast_to(empty[0], ids.shape)
+            negative = np.broadcast_to(self.prepare_inputs("")[0], ids.shape)
         inputs = check_inputs(ids, prng_seed, guidance_scale, latents, negative, shape[1:], lead)
-        devices = stacked_devices(weights, ids.shape[0]) if jit else [home_device(weights)]
-        drawn = self._run(self._programs_on(devices, stacked=jit), weights, inputs, table, decode=decode)
+        programs = self._programs_on(devices or [home_device(weights)], stacked=jit)
+        drawn = self._run(programs, weights, inputs, table, decode=decode)
         if not decode:
             drawn = np.moveaxis(drawn, -1, 1)
         return drawn.reshape(*lead, *drawn.shape[1:])
@@ -210,14 +313,19 @@ class FlaxPipeline:
         [B, C, h, w] are returned before they are decoded.
         """
         check_static("num_inference_steps", num_inference_steps)
+        prompt_ids = check_ids("prompt_ids", prompt_ids, self.model.text)
         batch = prompt_ids.shape[0]
+        specs = {part.name: part.spec for part in self.model.components}
+        check_weights(specs, weights_of(params, specs))
         shape = self._latents_shape(batch, height, width)
         table = self._table(params, num_inference_steps)
         noise, words = draw(wrap_keys(prng_seed), shape)
         if latents is not None:
-            if latents.shape != shape:
-                raise InputError(f"latents has shape {latents.shape}; each device needs {shape} of unit variance")
-            noise = jnp.moveaxis(latents.astype(jnp.float32), 1, -1)
+            noise = jnp.moveaxis(check_latents(latents, shape), 1, -1)
+        if neg_prompt_ids is not None:
+            neg_prompt_ids = check_pair(prompt_ids, neg_prompt_ids, self.model.text)
+        traced = isinstance(guidance_scale, Tracer)
+        scales: Any = guidance_scale if traced else check_guidance(guidance_scale, (batch,))
 
         def encode(ids: Array) -> Conditions:
             text = self.model.text
@@ -226,7 +334,7 @@ class FlaxPipeline:
             )
 
         conditions, negative = encode(prompt_ids), None
-        if not isinstance(guidance_scale, int | float) or guidance_scale > 1:
+        if traced or (scales > 1).any():
             if neg_prompt_ids is not None:
                 negative = encode(neg_prompt_ids)
             elif self.model.zeros_for_no_negative:
@@ -240,7 +348,7 @@ class FlaxPipeline:
             name: jnp.broadcast_to(column, (batch, *column.shape))
             for name, column in table.window(0, len(table)).items()
         }
-        guidance = jnp.maximum(jnp.asarray(guidance_scale, jnp.float32).reshape(-1, 1), 1.0)
+        guidance = jnp.maximum(jnp.asarray(scales, jnp.float32).reshape(-1, 1), 1.0)
         rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
         noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
@@ -252,7 +360,8 @@ class FlaxPipeline:
         return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)
 
     def _table(self, params: Params, steps: int) -> SamplerTable:
-        return table_of(params.get("scheduler", self.scheduler), steps, xl=self.XL)
+        steps = check_steps(steps, None, 50, self.model.scheduler.schedule.num_train_timesteps)
+        return table_of(params.get("scheduler", self.scheduler.create_state()), steps, xl=self.XL)
 
     def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
         vae = self.model.vae
@@ -269,9 +378,6 @@ class FlaxPipeline:
         if key not in self._programs:
             self._programs[key] = Programs(self.model.networks, make_mesh(devices), stacked=stacked)
         return self._programs[key]
-
-
-_DOWNLOAD = {"revision", "variant", "token", "cache_dir", "local_files_only", "progress"}
 
 
 def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:

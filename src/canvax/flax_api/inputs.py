@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
-from canvax.errors import InputError
+from canvax.errors import FLOAT32_MAX, InputError
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
-from canvax.params import Params
+from canvax.models.text import TextEncoders
+from canvax.parallel.rules import check_params
+from canvax.params import Params, Spec
 from canvax.pipelines.checks import check_size
 
 
@@ -35,9 +38,17 @@ class Inputs:
         return bool((self.guidance > 1).any())
 
 
-def check_ids(name: str, ids: Any, prompt: tuple[int, ...], jit: bool) -> np.ndarray:
-    """Token ids on the host: [B, *prompt], with ``jit`` [D, B, *prompt]; ``prompt`` is [77], or [2, 77] for SDXL."""
-    array = np.asarray(ids)
+def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any:
+    """Token ids int32 [B, 77], for two encoders [B, 2, 77], with ``jit`` under D; on the host, if they are not traced.
+
+    Raises:
+        InputError: another shape or dtype, or an id that has no embedding.
+    """
+    prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
+    try:
+        array = ids if isinstance(ids, Tracer) else np.asarray(ids)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     one = ", ".join(map(str, prompt))
     if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):
         cure = (
@@ -48,7 +59,31 @@ def check_ids(name: str, ids: Any, prompt: tuple[int, ...], jit: bool) -> np.nda
         raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; {cure}")
     if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
         raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {one}]")
+    if not isinstance(array, Tracer):
+        for i, (encoder, cfg) in enumerate(text.parts.items()):
+            own = array[..., i, :] if len(text.parts) > 1 else array
+            check_embedded(name, own, encoder, cfg.vocab_size)
     return array.astype(np.int32)
+
+
+def check_embedded(name: str, ids: np.ndarray, encoder: str, count: int) -> None:
+    """Refuse ids that ``encoder``, which has ``count`` embeddings, does not know: JAX would clamp them in silence."""
+    strange = ids[(ids < 0) | (ids >= count)]
+    if strange.size:
+        raise InputError(
+            f"{name} has the id {strange[0]}, and {encoder} knows 0..{count - 1}; make ids with prepare_inputs of the "
+            "same pipeline"
+        )
+
+
+def check_pair(ids: Any, neg_prompt_ids: Any, text: TextEncoders, jit: bool = False) -> Any:
+    """The negative ids as :func:`check_ids` returns them, shaped like ``ids``."""
+    negative = check_ids("neg_prompt_ids", neg_prompt_ids, text, jit)
+    if negative.shape != ids.shape:
+        raise InputError(
+            f"neg_prompt_ids has shape {negative.shape} and prompt_ids {ids.shape}; give as many of one as of the other"
+        )
+    return negative
 
 
 def check_inputs(
@@ -56,35 +91,28 @@ def check_inputs(
     prng_seed: Any,
     guidance_scale: Any,
     latents: Any,
-    neg_prompt_ids: Any,
+    negative: np.ndarray | None,
     image_shape: tuple[int, int, int],
     lead: tuple[int, ...],
 ) -> Inputs:
-    """The checked arguments. ``ids`` are checked, ``image_shape`` is C, h, w, and ``lead`` [B], with ``jit`` [D, B].
+    """The arguments; ``ids`` and ``negative`` are checked. ``image_shape`` is C, h, w; ``lead`` [B], or [D, B].
 
     Raises:
         InputError: naming the argument, what was given and the cure.
     """
     jit, prompt = len(lead) == 2, ids.shape[len(lead) :]
-    negative = None
-    if neg_prompt_ids is not None:
-        negative = check_ids("neg_prompt_ids", neg_prompt_ids, prompt, jit)
-        if negative.shape != ids.shape:
-            raise InputError(
-                f"neg_prompt_ids has shape {negative.shape} and prompt_ids {ids.shape}; give as many of one as of the "
-                "other"
-            )
     keys = wrap_keys(prng_seed, lead[0] if jit else None)
     shape = (lead[-1], *image_shape)
     noise, words = host_draw(keys if jit else keys[None], shape)
     if latents is not None:
-        noise = _check_latents(latents, (*lead[:-1], *shape))
+        noise = check_latents(latents, (*lead[:-1], *shape))
+        noise = np.ascontiguousarray(np.moveaxis(noise, -3, -1)).reshape(-1, *shape[2:], shape[1])
     return Inputs(
         ids=ids.reshape(-1, *prompt),
         negative=None if negative is None else negative.reshape(-1, *prompt),
         noise=noise,
         words=words,
-        guidance=_check_guidance(guidance_scale, lead),
+        guidance=check_guidance(guidance_scale, lead),
     )
 
 
@@ -109,17 +137,45 @@ def check_static(name: str, value: Any) -> None:
         )
 
 
-def weights_of(params: Any, components: tuple[str, ...]) -> Params:
+def refuse_traced(**arguments: Any) -> None:
+    """A call compiles by itself: inside of ``jax.jit`` and ``jax.pmap`` there is ``_generate``."""
+    for name, value in arguments.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise InputError(
+                f"{name} is traced by JAX, and a call compiles by itself; inside of jax.jit and jax.pmap call "
+                "pipeline._generate"
+            )
+
+
+def weights_of(params: Any, components: Iterable[str]) -> Params:
     """The parameters without the scheduler."""
-    missing = [name for name in components if not isinstance(params, Mapping) or name not in params]
-    if missing:
+    given = params if isinstance(params, Mapping) else {}
+    if missing := [name for name in components if not given.get(name)]:
         raise InputError(f"params has no {', '.join(missing)}; pass what from_pretrained returned")
     return {name: params[name] for name in components}
 
 
-def _check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
+def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool = False) -> None:
+    """Refuse parameters of another model; ``stacked``: all of them are under a device axis."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf)[1:], np.float32), weights)
+    try:
+        for name, spec in specs.items():
+            check_params(spec, (shapes if stacked else weights)[name], name)
+    except InputError as error:
+        axis = "after replicate" if stacked else "without a device axis"
+        raise InputError(f"{error}; pass those that from_pretrained returned with this pipeline, {axis}") from None
+
+
+def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
     """A scale for each image [N] float32, from one number, one for each device, or one for each image."""
-    array = np.asarray(scale, np.float32)
+    cure = "7.5 is usual, 1 or less switches it off"
+    try:
+        array = np.asarray(scale)
+        array = array if array.dtype == bool or np.iscomplexobj(array) else array.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.asarray("")
+    if array.dtype != np.float64:
+        raise InputError(f"guidance_scale={scale!r} is not a number; {cure}")
     if array.ndim == 1 and len(lead) == 2 and array.shape[0] == lead[0]:
         array = array[:, None]
     try:
@@ -128,17 +184,23 @@ def _check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
         raise InputError(
             f"guidance_scale has shape {array.shape}; give a number, or one for each of the images {list(lead)}"
         ) from None
-    if not np.isfinite(array).all():
-        raise InputError(f"guidance_scale={scale!r} is not finite; 7.5 is usual, 1 or less switches it off")
+    if not (np.abs(array) <= FLOAT32_MAX).all():
+        raise InputError(f"guidance_scale={scale!r} is not finite; {cure}")
     # At 1 the negative prompt cancels out; below it guidance is off too, as documented, and not turned round.
-    return np.maximum(array, 1.0).reshape(-1)
+    return np.maximum(array, 1.0).astype(np.float32).reshape(-1)
 
 
-def _check_latents(latents: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Given latents, [N, h, w, C] float32."""
-    array = np.asarray(latents, np.float32)
-    if array.shape != shape:
-        raise InputError(f"latents has shape {array.shape}; this call needs {shape} of unit variance")
-    if not np.isfinite(array).all():
-        raise InputError("latents has values that are not finite")
-    return np.ascontiguousarray(np.moveaxis(array, -3, -1)).reshape(-1, *shape[-2:], shape[-3])
+def check_latents(latents: Any, shape: tuple[int, ...]) -> Any:
+    """Given latents of this shape, float32; on the host, if they are not traced."""
+    try:
+        array = latents if isinstance(latents, Tracer) else np.asarray(latents)
+        array = array if np.iscomplexobj(array) else array.astype(np.float32)
+    except (TypeError, ValueError):
+        raise InputError(f"latents is not an array of numbers; this call needs {shape} of unit variance") from None
+    if array.shape != shape or array.dtype != np.float32:
+        raise InputError(
+            f"latents has shape {array.shape} and dtype {array.dtype}; this call needs {shape} of unit variance"
+        )
+    if not isinstance(array, Tracer) and not np.isfinite(array).all():
+        raise InputError("latents has values that are not finite; jax.random.normal(key, shape) makes some")
+    return array

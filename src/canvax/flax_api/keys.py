@@ -44,8 +44,12 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
 def draw(key: Array, shape: LatentsShape) -> tuple[Array, Array]:
     """The latents of one device [B, h, w, C] float32, and two words [B, 2] uint32 for the step noise of each image."""
     latents = jax.random.normal(key, shape, jnp.float32)
-    words = jax.random.bits(jax.random.fold_in(key, 1), (shape[0], 2), jnp.uint32)
-    return jnp.moveaxis(latents, 1, -1), words
+    return jnp.moveaxis(latents, 1, -1), step_words(key, shape[0])
+
+
+def step_words(key: Array, batch: int) -> Array:
+    """Two words [B, 2] uint32 for the step noise of each image."""
+    return jax.random.bits(jax.random.fold_in(key, 1), (batch, 2), jnp.uint32)
 
 
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def _by_name_or_index(fields: Any, key: Any) -> Any:
+def by_name_or_index(fields: Any, key: Any) -> Any:
+    """``__getitem__`` of a named tuple whose fields can be had by their names as well."""
     return getattr(fields, key) if isinstance(key, str) else tuple.__getitem__(fields, key)
 
 
@@ -27,7 +28,7 @@ class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
 
     images: np.ndarray
 
-    __getitem__ = _by_name_or_index
+    __getitem__ = by_name_or_index
 
 
 class FlaxStableDiffusionPipelineOutput(NamedTuple):
@@ -41,7 +42,7 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
     images: np.ndarray
     nsfw_content_detected: bool
 
-    __getitem__ = _by_name_or_index
+    __getitem__ = by_name_or_index
 
 
 def numpy_to_pil(images: Any) -> list[Image]:

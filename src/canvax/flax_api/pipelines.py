@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from canvax.errors import InputError
+from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
 from canvax.params import Params
 from canvax.types import Array
+
+
+def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    """The keywords of a call.
+
+    Raises:
+        InputError: an argument is not known, is given twice or means what canvax does not have.
+    """
+    for name in renamed(own, others, FLAX_CALL):
+        known = list(signature(type(own["self"]).__call__).parameters)
+        raise InputError(answer(name, FLAX_CALL, known, "an argument of a call", FLAX_PAGE))
+    return own, None
 
 
 class FlaxStableDiffusionPipeline(FlaxPipeline):
@@ -18,6 +32,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
 
     XL = False
 
+    @accepts(translate_call)
     def __call__(
         self,
         prompt_ids: Any,
@@ -65,6 +80,7 @@ class FlaxStableDiffusionXLPipeline(FlaxPipeline):
 
     XL = True
 
+    @accepts(translate_call)
     def __call__(
         self,
         prompt_ids: Any,

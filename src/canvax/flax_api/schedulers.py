@@ -11,17 +11,21 @@ sharding the parameters with it inside leaves it as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import InputError
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
+from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, scaled, step
 from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, stable_diffusion_config
+from canvax.types import Array
 from canvax.weights.open import read_config
 from canvax.weights.source import Source
 
@@ -52,6 +56,7 @@ class FlaxScheduler:
     """A scheduler class of old: a name and a config. What it computes is canvax's table of that sampler."""
 
     CLASS: ClassVar[str]
+    _xl = False
 
     def __init__(self, **config: Any) -> None:
         config.pop("dtype", None)  # tables are made in float64 whatever is asked for
@@ -88,9 +93,60 @@ class FlaxScheduler:
         scheduler = cls.from_config(config, **changes)
         return scheduler, scheduler.create_state()
 
+    @classmethod
+    def of(cls, state: SchedulerState, *, xl: bool) -> FlaxScheduler:
+        """The scheduler of a checkpoint, whatever its class; ``xl`` as for :func:`table_of`."""
+        name = str(state.config.get("_class_name")).removeprefix("Flax")
+        own = next((known for known in FlaxScheduler.__subclasses__() if name == known.CLASS), FlaxScheduler)
+        scheduler = own.__new__(own)
+        scheduler._state, scheduler._xl = state, xl
+        return scheduler
+
     def create_state(self) -> SchedulerState:
         """The state to put into ``params["scheduler"]``."""
         return self._state
+
+    def set_timesteps(self, state: SchedulerState, num_inference_steps: int, shape: Sequence[int] = ()) -> StepState:
+        """The state of a loop of one's own over latents [B, C, h, w] of this shape; it has ``timesteps``."""
+        config = stable_diffusion_config(check_state(state).config, xl=self._xl)
+        return begin(json.dumps(config, sort_keys=True), num_inference_steps, tuple(shape))
+
+    def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
+        """What the network is given in the next step of ``state``, which knows its timestep."""
+        del timestep
+        return scaled(_begun(state), sample)
+
+    def step(
+        self,
+        state: StepState,
+        model_output: Array,
+        timestep: Any,
+        sample: Array,
+        key: Any = None,
+        return_dict: bool = True,
+    ) -> FlaxSchedulerOutput | tuple[Array, StepState]:
+        """The latents after the next step of ``state``, which knows its timestep, and the state after it.
+
+        Latents are of variance 1 or less throughout, also for Euler, whose old class had larger ones. ``key`` is for
+        schedulers that add noise, the same in all steps.
+        """
+        del timestep
+        made = step(_begun(state), model_output, sample, key)
+        return made if return_dict else made.to_tuple()
+
+    def add_noise(self, state: Any, original_samples: Array, noise: Array, timesteps: Any) -> Array:
+        """Noisy samples [B, ...] at the training timesteps [B]."""
+        del state
+        kept = _read(self._state, self._xl).schedule.alphas_cumprod
+        kept = jnp.asarray(kept, jnp.float32)[jnp.asarray(timesteps)]
+        kept = kept.reshape(-1, *[1] * (jnp.ndim(original_samples) - 1))
+        return jnp.sqrt(kept) * original_samples + jnp.sqrt(1 - kept) * noise
+
+    def __getattr__(self, name: str) -> Any:
+        """What the old classes had and this has not gets a sentence."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a scheduler", FLAX_PAGE))
 
 
 class FlaxDDIMScheduler(FlaxScheduler):
@@ -131,12 +187,25 @@ def table_of(state: Any, steps: int, *, xl: bool) -> SamplerTable:
     Raises:
         InputError: not a ``SchedulerState``, or its config or the steps cannot be used.
     """
+    return build_table(_read(check_state(state), xl), steps)
+
+
+def check_state(state: Any) -> SchedulerState:
+    """Refuse what is no :class:`SchedulerState`."""
     if not isinstance(state, SchedulerState):
         raise InputError(
             f"params['scheduler'] is a {type(state).__name__}; put back what from_pretrained returned there, or the "
             "state of a scheduler class of canvax.flax_api"
         )
-    return build_table(_read(state, xl), steps)
+    return state
+
+
+def _begun(state: Any) -> StepState:
+    if not isinstance(state, StepState):
+        raise InputError(
+            f"state is a {type(state).__name__}; write state = scheduler.set_timesteps(state, steps, latents.shape)"
+        )
+    return state
 
 
 @lru_cache(maxsize=16)

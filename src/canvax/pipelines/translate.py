@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, answer, renamed
+from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
 from canvax.pipelines.options import Options, Step, check_options
 
 if TYPE_CHECKING:
@@ -105,17 +105,20 @@ def _seeds(generator: Any) -> Any:
     return seed
 
 
-def translate_load(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
-    """The keywords of ``canvax.load``.
+def loader(table: Mapping[str, Familiar], own: Sequence[str], kind: str, page: str = PAGE) -> Translate:
+    """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
 
-    Raises:
-        InputError: an argument is not known, is given twice or means what canvax does not have.
-    """
-    for name, value in renamed(own, others, LOAD).items():
-        if not any(value is harmless for harmless in HARMLESS.get(name, ())):
-            if name in HARMLESS and name not in LOAD:
-                raise InputError(f"{name}={value!r}: canvax has none; leave it out ({PAGE})")
-            raise InputError(answer(name, LOAD, [*_LOAD, *HARMLESS], "an argument of canvax.load"))
-    if (dtype := own.get("dtype")) is not None and type(dtype).__module__ == "torch":
-        own["dtype"] = str(dtype)
-    return own, None
+    def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        for name, value in renamed(own_keywords, others, table).items():
+            if not any(value is harmless for harmless in HARMLESS.get(name, ())):
+                if name in HARMLESS and name not in table:
+                    raise InputError(f"{name}={value!r}: canvax has none; leave it out ({page})")
+                raise InputError(answer(name, table, [*own, *HARMLESS], kind, page))
+        if (dtype := own_keywords.get("dtype")) is not None and type(dtype).__module__ == "torch":
+            own_keywords["dtype"] = str(dtype)
+        return own_keywords, None
+
+    return translate
+
+
+translate_load = loader(LOAD, _LOAD, "an argument of canvax.load")

@@ -38,12 +38,14 @@ class ClipTokenizer:
         bos: id that begins every prompt.
         eos: id that ends it.
         pad: id that fills up the rest: ``eos`` in Stable Diffusion 1.x, 0 in 2.x.
+        largest: the largest id there is.
     """
 
     backend: Tokenizer
     bos: int
     eos: int
     pad: int
+    largest: int
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -78,7 +80,8 @@ class ClipTokenizer:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{folder}: the tokenizer cannot be read: {error}. Download it again.") from error
         vocab = backend.get_vocab()
-        return cls(backend, *(vocab[content[name]] for name in ("bos_token", "eos_token", "pad_token")))
+        special = (vocab[content[name]] for name in ("bos_token", "eos_token", "pad_token"))
+        return cls(backend, *special, largest=max(vocab.values()))
 
     def __call__(self, prompts: Sequence[str], *, length: int = 77) -> np.ndarray:
         """Ids of each prompt, int32 [B, length]: begin, text, end, padding.
@@ -144,6 +147,10 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list
 def _checked(vocab: Any) -> dict[str, int]:
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
         raise ValueError("its vocabulary is not a table of tokens and ids")
+    if len(set(vocab.values())) < len(vocab):
+        first: dict[int, str] = {}
+        token, i = next((token, i) for token, i in vocab.items() if first.setdefault(i, token) != token)
+        raise ValueError(f"the tokens {first[i]!r} and {token!r} have the same id {i}")
     return vocab
 
 

@@ -1,0 +1,129 @@
+"""One step of a sampler after the other, for loops of one's own over an old scheduler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.denoise import StepInputs, denoise
+from canvax.errors import InputError
+from canvax.flax_api.keys import step_words, wrap_keys
+from canvax.flax_api.output import by_name_or_index
+from canvax.models.denoiser import Denoiser
+from canvax.samplers import SLOTS, SamplerTable, build_table, from_scheduler_config
+from canvax.samplers.table import NOISE
+from canvax.types import Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["index", "slots"], meta_fields=["config", "steps"])
+@dataclass(frozen=True)
+class StepState:
+    """Where a loop is: a pytree, which ``jax.lax.fori_loop`` can carry.
+
+    Attributes:
+        index: the next step, int32.
+        slots: what the sampler remembers of steps before [B, SLOTS, h, w, C].
+        config: the scheduler's, as JSON.
+        steps: their number.
+    """
+
+    index: Array
+    slots: Array
+    config: str
+    steps: int
+
+    @property
+    def table(self) -> SamplerTable:
+        """All steps as numbers."""
+        return _table(self.config, self.steps)
+
+    @property
+    def timesteps(self) -> np.ndarray:
+        """The timestep of each evaluation of the network."""
+        steps = self.table.timestep
+        return steps.astype(np.int32 if (steps == np.round(steps)).all() else np.float32)
+
+    @property
+    def init_noise_sigma(self) -> float:
+        """What noise of unit variance is multiplied with before the first step."""
+        return self.table.init_scale
+
+
+class FlaxSchedulerOutput(NamedTuple):
+    """The latents after a step, and the state for the next."""
+
+    prev_sample: Array
+    state: StepState
+
+    __getitem__ = by_name_or_index
+
+    def to_tuple(self) -> tuple[Array, StepState]:
+        """Both."""
+        return self.prev_sample, self.state
+
+
+def begin(config: str, steps: int, shape: tuple[int, ...]) -> StepState:
+    """The state before the first step, for latents [B, C, h, w] of this shape.
+
+    Raises:
+        InputError: a shape of another kind, or steps that the scheduler cannot do.
+    """
+    if len(shape) != 4:
+        raise InputError(f"shape={shape}: give that of the latents, set_timesteps(state, steps, latents.shape)")
+    _table(config, steps)
+    batch, channels, height, width = shape
+    slots = jnp.zeros((batch, SLOTS, height, width, channels), jnp.float32)
+    return StepState(jnp.int32(0), slots, config, steps)
+
+
+def scaled(state: StepState, sample: Array) -> Array:
+    """The network's input."""
+    return jnp.asarray(state.table.c_in, jnp.float32)[state.index] * sample
+
+
+def step(state: StepState, model_output: Array, sample: Array, key: Any) -> FlaxSchedulerOutput:
+    """Latents [B, C, h, w] after one step, by the same loop that draws: it is given the network's output.
+
+    Raises:
+        InputError: the sampler needs noise, and there is no key.
+    """
+    table, batch = state.table, sample.shape[0]
+    noisy = table.M[:, :, NOISE].any(axis=1)
+    if noisy.any() and key is None:
+        raise InputError("key=None: this scheduler adds noise in each step; pass key=jax.random.key(0)")
+    words = jnp.zeros((batch, 2), jnp.uint32) if key is None else step_words(wrap_keys(key), batch)
+    rows = {
+        name: jnp.broadcast_to(jnp.asarray(column)[state.index], (batch, 1, *column.shape[1:]))
+        for name, column in table.window(0, len(table)).items()
+    }
+    slots = state.slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
+    inputs = StepInputs(slots, {}, None, rows, words, jnp.asarray(noisy)[state.index][None], jnp.int32(1))
+    given = cast(Denoiser, _Given(jnp.moveaxis(model_output, 1, -1)))
+    slots, *_ = denoise({}, inputs, denoiser=given, clip=table.clip)
+    after = StepState(state.index + 1, slots, state.config, state.steps)
+    return FlaxSchedulerOutput(jnp.moveaxis(slots[:, 0], -1, 1), after)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A network whose output is known."""
+
+    output: Array
+
+    def prepare(self, p: Any, conditions: Any) -> None:
+        del p, conditions
+
+    def apply(self, p: Any, x: Array, timestep: Array, prepared: Any) -> Array:
+        del p, x, timestep, prepared
+        return self.output
+
+
+@lru_cache(maxsize=16)
+def _table(config: str, steps: int) -> SamplerTable:
+    return build_table(from_scheduler_config(json.loads(config)), steps)
