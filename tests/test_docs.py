@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.familiar import tables
+from canvax.familiar import flax_tables, tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -67,3 +67,5 @@ def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.M
 def test_the_table_of_names_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "coming-from-diffusers.md").read_text(encoding="utf-8")
     assert page.endswith(f"## All names\n\n{tables()}"), "write it anew: canvax.familiar.tables()"
+    page = (ROOT / "docs" / "migrating-from-diffusers-flax.md").read_text(encoding="utf-8")
+    assert page.endswith(f"## All names\n\n{flax_tables()}"), "write it anew: canvax.familiar.flax_tables()"

@@ -197,7 +197,10 @@ FLAX_CALL: dict[str, Familiar] = {
 """Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
 
 FLAX_LOAD: dict[str, Familiar] = {
-    **{name: entry for name, entry in LOAD.items() if not entry.becomes},
+    **{name: entry for name, entry in LOAD.items() if not entry.becomes
+       and name not in ("scheduler", "from_pt", "use_memory_efficient_attention")},
+    **_same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
+    **_same("load_in_8bit load_in_4bit quantization_config", "canvax.load(model, quantize='int8') has it"),
     **_renamed("torch_dtype weights_dtype", "dtype"),
     **_renamed("use_auth_token", "token"),
     **_renamed("model model_id", "pretrained_model_name_or_path"),
@@ -265,9 +268,9 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
 
 def missing_class(name: str) -> str | None:
     """What to say of a name that the module ``canvax`` has not; None if it is nothing people know."""
-    if name in FLAX:
-        return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
     if name.startswith("Flax"):
+        if name in FLAX:
+            return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
         return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
     if name.endswith("Scheduler"):
         return f"write sampler={name!r} in a call"
