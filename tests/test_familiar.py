@@ -158,7 +158,7 @@ def test_what_was_said_wrongly(emoji: canvax.StableDiffusion) -> None:
         emoji("a", latents=np.zeros((1, 32, 8, 8)))
     with pytest.raises(canvax.InputError, match="more than 65536 images at once"):
         emoji("a", n=10**9)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="is too large for anything here"):
+    with pytest.raises(canvax.InputError, match="is too large"):
         emoji("a", steps=10**5000)  # type: ignore[call-arg]
     with pytest.raises(canvax.InputError) as caught:
         emoji("a", sampler="x" * 100_000)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, warn
+from canvax.files import DAMAGED
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -61,6 +62,8 @@ class ClipTokenizer:
         """
         folder = Path(folder)
         vocab, merges, stored = _read_bpe(folder)
+        if not merges:
+            raise CheckpointError(f"{folder}: its tokenizer has no merges, so that every letter is a word. {DAMAGED}")
         try:
             # The library panics, which Python cannot catch as an exception, on a merge that it does not know.
             if unknown := next((m for m in merges if not {m[0], m[1], m[0] + m[1]} <= vocab.keys()), None):
