@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-slow test-bad test-newest test-tpu lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-bad fuzz test-newest test-tpu lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -44,6 +44,10 @@ test-slow: .venv/test-$(REFERENCE) lint
 # Bad inputs and faults, each with its answer.
 test-bad: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST) -m bad
+
+# Files of strangers, made at random: FUZZ_SECONDS for each of six kinds.
+fuzz: .venv/test-$(REFERENCE)
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-1200} $(BIN)/python -m pytest tests/test_fuzz.py -m ""
 
 # Without the references, which have been compared with already.
 test-newest:

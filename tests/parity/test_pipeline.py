@@ -17,6 +17,7 @@ from bundled import LATENTS, VOCABULARY  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
+from canvax.flax_api import FlaxStableDiffusionPipeline  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.weights.source import BUNDLED  # noqa: E402
@@ -164,6 +165,8 @@ def test_guidance_as_an_input(tmp_path: Path) -> None:
         ours(PROMPTS, options=canvax.Options(guidance_steps=(1, 2, 3, 4)))
     with pytest.warns(canvax.errors.HintWarning, match="reads no negative prompt"):
         ours(PROMPTS, NEGATIVE, options=QUIET)
+    with pytest.raises(canvax.CheckpointError, match=r"load it with canvax\.load"):
+        FlaxStableDiffusionPipeline.from_pretrained(folder)
     conditions = ours.encode(PROMPTS, guidance_scale=3.25)
     assert np.all(np.asarray(conditions["guidance"]) == 3.25)
 

@@ -202,6 +202,8 @@ class FlaxPipeline:
             local_files_only=local_files_only,
             progress=progress,
         )
+        if model.networks.embeds_guidance:
+            raise CheckpointError(f"{model.name} takes the guidance scale as an input; load it with canvax.load")
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
         return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}
