@@ -176,7 +176,7 @@ LINES: dict[str, tuple[str | bytes, str]] = {
     "interval order": ('{"prompt": "a", "guidance_interval": [1, 0]}', "interval"), "one": ('{"prompt": "a", "guidance_interval": [1]}', "interval"),
     "clip": ('{"prompt": "a", "clip_skip": 1.5}', "clip_skip"), "tiling": ('{"prompt": "a", "tiling": 1}', "tiling"),
     "sizes": ('{"prompt": "a", "original_size": [1]}', "original_size"), "reuse": ('{"prompt": "a", "reuse": 0}', "reuse"),
-    "callback": ('{"prompt": "a", "callback": "x"}', "callback"), "twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "seed"),
+    "callback": ('{"prompt": "a", "callback": "x"}', "callback"), "two names": ('{"prompt": "a", "cfg": 3, "cfg_scale": 2}', "guidance_scale.*two names"), "curve": ('{"prompt": "a", "sampler": "Karras"}', "sigma schedule"), "twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "seed"),
 }  # fmt: skip
 
 

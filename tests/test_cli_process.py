@@ -62,7 +62,13 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "canvax", "samplers"], stdout=pipe, stderr=subprocess.PIPE, cwd=tmp_path
         )
-    assert done.stderr == b""
+    assert (done.returncode, done.stderr) == (0, b"")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "canvax", "samplers"], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"canvax: error: stdout cannot be written (No space left on device)\n"
 
 
 def test_sdxl_options_survive_the_command_line() -> None:

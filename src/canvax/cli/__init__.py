@@ -18,6 +18,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes; 0 is success."""
 
 
+_LISTING = (["samplers"], ["info"], ["cache"])
+"""Commands whose work is done however much of it is read."""
+
 Command = Callable[[list[str], dict[str, Any]], None]
 """Runs arguments and fills a dict, the report, as it goes, so that the report is of use after a failure too."""
 
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
             code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
             hush_stdout()
-            return FAILED
+            return 0 if arguments[:1] in _LISTING else FAILED
         except SystemExit as done:  # --help and --version
             return done.code if isinstance(done.code, int) else 0
     try:
@@ -52,6 +55,9 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         hush_stdout()
+        return code or FAILED
+    except CanvaxError as full:
+        complain(str(full), label="error: ")
         return code or FAILED
     programs = sys.modules.get("canvax.compile.programs")  # imported only by commands that compile
     if code == INTERRUPTED and argv is None and programs and programs.is_compiling():

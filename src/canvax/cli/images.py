@@ -260,6 +260,11 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
             f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
         ) from None
     entry = {_ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
+    if len(entry) < sum(value is not None for value in fields.values()):
+        names = [_ALIASES.get(name, name) for name, value in fields.items() if value is not None]
+        raise InputError(
+            f"{where}{next(n for n in names if names.count(n) > 1)} is given under two names; give it once"
+        )
     for name in entry:
         if name != "prompt" and name not in SETTINGS:
             raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *_ALIASES])}")

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from canvax.errors import CanvaxError
+
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Unicode controls that change the order in which text is displayed."""
 
@@ -36,12 +38,23 @@ def complain(message: str, *, label: str = "") -> None:
 
 def say(text: str) -> None:
     """Print a line of a result on stdout, flushed so that the reader of a pipe sees it at once."""
-    print(clean(text), flush=True)
+    _print(clean(text))
 
 
 def emit_json(value: Any) -> None:
     """Print one JSON object on stdout, in ASCII so that it does not depend on the locale."""
-    print(json.dumps(value, indent=2, default=str), flush=True)
+    _print(json.dumps(value, indent=2, default=str))
+
+
+def _print(text: str) -> None:
+    """Raises CanvaxError if stdout takes no more, and BrokenPipeError if nobody reads it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hush_stdout()  # what is left in its buffer would fail again at the end of the process
+        raise CanvaxError(f"stdout cannot be written ({error.strerror or error})") from None
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), fold: int | None = None) -> list[str]:

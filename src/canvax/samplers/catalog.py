@@ -59,6 +59,11 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
         return spec, {**spec.implied, "sigmas": curve}
     if key in IMPOSSIBLE:
         raise InputError(f"sampler={name!r}: {IMPOSSIBLE[key]}")
+    if key in _SUFFIXES:
+        raise InputError(
+            f"sampler={name!r} is a sigma schedule: write sigmas={_SUFFIXES[key]!r}, or a name such as "
+            f"'DPM++ 2M {name}'"
+        )
     choices = [spec.label for spec in SAMPLERS]
     choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
