@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -134,3 +135,41 @@ def test_nothing_recompiles(pair: Any) -> None:
         {"mask": photo(6)}, {"mask": photo(7), "mask_mode": "graded", "mask_blur": 3},
     ):  # fmt: skip
         assert ours("a dog", **first | changes).compilations == 0
+
+
+def mask(seed: int) -> Image.Image:
+    """A disc, with grey at its edge."""
+    y, x = np.mgrid[:SIZE, :SIZE] - SIZE / 2 + 4 * seed
+    return Image.fromarray(np.uint8(np.clip(40 - np.hypot(x, y), 0, 1) * 255))
+
+
+@pytest.mark.parametrize(("strength", "sampler"), [(1.0, "DDIM"), (0.6, "Euler")])
+def test_inpainting_unet(strength: float, sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UNet of 9 channels, which sees the mask and the masked image."""
+    folder = build(tmp_path / "model", "epsilon", in_channels=9)
+    theirs = diffusers.StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.scheduler = getattr(diffusers, SAMPLERS[sampler][0]).from_config(theirs.scheduler.config)
+    theirs.save_pretrained(folder := tmp_path / "own")
+    ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    images, masks = [photo(1), photo(2)], [mask(1), mask(3)]
+    seen = []
+    with torch.no_grad():
+        theirs(
+            PROMPTS, image=images, mask_image=masks, height=SIZE, width=SIZE, negative_prompt=[NEGATIVE] * 2,
+            strength=strength, num_inference_steps=6, guidance_scale=5.0, output_type="np",
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        )  # fmt: skip
+    choice = {"seed": SEEDS, "num_inference_steps": 6, "guidance_scale": 5.0, "options": QUIET}
+    got = ours(PROMPTS, NEGATIVE, image=images, mask=masks, strength=strength, **choice)
+    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
+    kept = np.asarray(masks[0]) == 0
+    np.testing.assert_array_equal(np.asarray(got.images[0])[kept], np.asarray(images[0])[kept])
+    # Without an image all of it is masked, and with another image nothing compiles.
+    assert np.isfinite(ours(PROMPTS, **choice).pixels).all()
+    assert ours(PROMPTS, image=photo(5), mask=masks[0], **choice).compilations == 0
+    assert "strength" not in ours(PROMPTS, **choice).metadata[0]

@@ -246,6 +246,8 @@ class Programs:
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
         if numbers := self.networks.size_numbers:
             conditions["time_ids"] = self._batched((latents[0], numbers), jnp.float32)
+        if self.networks.inpaints:
+            conditions["masked"] = self._batched((*latents[:3], latents[3] + 1), jnp.float32)
         if self.networks.embeds_guidance:
             conditions["guidance"] = self._batched((latents[0],), jnp.float32)
         return InFlight(

@@ -238,10 +238,10 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
     networks = Networks(UNetDenoiser(unet), vae, text)
     faults = []
-    if unet.in_channels != vae.latent_channels or unet.out_channels != vae.latent_channels:
+    if (unet.in_channels != vae.latent_channels and not networks.inpaints) or unet.out_channels != vae.latent_channels:
         faults.append(
             f"the UNet takes {unet.in_channels} channels and gives {unet.out_channels}, the VAE has "
-            f"{vae.latent_channels} (inpainting and upscaling models are not text-to-image models)"
+            f"{vae.latent_channels} (upscaling and editing models are not supported)"
         )
     if unet.cross_attention_dim != text.width:
         faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")

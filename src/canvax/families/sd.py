@@ -17,6 +17,7 @@ class StableDiffusionFamily(Family):
 
     name = "sd"
     pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline")
+    pipelines += ("StableDiffusionInpaintPipeline",)
     defaults = Defaults()
 
     def encoders(self, files: ModelFiles) -> list[str]:

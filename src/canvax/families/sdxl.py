@@ -21,6 +21,7 @@ class StableDiffusionXLFamily(Family):
 
     name = "sdxl"
     pipelines = ("StableDiffusionXLPipeline", "FlaxStableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline")
+    pipelines += ("StableDiffusionXLInpaintPipeline",)
     defaults = Defaults(guidance_scale=5.0)
 
     def encoders(self, files: ModelFiles) -> list[str]:

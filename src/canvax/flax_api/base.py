@@ -202,8 +202,12 @@ class FlaxPipeline:
             local_files_only=local_files_only,
             progress=progress,
         )
-        if model.networks.embeds_guidance:
-            raise CheckpointError(f"{model.name} takes the guidance scale as an input; load it with canvax.load")
+        for kind, found in (
+            ("guidance scale", model.networks.embeds_guidance),
+            ("masked image", model.networks.inpaints),
+        ):
+            if found:
+                raise CheckpointError(f"{model.name} takes the {kind} as an input; load it with canvax.load")
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
         return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}

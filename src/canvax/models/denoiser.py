@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.text import Conditions
@@ -85,13 +87,20 @@ class UNetDenoiser:
         kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
         return {**conditions, "text": kv}
 
+    def _input(self, p: Params, x: Array, prepared: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
+        """What the UNet is given: an inpainting one the mask and the masked image behind the latents."""
+        rest = {name: value for name, value in prepared.items() if name != "masked"}
+        x = jnp.concatenate([x, prepared["masked"]], axis=-1) if "masked" in prepared else x
+        return x.astype(self.dtype(p)), rest
+
     def apply(self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any]) -> Array:
-        return unet(p, x.astype(self.dtype(p)), timestep, cfg=self.cfg, **prepared)
+        x, prepared = self._input(p, x, prepared)
+        return unet(p, x, timestep, cfg=self.cfg, **prepared)
 
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall
     ) -> tuple[Array, Any]:
-        x = x.astype(self.dtype(p))
+        x, prepared = self._input(p, x, prepared)
         context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 

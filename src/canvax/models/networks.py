@@ -51,6 +51,11 @@ class Networks:
         return self.denoiser.cfg.time_cond_proj_dim is not None
 
     @property
+    def inpaints(self) -> bool:
+        """Whether the denoiser is an inpainting UNet, which sees a mask and the masked image beside the latents."""
+        return self.denoiser.cfg.in_channels == 2 * self.vae.latent_channels + 1
+
+    @property
     def size_numbers(self) -> int:
         """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
         return self.denoiser.cfg.time_ids(self.text.pooled_width)

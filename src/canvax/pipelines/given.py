@@ -49,6 +49,17 @@ class Given:
         masks = np.broadcast_to(masks, (len(latents), *masks.shape[1:]))
         return Known(masks, latents, np.full(len(latents), options.mask_mode == "graded"))
 
+    def behind_latents(self, factor: int) -> tuple[list[HostArray], HostArray]:
+        """For an inpainting UNet: images without what is to be generated, and masks [n, h, w, 1], 1 where that is.
+
+        Both as Stable Diffusion's inpainting models were trained: grey in the holes, and a mask of 0 and 1 of which
+        every ``factor``-th pixel is taken.
+        """
+        holes = [np.asarray(mask, np.float32)[..., None] >= 127.5 for mask in self.masks or [_white(self.images[0])]]
+        count = max(len(holes), len(self.images))
+        images = [np.where(_at(holes, i), np.float32(0.5), as_floats(entry(self.images, i))) for i in range(count)]
+        return images, np.stack([hole[::factor, ::factor] for hole in holes]).astype(np.float32)
+
     def pasted(self, pixels: HostArray, indices: list[int]) -> HostArray:
         """Generated pixels [n, H, W, 3] of some images of the call, with the given ones where they stay."""
         if not self.masks or not len(pixels):
@@ -99,6 +110,19 @@ def check_given(
     return Given(images, masks, strength, fingerprints), (height, width)
 
 
+def all_anew(height: int, width: int) -> Given:
+    """What an inpainting model generates an image from that begins with nothing: grey, all of it masked."""
+    return Given([Image.new("RGB", (width, height), (128, 128, 128))], [Image.new("L", (width, height), 255)], 1.0, {})
+
+
+def _white(image: Image.Image) -> Image.Image:
+    return Image.new("L", image.size, 255)
+
+
+def _at(values: list[Any], index: int) -> Any:
+    return values[index if len(values) > 1 else 0]
+
+
 def as_floats(image: Image.Image) -> HostArray:
     """[H, W, 3] float32 in 0..1."""
     return np.asarray(image, np.float32) / np.float32(255)
@@ -106,7 +130,7 @@ def as_floats(image: Image.Image) -> HostArray:
 
 def entry(values: list[Image.Image], index: int) -> Image.Image:
     """That of one image of the call."""
-    return values[index if len(values) > 1 else 0]
+    return _at(values, index)
 
 
 def _edged(mask: Image.Image, options: Options) -> Image.Image:

@@ -25,7 +25,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
-    if request.given:
+    if request.given and request.given.fingerprints:
         shared |= {"strength": request.given.strength, "steps_run": request.given.steps_run}
     optional = {"variant": model.files.variant, "quantize": model.quantize}
     shared |= {name: value for name, value in optional.items() if value is not None}

@@ -19,7 +19,7 @@ from canvax.pipelines.checks import (
     check_size,
     check_steps,
 )
-from canvax.pipelines.given import Given, check_given
+from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.samplers import find
 from canvax.samplers.strength import steps_of_strength
@@ -92,6 +92,10 @@ def make_request(
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     (tall, wide), factor = model.native_size, model.vae.factor
     given, size = check_given(*image, size, len(prompts), factor, options)
+    if model.networks.inpaints and given is None:
+        given = all_anew(
+            *(check_size(*side, factor) for side in zip(("height", "width"), size, (tall, wide), strict=True))
+        )
     height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size

@@ -26,7 +26,7 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
-from canvax.pipelines.given import Given, as_floats
+from canvax.pipelines.given import as_floats
 from canvax.pipelines.options import Step
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
@@ -64,8 +64,15 @@ def text_to_image(
         jax.block_until_ready(conditions)
         images, known = None, None
         if given is not None and encoder is not None:
-            images = encode_images(programs, params, request, given, encoder)
-            known = given.known(images, model.vae.factor, request.options)
+            images = encode_images(programs, params, request, list(map(as_floats, given.images)), encoder)
+            if model.networks.inpaints:
+                masked, mask = given.behind_latents(model.vae.factor)
+                beside = encode_images(programs, params, request, masked, encoder)
+                beside = np.concatenate([np.broadcast_to(mask, (*beside.shape[:3], 1)), beside], axis=-1)
+                for half in filter(None, (conditions, negative)):
+                    half["masked"] = put(filled(beside, latents[0]), over_batch(mesh))
+            else:
+                known = given.known(images, model.vae.factor, request.options)
     with clock("denoise"):
         noise = request.latents
         if noise is None:
@@ -112,7 +119,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         "guided": tuple(dict.fromkeys(guided.tolist())),
         "clip": table.clip,
         "deep_layers": deep.layers if deep else 0,
-        "known": bool(request.given and request.given.masks),
+        "known": bool(request.given and request.given.masks) and not model.networks.inpaints,
         "decoder": None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
     }
     return table, deep, kinds
@@ -170,14 +177,18 @@ def encode(
 
 
 def encode_images(
-    programs: Programs, params: Params, request: Request, given: Given, encoder: Callable[..., tuple[Any, Any]]
+    programs: Programs,
+    params: Params,
+    request: Request,
+    images: list[HostArray],
+    encoder: Callable[..., tuple[Any, Any]],
 ) -> HostArray:
     """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
     shape, split = (padded_batch(1, programs.mesh), request.height, request.width, 3), over_batch(programs.mesh)
     moments = []
-    for image in given.images:
+    for image in images:
         # Every device encodes the same, so that each of several processes has it.
-        outputs = encoder(params["vae"], put(np.broadcast_to(as_floats(image), shape), split))
+        outputs = encoder(params["vae"], put(np.broadcast_to(image, shape), split))
         moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
     means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
     if request.options.image_encoding == "sample":
