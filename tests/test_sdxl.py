@@ -232,7 +232,7 @@ def change(folder: Path, target: Path, file: str, **values: Any) -> Path:
         ("model_index.json", {"requires_aesthetics_score": True}, "conditioned on 6 numbers about an image"),
         ("model_index.json", {"_class_name": "StableDiffusionPipeline"}, "the encoders give 16"),
         ("model_index.json", {"tokenizer_2": [None, None]}, "tokenizer_2 not in its model_index.json"),
-        ("model_index.json", {"_class_name": "StableDiffusionXLControlNetPipeline"}, "StableDiffusionXLControlNetPipeline"),
+        ("model_index.json", {"_class_name": "StableDiffusionXLControlNetPipeline"}, "ControlNetPipeline"),
         ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type 'image' unknown"),
         ("unet/config.json", {"addition_time_embed_dim": None}, "addition_time_embed_dim is missing"),
         ("unet/config.json", {"projection_class_embeddings_input_dim": 33}, "input_dim 33 is not pooled text"),
