@@ -114,9 +114,8 @@ def test_every_depth(layers: int) -> None:
 @pytest.mark.parametrize(
     ("reuse", "sampler"),
     [
-        (4, "dpmpp_2m"),
         (2, "heun"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ddim"), (3, "pndm"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "dpmpp_2m"), (2, "ddim"), (3, "pndm"))),
     ],
 )
 def test_schedules_and_samplers(reuse: int, sampler: str) -> None:
