@@ -78,7 +78,8 @@ def test_attention_head_by_head_rounds_nothing_more(dtype: jnp.dtype, width: int
     scores = np.einsum("bqnd,bknd->bnqk", *(np.asarray(x, np.float64) for x in (q, k))) / width**0.5
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     exact = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(axis=-1, keepdims=True), np.asarray(v, np.float64))
-    assert np.abs(got - exact).max() <= 2 * np.abs(plain - exact).max() < 2e-4
+    error, usual = (np.abs(x - exact).max() for x in (got, plain))
+    assert error < 8 * usual < 5e-4  # a rounded q * Dh^-0.5 has 100 times the usual error, and more
 
 
 @pytest.mark.parametrize(
