@@ -34,7 +34,7 @@ from test_sdxl import build as write_small_sdxl
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, batching, main
 from canvax.compile import aot, cache, key, programs, trust
-from canvax.compile.aot import Build, find_entry, load_or_compile
+from canvax.compile.aot import Build, CacheEntry, find_entry, load_or_compile
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs, at_once
 from canvax.models.clip import text_encoder_spec
@@ -867,6 +867,9 @@ def test_odd_headers_are_listed(
     assert len(lines) == 5
     assert ("unreadable" in lines[1]) == unreadable
     assert main(["cache", "--json"]) == 0
+    assert isinstance(cache.programs()[0].batch, int)  # what a command chooses its batch by
+    entry = CacheEntry(folder / "programs" / "a.program", {}, (), None)
+    assert entry.stored() == {}  # it does not tell what a program costs
 
 
 def test_cache_command_when_off(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from canvax.models.configs import SD15_TEXT, SD15_UNET, SD_VAE, SDXL_UNET, TinyC
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
+from canvax.samplers.config import faults_of
 from tests.small_checkpoint import write_small_checkpoint
 
 WRONG: list[Any] = [
@@ -78,6 +79,11 @@ def test_values_that_were_believed(field: str, value: Any, message: str) -> None
 def test_all_faults_of_a_file_are_told_together() -> None:
     with pytest.raises(CheckpointError, match=r"norm_eps.*layers_per_block.*freq_shift"):
         UNetConfig.from_dict({"norm_eps": -1, "layers_per_block": "2", "freq_shift": "x"})
+
+
+def test_a_scheduler_file_with_eta() -> None:
+    """An argument of another scheduler's step, which some files hold."""
+    assert faults_of({"eta": 0.5}, "DDIMScheduler") == []
 
 
 def test_a_sample_size_of_two(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.denoise import Known, _keep
-from canvax.images.given import BACKGROUND, read_images
+from canvax.images.given import fingerprint, read_images
+from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
@@ -110,6 +111,88 @@ def test_encode_image(emoji: canvax.StableDiffusion, apple: Image.Image) -> None
     assert -10 * np.log10(error) > 25  # the autoencoder's own loss
 
 
+def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    result = draw(emoji, image=apple, height=np.int64(SIZE), width=np.int64(SIZE), strength=0.5)
+    assert result.metadata[0]["image_sha256"] == fingerprint(apple)
+    np.testing.assert_array_equal(result.latents, draw(emoji, image=apple, strength=0.5).latents)
+    with pytest.raises(canvax.InputError, match="height=1000000000 is not"):  # before anything is resized to it
+        draw(emoji, image=apple, height=10**9)
+
+
+# Other canvases
+
+
+def test_outpaint(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    (image,) = draw(emoji, "a red apple", image=apple, outpaint={"left": 32, "bottom": 8}).images
+    assert image.size == (SIZE + 32, SIZE + 8)
+    np.testing.assert_array_equal(array(image)[:SIZE, 32:], array(apple))
+    assert array(image)[:, :32].std() > 0
+    for same in ("left=32,bottom=8", (32, 0, 0, 8), "32,0,0,8", [32, 0, 0, 8]):
+        assert canvax.Options(outpaint=same).outpaint == (32, 0, 0, 8)
+    wide = extended(apple, (2, 0, 3, 1))
+    np.testing.assert_array_equal(array(wide)[0, :3], array(apple)[0, [0, 0, 0]])
+    new = np.asarray(around(half(), apple.size, (2, 0, 3, 1)))
+    assert (new[:, :2] == 255).all()
+    assert (new[-1] == 255).all()
+    np.testing.assert_array_equal(new[:-1, 2:-3], np.asarray(half()))
+
+
+def test_only_the_masked_part(emoji: canvax.StableDiffusion) -> None:
+    large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (150, 210, 3)).astype(np.uint8))
+    mask = Image.new("L", large.size, 0)
+    mask.paste(255, (100, 50, 130, 75))
+    result = draw(emoji, image=large, mask=mask, padding_mask_crop=8)
+    assert result.latents.shape == (1, 8, 8, 32)  # at the size of the model, whatever that of the image
+    (image,) = result.images
+    assert image.size == large.size
+    changed = (array(image) != array(large)).any(axis=-1)
+    assert changed[50:75, 100:130].mean() > 0.95
+    changed[50:75, 100:130] = False
+    assert not changed.any()
+    with pytest.raises(canvax.InputError, match="padding_mask_crop without a mask"):
+        draw(emoji, image=large, padding_mask_crop=8)
+    with pytest.raises(canvax.InputError, match="padding_mask_crop without an image"):
+        draw(emoji, padding_mask_crop=8)
+
+
+@pytest.mark.parametrize(
+    ("masked", "padding", "size", "box"),
+    [
+        ((100, 50, 130, 75), 0, (64, 64), (100, 48, 130, 78)),  # grown to a square
+        ((100, 50, 130, 75), 8, (64, 64), (92, 40, 138, 86)),
+        ((0, 0, 30, 30), 10, (64, 64), (0, 0, 40, 40)),  # at an edge
+        ((0, 0, 200, 50), 0, (64, 64), (0, 0, 200, 150)),  # more than there is
+        ((100, 50, 120, 70), 0, (64, 128), (90, 50, 130, 70)),
+        ((0, 0, 0, 0), 5, (64, 64), (0, 0, 210, 150)),  # nothing is masked
+    ],
+)
+def test_boxes(masked: Any, padding: int, size: tuple[int, int], box: Any) -> None:
+    mask = Image.new("L", (210, 150), 0)
+    mask.paste(255, masked)
+    got = box_of(mask, padding, *size)
+    assert got == box
+
+
+def test_fill(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    image = Image.new("RGB", (64, 64), (200, 30, 30))
+    image.paste((0, 0, 255), (20, 20, 40, 40))
+    mask = Image.new("L", image.size, 0)
+    mask.paste(255, (20, 20, 40, 40))
+    painted = array(painted_over(image, mask))
+    assert np.abs(painted - [200, 30, 30]).max() <= 8  # no blue is left; the blurs have 8 bits
+    everything = Image.new("L", image.size, 255)
+    np.testing.assert_array_equal(array(painted_over(image, everything)), array(image))
+    fills = ("original", "fill", "noise", "nothing")
+    given = {"image": apple, "mask": half(), "strength": 0.5}
+    found = [draw(emoji, **given, mask_fill=fill) for fill in fills]
+    for i, one in enumerate(found):
+        np.testing.assert_array_equal(array(one.images[0])[SIZE // 2 :], array(apple)[SIZE // 2 :])
+        assert all(np.abs(one.latents - other.latents).mean() > 1e-3 for other in found[:i])
+    assert found[-1].compilations == 0
+    anew = [draw(emoji, image=apple, mask=half(), mask_fill=fill).latents for fill in fills[2:]]
+    np.testing.assert_array_equal(*anew)  # from noise alone at strength 1
+
+
 # Which steps
 
 
@@ -168,7 +251,7 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save(tmp_path / "r.jpg", exif=exif)
     assert read_images("image", tmp_path / "r.jpg", 1)[0].size == (16, 24)
     (clear,) = read_images("image", Image.new("RGBA", (8, 8), (10, 20, 30, 0)), 1)
-    assert clear.getpixel((0, 0)) == BACKGROUND
+    assert clear.getpixel((0, 0)) == (255, 255, 255)
     painted = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     painted.paste((0, 0, 0, 255), (0, 0, 4, 8))
     (mask,) = read_images("mask", painted, 1, grey=True)
@@ -209,6 +292,15 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
         ({"mask_mode": 3}, "mask_mode=3 is not known"),
         ({"image_encoding": "mode"}, "image_encoding='mode' is not known"),
         ({"mask_blur": -1}, "mask_blur=-1 is not in 0..1000"),
+        ({"mask_fill": "red"}, "mask_fill='red' is not known"),
+        ({"padding_mask_crop": -1}, "padding_mask_crop=-1 is not a whole number"),
+        ({"outpaint": "up=5"}, "outpaint='up=5' is not pixels by side"),
+        ({"outpaint": (1, 2)}, r"outpaint=\(1, 2\) is not"),
+        ({"outpaint": 5}, "outpaint=5 is not"),
+        ({"outpaint": "left=x"}, "outpaint='left=x' is not"),
+        ({"outpaint": "left=0"}, "outpaint='left=0' is not"),
+        ({"outpaint": "left=16384,top=16384"}, "add fewer"),
+        ({"outpaint": "left=5"}, "width of 69 pixels"),
         ({"denoising_start": 0.5}, "leave denoising_start out"),
         ({"sampler": "ddim_inverse"}, "encode_image"),
     ],

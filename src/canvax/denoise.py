@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from canvax.guidance import guide
 from canvax.models.deep_features import Recall
@@ -201,13 +200,6 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     with jax.threefry_partitionable(True):
         row_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
         return jax.vmap(one)(row_keys)
-
-
-def initial_state(noise: np.ndarray, init_scale: np.ndarray) -> np.ndarray:
-    """State before the first row, on the host: slot 0 is the scaled noise [B, h, w, C], the others are empty."""
-    state = np.zeros((noise.shape[0], SLOTS, *noise.shape[1:]), np.float32)
-    state[:, 0] = noise * init_scale.astype(np.float32)[:, None, None, None]
-    return state
 
 
 def _side_by_side(negative: Array, positive: Array) -> Array:

@@ -11,14 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
+from canvax.cli.generate_arguments import add_dtype, add_generate, add_quantize, add_source
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
 from canvax.familiar import FLAGS
 
 COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "bench", "samplers", "cache", "train")}
 """Each command, with the module of this package that runs it."""
-
-OUTPUT = "out"
 
 _EXAMPLES = """
 examples:
@@ -155,13 +154,7 @@ def build_parser() -> Parser:
         epilog=_FILES + _EXAMPLES,
         formatter_class=plain,
     )
-    _subject(generate)
-    _images(generate)
-    _settings(generate)
-    _sdxl(generate)
-    _model(generate)
-    _devices(generate)
-    _where_to(generate)
+    add_generate(generate)
     _compile(commands.add_parser(
         "compile",
         help="compile a model's programs in advance",
@@ -174,7 +167,7 @@ def build_parser() -> Parser:
         description="Describe a model (only headers are read), or tell how an image was generated.",
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
-    _source(info)
+    add_source(info)
     _memory(info)
     info.add_argument(
         "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
@@ -218,8 +211,8 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for generate --reuse: its --reuse-layers (0: no reuse)",
     )
-    _dtype(parser)
-    _source(parser)
+    add_dtype(parser)
+    add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -254,137 +247,6 @@ def _samplers(commands: Any) -> None:
     )
 
 
-def _subject(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to generate")
-    group.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="text to generate images from; one image for each prompt"
-    )
-    group.add_argument("-p", "--prompt", action="append", default=[], metavar="PROMPT", help="another prompt")
-    group.add_argument("--prompt-file", metavar="FILE", help="prompts from a file, - for stdin; see below")
-    group.add_argument(
-        "--from-image", metavar="PNG", help="take the settings from this image's metadata; flags override them"
-    )
-    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what the images should not show")
-    group.add_argument(
-        "-n", "--num-images", "--num-images-per-prompt", type=int, dest="num_images_per_prompt", metavar="N",
-        help="images for each prompt (1)",
-    )  # fmt: skip
-    group.add_argument("-s", "--seed", type=int, metavar="SEED", help="image i uses SEED + i (-1, the default: random)")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
-
-
-def _images(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("from an image")
-    group.add_argument(
-        "--image", "--init-image", "--init-img", metavar="FILE",
-        help="begin from this PNG, JPEG or WebP; its size is generated unless -W and -H say otherwise",
-    )  # fmt: skip
-    group.add_argument(
-        "--mask", "--mask-image", metavar="FILE", help="white is generated, black stays as it is; of the image's size"
-    )
-    group.add_argument(
-        "--strength", "--denoising-strength", type=float, metavar="X",
-        help="0..1, how much of the run is done (0.8; with a mask 1)",
-    )  # fmt: skip
-    group.add_argument("--strength-rule", metavar="RULE", help="which steps that is: diffusers, a1111 or exact")
-    group.add_argument("--image-encoding", metavar="KIND", help="mean, or sample by the seed")
-    group.add_argument(
-        "--mask-mode", metavar="MODE", help="grey in a mask: hard rounds it, soft mixes, graded begins later"
-    )
-    group.add_argument("--mask-blur", type=float, metavar="PIXELS", help="blur of the mask's edges (0)")
-
-
-def _settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings (data: changing them does not recompile, except where noted)")
-    group.add_argument(
-        "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
-        help="sampler steps (the model's own, else 50)",
-    )  # fmt: skip
-    group.add_argument(
-        "-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg", type=float, dest="guidance_scale", metavar="G",
-        help="how closely to follow the prompt (the model's own, else 7.5); 1 or less turns guidance off, which halves "
-        "the work and is another program",
-    )  # fmt: skip
-    group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
-    group.add_argument(
-        "--sigmas", metavar="CURVE", help="sigma schedule: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
-    )
-    group.add_argument("--spacing", metavar="KIND", help="timestep spacing: leading, trailing or linspace")
-    group.add_argument("--eta", type=float, metavar="X", help="0..1, added noise of DDIM and ancestral samplers")
-    group.add_argument(
-        "--set", "--sampler-settings", action="append", dest="sampler_settings", metavar="NAME=VALUE",
-        help="a setting of the sampler, such as s_churn=10; see canvax samplers",
-    )  # fmt: skip
-    group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
-    group.add_argument(
-        "--guidance-interval", metavar="A,B", help="use guidance only from A to B of the run (0,1); less work"
-    )
-    group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
-    group.add_argument(
-        "--reuse",
-        type=int,
-        metavar="N",
-        help="compute the whole UNet only in every N-th evaluation (1); one more program",
-    )
-    group.add_argument(
-        "--reuse-layers",
-        type=int,
-        metavar="N",
-        help="with --reuse: skip connections that are always computed (1); one program for each value",
-    )
-    group.add_argument(
-        "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
-        help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",
-    )  # fmt: skip
-    group.add_argument(
-        "--clip-skip", type=int, metavar="N", help="leave out this many last layers of the text encoder (0)"
-    )
-    group.add_argument(
-        "--noise", metavar="KIND", help="initial noise: philox, or torch for that of PyTorch's CPU generator"
-    )
-
-
-def _sdxl(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("SDXL only")
-    group.add_argument("--prompt-2", metavar="TEXT", help="prompt of the second text encoder (the prompt)")
-    group.add_argument("--negative-prompt-2", metavar="TEXT", help="its negative prompt (the negative prompt)")
-    for name, axes, what in (
-        ("original-size", ("HEIGHT", "WIDTH"), "original size of the training image to imitate (the image's size)"),
-        ("crops-coords-top-left", ("TOP", "LEFT"), "its crop (0 0)"),
-        ("target-size", ("HEIGHT", "WIDTH"), "its size after resizing (the image's size)"),
-    ):
-        group.add_argument(f"--{name}", type=int, nargs=2, metavar=axes, help=what)
-        group.add_argument(
-            f"--negative-{name}", type=int, nargs=2, metavar=axes, help="the same for the negative prompt"
-        )
-    group.add_argument("--aesthetic-score", type=float, metavar="X", help="refiner only (6)")
-    group.add_argument("--negative-aesthetic-score", type=float, metavar="X", help="refiner only (2.5)")
-
-
-def _model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("-m", "--model", metavar="MODEL", help="emoji (the default), a folder, or a Hub id owner/name")
-    _dtype(group)
-    _source(group)
-
-
-def _devices(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("devices")
-    group.add_argument(
-        "--mesh", metavar="AXES", help="data=4,model=2 splits the batch 4 ways and the weights 2 ways (data)"
-    )
-    group.add_argument(
-        "--distributed", action="store_true",
-        help="join the processes of a TPU pod, of Slurm or of the next three flags; each process generates and "
-        "writes its "
-        "own images",
-    )  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
-
-
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
@@ -393,30 +255,8 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
     )
-    _dtype(group)
+    add_dtype(group)
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
-
-
-def _dtype(group: Any) -> None:
-    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
-    _quantize(group)
-
-
-def _quantize(group: Any) -> None:
-    group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
-
-
-def _source(group: Any, *, variant: bool = True) -> None:
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
-    if variant:
-        group.add_argument("--variant", metavar="NAME", help="variant of the weights, such as fp16")
-    group.add_argument("--cache-dir", metavar="FOLDER", help="folder of the files from the Hub")
-    group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
-    group.add_argument(
-        "--token",
-        metavar="TOKEN",
-        help="Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
-    )
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -435,9 +275,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="bfloat16", metavar="DTYPE", help="dtype of weights and activations (bfloat16)"
     )
-    _quantize(parser)
+    add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
-    _source(parser, variant=False)
+    add_source(parser, variant=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -449,22 +289,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's own)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
-    _dtype(parser)
-    _source(parser)
+    add_dtype(parser)
+    add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-
-
-def _where_to(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "-o",
-        "--output",
-        default=OUTPUT,
-        metavar="PATH",
-        help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
-    )
-    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
-    group.add_argument("--grid", action="store_true", help="also write all images as one grid")
-    group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

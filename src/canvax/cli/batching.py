@@ -70,16 +70,16 @@ def _stored_size(pipe: StableDiffusion, first: ImageRequest, count: int, even: i
 
     def stored(size: int) -> list[dict[str, Any]] | None:
         shape = (padded_batch(size, pipe.programs.mesh), *request.shape[1:])
-        return pipe.programs.stored(params, shape, **kinds)
+        return pipe.programs.stored(params, shape, kinds)
 
     if stored(even):
         return even
     best, most_saved = even, 0.0
-    for size in sorted({program.header.get("description", {}).get("batch") or 0 for program in cache.programs()}):
+    for size in sorted({program.batch for program in cache.programs()}):
         if even / 4 <= size <= most and (headers := stored(size)):
             filled_up = math.ceil(count / size) * size - count
-            flops = max(header.get("flops", 0.0) for header in headers) / size * filled_up * len(table)
-            saved = sum(header.get("seconds", 0.0) for header in headers) - flops / _flops_per_second(pipe)
+            flops = max(header["flops"] for header in headers) / size * filled_up * len(table)
+            saved = sum(header["seconds"] for header in headers) - flops / _flops_per_second(pipe)
             if saved > most_saved:
                 best, most_saved = size, saved
     return best

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.arguments import OUTPUT, versions
+from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
+from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError

@@ -136,7 +136,7 @@ def without_prompts(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
 
 def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any]) -> Iterator[ImageRequest]:
     first = check_seed(shared.get("seed"))
-    index = 0
+    index, sizes = 0, dict[Any, tuple[Any, Any]]()
     for where, entry in entries:
         try:
             settings = {**shared, **entry}
@@ -151,7 +151,11 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             height, width = (None if name not in settings else check_size(name, settings[name], 0)
                              for name in ("height", "width"))  # fmt: skip
             image, mask, strength = _text(settings, "image"), _text(settings, "mask"), settings.get("strength")
-            _, (height, width) = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
+            checked = (image, mask, strength, height, width, options)
+            if checked not in sizes:  # each file is read once
+                given = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
+                sizes[checked] = (height, width) if given is None or given.boxes else given.size
+            height, width = sizes[checked]
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
             sampler = _text(settings, "sampler")

@@ -62,8 +62,10 @@ class CacheEntry:
         return cache.read(self.path, self.header["key"])
 
     def stored(self) -> dict[str, Any]:
-        """The header alone, unchecked, to choose by; empty if there is none."""
-        return cache.header(self.path)
+        """The header alone, to choose by, its signature unchecked; empty if it does not tell what a program costs."""
+        header = cache.header(self.path)
+        told = all(isinstance(header.get(name), int | float) for name in ("seconds", "flops"))
+        return header if told else {}
 
     def load(self, header: dict[str, Any], executable: bytes) -> Any | None:
         """The program, ready to be called; None if it cannot be loaded, when its file is removed too.

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canvax.compile.trust import FOLDER, SECRET, check_folder, is_ours, open_private, signature
+from canvax.compile.trust import FOLDER, SECRET, check_folder, is_ours, open_private, signature, user_folder
 from canvax.errors import CanvaxError, InputError, warn
 
 SIZE = "CANVAX_CACHE_SIZE"
@@ -60,6 +59,13 @@ class StoredProgram:
     size: int
     used: float
 
+    @property
+    def batch(self) -> int:
+        """Images at once; 0 if the file does not say."""
+        description = self.header.get("description")
+        batch = description.get("batch") if isinstance(description, dict) else 0
+        return batch if isinstance(batch, int) else 0
+
 
 def cache_path() -> Path | None:
     """The folder that CANVAX_CACHE_DIR names, else ``usual_path``; None for "off". Nothing is looked at.
@@ -87,13 +93,7 @@ def usual_path() -> Path:
     Raises:
         RuntimeError: there is no home folder.
     """
-    if os.environ.get("XDG_CACHE_HOME", "").startswith("/"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return base / "canvax"
+    return user_folder("XDG_CACHE_HOME", ".cache", "Library/Caches", "LOCALAPPDATA", "Local")
 
 
 def size_limit() -> int:

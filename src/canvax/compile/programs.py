@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
@@ -26,7 +26,7 @@ from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, encode_text
-from canvax.parallel.mesh import over_batch, replicated
+from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
@@ -41,6 +41,26 @@ LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
 
+class Kinds(NamedTuple):
+    """Which programs a run needs, besides what the shapes of its arrays decide.
+
+    Attributes:
+        guided: denoisers with guidance (True), without (False), or both.
+        clip: limits on D.
+        deep_layers: for ``canvax.denoise.DeepFeatures``; 0 without.
+        known: parts of images are kept (``canvax.denoise.Known``).
+        decoder: None for none.
+        image_encoder: latents of images are asked for.
+    """
+
+    guided: tuple[bool, ...] = (True,)
+    clip: Clip | None = None
+    deep_layers: int = 0
+    known: bool = False
+    decoder: Literal["whole", "tiled", None] = "whole"
+    image_encoder: bool = False
+
+
 class Ready(NamedTuple):
     """The programs of a run, compiled.
 
@@ -48,17 +68,20 @@ class Ready(NamedTuple):
         encode: the text encoder.
         denoisers: with guidance (True), without (False), or both.
         decode: the decoder, or None.
+        encode_image: the encoder of one image, or None.
     """
 
     encode: Callable[..., Conditions]
     denoisers: Mapping[bool, Callable[..., Any]]
     decode: Callable[..., Array] | None
+    encode_image: Callable[..., tuple[Array, Array]] | None = None
 
     @property
     def named(self) -> list[tuple[str, Any]]:
         """Each with its name."""
-        denoisers = [("denoiser", denoiser) for denoiser in self.denoisers.values()]
-        return [("text encoder", self.encode), *denoisers, *([("decoder", self.decode)] if self.decode else [])]
+        programs: list[tuple[str, Any]] = [("text encoder", self.encode), ("image encoder", self.encode_image)]
+        programs += [("denoiser", denoiser) for denoiser in self.denoisers.values()]
+        return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]
 
 
 @dataclass(frozen=True)
@@ -153,74 +176,36 @@ class Programs:
         arguments = (_abstract(params["vae"]), self._batched(shape, jnp.float32))
         return self._get("image encoder", partial(encode_images, cfg=self.networks.vae), arguments, announce)
 
-    def ready(
-        self,
-        params: Params,
-        latents: LatentShape,
-        *,
-        guided: Iterable[bool],
-        clip: Clip | None = None,
-        deep_layers: int = 0,
-        known: bool = False,
-        decoder: Literal["whole", "tiled", None] = "whole",
-        announce: BuildCallback | None = None,
-    ) -> Ready:
-        """All programs of a run, made at the same time.
+    def ready(self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None = None) -> Ready:
+        """All programs of a run on latents [B, h, w, C], made at the same time.
 
-        Args:
-            params: the parameters, or their shapes.
-            latents: [B, h, w, C].
-            guided: which denoisers: with guidance, without, or both.
-            clip: limits on D.
-            deep_layers: see ``denoise``.
-            known: likewise.
-            decoder: which decoder; None for none.
-            announce: called for each program.
+        ``params`` are the parameters or their shapes; ``announce`` is called for each program.
         """
-        wanted = list(guided)
-        denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, known=known)
-        calls = self._calls(params, latents, wanted, denoise, decoder, announce)
-        encode, decode, *denoisers = at_once(calls)
-        return Ready(encode, dict(zip(wanted, denoisers, strict=True)), decode)
+        encode, decode, encode_image, *denoisers = at_once(self._calls(params, latents, kinds, announce))
+        return Ready(encode, dict(zip(kinds.guided, denoisers, strict=True)), decode, encode_image)
 
-    def stored(
-        self,
-        params: Params,
-        latents: LatentShape,
-        *,
-        guided: Iterable[bool],
-        clip: Clip | None = None,
-        deep_layers: int = 0,
-        known: bool = False,
-        decoder: Literal["whole", "tiled", None] = "whole",
-    ) -> list[dict[str, Any]] | None:
+    def stored(self, params: Params, latents: LatentShape, kinds: Kinds) -> list[dict[str, Any]] | None:
         """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
-        denoise = partial(self.denoise, params, latents, clip=clip, deep_layers=deep_layers, known=known)
-        calls = self._calls(params, latents, list(guided), denoise, decoder, None)
         token = _MODE.set("stored")
         try:
-            return [call() for call in calls if call]
+            return [call() for call in self._calls(params, latents, kinds, None) if call]
         except _NotReady:
             return None
         finally:
             _MODE.reset(token)
 
     def _calls(
-        self,
-        params: Params,
-        latents: LatentShape,
-        guided: list[bool],
-        denoise: Callable[..., Any],
-        decoder: Literal["whole", "tiled", None],
-        announce: BuildCallback | None,
+        self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
     ) -> list[Callable[[], Any] | None]:
-        """Text encoder, decoder (or None), denoisers: each to be called."""
-        decode = partial(self.decode, params, latents, announce, tiled=decoder == "tiled")
-        encode = partial(self.encode_text, params, latents[0], announce)
+        """Text encoder, decoder, image encoder (None if not asked for), denoisers: each to be called."""
+        factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
+        pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
+        inputs = {"clip": kinds.clip, "deep_layers": kinds.deep_layers, "known": kinds.known}
         return [
-            encode,
-            decode if decoder else None,
-            *(partial(denoise, guided=half, announce=announce) for half in guided),
+            partial(self.encode_text, params, latents[0], announce),
+            partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
+            partial(self.encode_images, params, pixels, announce) if kinds.image_encoder else None,
+            *(partial(self.denoise, params, latents, **inputs, guided=g, announce=announce) for g in kinds.guided),
         ]
 
     def step_inputs(

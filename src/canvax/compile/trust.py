@@ -81,19 +81,32 @@ def is_ours(file: BinaryIO, digest: bytes, signed: bytes) -> bool:
     return by_root or hmac.compare_digest(signature(digest), signed)
 
 
+def user_folder(variable: str, unix: str, macos: str, windows: str, otherwise: str) -> Path:
+    """``canvax`` in a folder of the user's: the one that ``variable`` names, else that of this system in the home.
+
+    ``windows`` is the variable that names it there, ``otherwise`` its name below ``AppData``.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
+    if os.environ.get(variable, "").startswith("/"):
+        base = Path(os.environ[variable])
+    elif sys.platform == "win32":
+        base = Path(os.environ.get(windows) or Path.home() / "AppData" / otherwise)
+    else:
+        base = Path.home() / (macos if sys.platform == "darwin" else unix)
+    return base / "canvax"
+
+
 def secret_path() -> Path:
     """``canvax/cache-secret`` in the folder where this system keeps a user's settings.
 
     Raises:
         RuntimeError: there is no home folder.
     """
-    if os.environ.get("XDG_CONFIG_HOME", "").startswith("/"):
-        base = Path(os.environ["XDG_CONFIG_HOME"])
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
-    else:
-        base = Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".config")
-    return base / "canvax" / "cache-secret"
+    return (
+        user_folder("XDG_CONFIG_HOME", ".config", "Library/Application Support", "APPDATA", "Roaming") / "cache-secret"
+    )
 
 
 def _secret() -> bytes:

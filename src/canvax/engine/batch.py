@@ -93,8 +93,8 @@ class Batch:
         runs = [_Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
-            begun = images is not None
-            state[i, 0] = table.noised(images[i], noise[i]) if begun else noise[i] * np.float32(table.init_scale)
+            scaled = np.float32(table.init_scale)
+            state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
         self._flight = InFlight(
             self._put(state), conditions, negative, self._put(keys), known and Known(*map(self._put, known))

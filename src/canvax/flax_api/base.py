@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.compile.programs import Programs
+from canvax.compile.programs import Kinds, Programs
 from canvax.denoise import WINDOW, StepInputs, denoise
 from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError
@@ -274,9 +274,8 @@ class FlaxPipeline:
         split, count = over_batch(programs.mesh), len(inputs.ids)
         params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
         latents = (count, *inputs.noise.shape[1:])
-        ready = programs.ready(
-            params, latents, guided=[inputs.guided], clip=table.clip, decoder="whole" if decode else None
-        )
+        kinds = Kinds(guided=(inputs.guided,), clip=table.clip, decoder="whole" if decode else None)
+        ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
             return ready.encode(programs.text_params(params), jax.device_put(self._by_encoder(ids), split), np.int32(0))

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from canvax.errors import InputError
 from canvax.files import open_regular
+from canvax.images.convert import upright_rgb
 from canvax.images.formats import FORMATS
 
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
-
-BACKGROUND = (255, 255, 255)
-"""What transparent images are laid upon."""
 
 
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
@@ -45,16 +43,6 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
     return [_upright(name, one, grey=grey) for one in values]
 
 
-def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The image at another size, by Lanczos resampling."""
-    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
-
-
-def blurred(mask: Image.Image, radius: float) -> Image.Image:
-    """A mask with soft edges, by a Gaussian of this standard deviation in pixels."""
-    return mask.filter(ImageFilter.GaussianBlur(radius)) if radius else mask
-
-
 def fingerprint(image: Image.Image) -> str:
     """SHA-256 of the pixels and the size of an upright image, whatever file it came from."""
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
@@ -76,13 +64,11 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:
         raise InputError(f"{name} of {image.width} x {image.height} pixels; images of 2 x 2 to {MOST_PIXELS} pixels do")
     try:
-        image = ImageOps.exif_transpose(image)
-        if grey and image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
-            return image.getchannel("A")  # a mask that was painted into the transparency
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
-        return image.convert("L" if grey else "RGB")
+        if not grey:
+            return upright_rgb(image)
+        if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
+            image = image.getchannel("A")  # a mask that was painted into the transparency
+        return upright_rgb(image).convert("L")
     except (OSError, ValueError, SyntaxError) as error:
         raise InputError(f"{name} cannot be read ({error})") from None
 
@@ -93,7 +79,7 @@ def _from_file(name: str, path: Path) -> Image.Image:
             if image.width * image.height > MOST_PIXELS:
                 raise InputError(f"{name}={str(path)!r} has {image.width} x {image.height} pixels, which is too many")
             image.load()
-            return image.copy() if not image.getexif() else ImageOps.exif_transpose(image)
+            return image
     except UnidentifiedImageError:
         raise InputError(f"{name}={str(path)!r} is not a PNG, JPEG or WebP") from None
     except InputError:

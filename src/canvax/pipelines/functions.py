@@ -16,11 +16,12 @@ from jax.core import Tracer
 
 from canvax.errors import InputError
 from canvax.families.base import Model
+from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
-from canvax.pipelines.given import as_floats, check_given
+from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
 from canvax.types import Array
 
@@ -58,7 +59,7 @@ def encode(
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
     """See ``canvax.StableDiffusion.encode_image``."""
     count = len(image) if isinstance(image, list | tuple) else 1
-    given, _ = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
+    given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
     if given is None:
         raise InputError("image=None: give a PIL image, a path, an array or a list of these")
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))

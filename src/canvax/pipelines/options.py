@@ -44,12 +44,14 @@ Callback = Callable[[Step], Any]
 
 ImageEncoding = Literal["mean", "sample"]
 MaskMode = Literal["hard", "soft", "graded"]
+MaskFill = Literal["original", "fill", "noise", "nothing"]
 _CHOICES = {
     "tiling": Tiling,
     "noise": NoiseKind,
     "strength_rule": StrengthRule,
     "image_encoding": ImageEncoding,
     "mask_mode": MaskMode,
+    "mask_fill": MaskFill,
 }
 
 PAIRS = (
@@ -89,6 +91,12 @@ class Options:
         mask_mode: "hard": a mask's grey is rounded; "soft": it mixes; "graded": it says from when on in the run a place
             is generated, white from the beginning.
         mask_blur: standard deviation in pixels of the blur of a mask's edges.
+        mask_fill: what the masked part is at first, below strength 1: the "original", "fill" for the colours around it,
+            "noise" alone, or "nothing", which is latents of 0.
+        padding_mask_crop: generate the masked part alone, at the size of a whole image, with this many pixels around
+            it; None for the whole image.
+        outpaint: pixels to add on each side of an image (left, top, right, bottom), or by name
+            ``{"left": 64, "right": 64}``.
         denoising_start: 0..1, the part of the run that is done already: ``latents`` are noisy latents as a run with
             ``denoising_end`` at this value left them.
         denoising_end: 0..1, where to stop: ``Result.latents`` are noisy latents then, and nothing is decoded.
@@ -127,6 +135,9 @@ class Options:
     image_encoding: ImageEncoding = "mean"
     mask_mode: MaskMode = "hard"
     mask_blur: float = 0.0
+    mask_fill: MaskFill = "original"
+    padding_mask_crop: int | None = None
+    outpaint: Any = None
     denoising_start: float = 0.0
     denoising_end: float = 1.0
     prompt_2: str | Sequence[str] | None = None
@@ -169,6 +180,9 @@ class Options:
                 raise InputError(f"{name}={value!r} is not known; {nearest(str(value), get_args(kind))}")
         if not (_is_number(self.mask_blur) and 0 <= self.mask_blur <= 1000):
             raise InputError(f"mask_blur={self.mask_blur!r} is not in 0..1000 pixels; 4 is usual")
+        if (crop := self.padding_mask_crop) is not None and not (_is_whole(crop) and 0 <= crop <= 16384):
+            raise InputError(f"padding_mask_crop={crop!r} is not a whole number of pixels of at least 0; 32 is usual")
+        object.__setattr__(self, "outpaint", _outpaint(self.outpaint))
         if not isinstance(self.progress, bool) and self.progress != "programs":
             raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (
@@ -271,6 +285,32 @@ def _numbers(name: str, value: Any) -> Any:
         such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
         raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
+
+
+_SIDES = ("left", "top", "right", "bottom")
+
+
+def _outpaint(value: Any) -> tuple[int, int, int, int] | None:
+    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
+    if value is None:
+        return None
+    wrong = f"outpaint={value!r} is not pixels by side, such as left=64,right=64, or left, top, right and bottom"
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",")]
+        named = "=" in value
+        value = {name.strip(): number for name, _, number in pairs} if named else [name for name, _, _ in pairs]
+    if isinstance(value, Mapping):
+        if value.keys() - set(_SIDES):
+            raise InputError(wrong)
+        value = [value.get(side, 0) for side in _SIDES]
+    try:
+        sides = tuple(int(side) if isinstance(side, str) else side for side in value)
+    except (TypeError, ValueError):
+        raise InputError(wrong) from None
+    if len(sides) != 4 or not all(_is_whole(side) and 0 <= side <= 16384 for side in sides) or not any(sides):
+        raise InputError(wrong)
+    left, top, right, bottom = map(int, sides)
+    return left, top, right, bottom
 
 
 def _settings(value: Any) -> tuple[str, ...]:

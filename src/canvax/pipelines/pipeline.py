@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
 from canvax.compile.monitor import counting
-from canvax.compile.programs import PROGRAMS, Programs, Ready
+from canvax.compile.programs import PROGRAMS, Kinds, Programs, Ready
 from canvax.errors import InputError, check_count
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model
@@ -371,11 +371,13 @@ class StableDiffusion:
         return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),
-            guided=[guided and not self.model.networks.embeds_guidance],
-            clip=table.clip,
-            deep_layers=deep_layers,
-            decoder="tiled" if is_tiled(height, width) else "whole",
-            announce=display.announce,
+            Kinds(
+                guided=(guided and not self.model.networks.embeds_guidance,),
+                clip=table.clip,
+                deep_layers=deep_layers,
+                decoder="tiled" if is_tiled(height, width) else "whole",
+            ),
+            display.announce,
         )
 
     def _own(self, params: Params | None) -> Params:

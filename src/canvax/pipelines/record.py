@@ -6,6 +6,7 @@ from typing import Any
 
 from canvax._version import __version__
 from canvax.families.base import Model
+from canvax.pipelines.given import entry
 from canvax.pipelines.request import Request
 
 
@@ -26,7 +27,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "canvax": __version__,
     }
     if request.given and request.given.fingerprints:
-        shared |= {"strength": request.given.strength, "steps_run": request.given.steps_run}
+        shared |= {"strength": request.given.strength, "steps_run": request.given.steps - request.given.skipped}
     optional = {"variant": model.files.variant, "quantize": model.quantize}
     shared |= {name: value for name, value in optional.items() if value is not None}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
@@ -50,7 +51,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
 def _given(request: Request, index: int) -> dict[str, str]:
     """By which pixels the image and the mask of one image are known again."""
     found = request.given.fingerprints if request.given else {}
-    return {f"{name}_sha256": values[index if len(values) > 1 else 0] for name, values in found.items()}
+    return {f"{name}_sha256": entry(values, index) for name, values in found.items()}
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:

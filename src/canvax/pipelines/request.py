@@ -91,18 +91,20 @@ def make_request(
     check_for_model(options, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     (tall, wide), factor = model.native_size, model.vae.factor
-    given, size = check_given(*image, size, len(prompts), factor, options)
-    if model.networks.inpaints and given is None:
-        given = all_anew(
-            *(check_size(*side, factor) for side in zip(("height", "width"), size, (tall, wide), strict=True))
-        )
-    height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
+    if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
+        size = (size[0] or tall, size[1] or wide)
+    given = check_given(*image, size, len(prompts), factor, options)
+    if given is None:
+        height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
+        given = all_anew(height, width) if model.networks.inpaints else None
+    else:
+        height, width = given.size
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = check_steps(steps, options.own_steps, model.defaults.num_inference_steps, most)
     if given is not None:
         whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
-        given = replace(given, steps_run=whole - skipped)
+        given = replace(given, steps=whole, skipped=skipped)
     request = Request(
         prompts=prompts,
         negatives=negatives,

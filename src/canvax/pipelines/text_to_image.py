@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from canvax.compile.monitor import Counts
-from canvax.compile.programs import Programs
+from canvax.compile.programs import Kinds, Programs
+from canvax.denoise import Known
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError
 from canvax.families.base import Ids, Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
+from canvax.images.masks import as_floats
 from canvax.models.text import Conditions
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel import multihost
@@ -26,13 +29,11 @@ from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
-from canvax.pipelines.given import as_floats
 from canvax.pipelines.options import Step
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
 from canvax.samplers import SamplerTable, build_table
-from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 
@@ -52,35 +53,28 @@ def text_to_image(
     negative_ids = model.tokenize(request.negatives, request.negatives_2)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    ready = programs.ready(params, latents, **kinds, announce=display.announce)
-    given, encoder = request.given, None
-    if given is not None:
-        shape = (padded_batch(1, mesh), request.height, request.width, 3)
-        encoder = programs.encode_images(params, shape, display.announce)
-    check_programs([*ready.named, *([("image encoder", encoder)] if encoder else [])], mesh, cure)
+    ready = programs.ready(params, latents, kinds, display.announce)
+    check_programs(ready.named, mesh, cure)
 
     with clock("encode"):
         conditions, negative = encode(model, programs, ready.encode, params, request, (ids, negative_ids))
         jax.block_until_ready(conditions)
-        images, known = None, None
-        if given is not None and encoder is not None:
-            images = encode_images(programs, params, request, list(map(as_floats, given.images)), encoder)
-            if model.networks.inpaints:
-                masked, mask = given.behind_latents(model.vae.factor)
-                beside = encode_images(programs, params, request, masked, encoder)
-                beside = np.concatenate([np.broadcast_to(mask, (*beside.shape[:3], 1)), beside], axis=-1)
-                for half in filter(None, (conditions, negative)):
-                    half["masked"] = put(filled(beside, latents[0]), over_batch(mesh))
-            else:
-                known = given.known(images, model.vae.factor, request.options)
+        images, known, masked = None, None, None
+        if ready.encode_image is not None:
+            encode_image = partial(encode_images, programs, params, request, encoder=ready.encode_image)
+            images, known, masked = begin(model, request, encode_image)
+        if masked is not None:
+            for half in filter(None, (conditions, negative)):
+                half["masked"] = put(filled(masked, latents[0]), over_batch(mesh))
     with clock("denoise"):
         noise = request.latents
         if noise is None:
             noise = initial_noise(request.seeds, request.shape[1:], request.options.noise)
         batch = Batch(programs, params, latents, ready.denoisers)
-        begun = None if given is None or given.from_noise else images
         keys = seed_keys(request.seeds)
-        batch.fill(noise, conditions, negative, keys, [table] * count, deep, images=begun, known=known)
+        if images is not None:
+            images = start(request, images, noise, model.vae.factor)
+        batch.fill(noise, conditions, negative, keys, [table] * count, deep, images=images, known=known)
         denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
@@ -88,8 +82,8 @@ def text_to_image(
         if ready.decode:
             _, pixels = own_rows(ready.decode(params["vae"], map_parts(lambda part: part[:, 0], batch.state)), count)
 
-    if given is not None:
-        pixels = given.pasted(pixels, indices)
+    if request.given is not None:
+        pixels = request.given.pasted(pixels, indices)
     if not np.isfinite(pixels).all():
         raise CanvaxError(
             f"the images have values that are not finite: {model.name} overflows in {model.dtype}; load it with "
@@ -109,28 +103,27 @@ def text_to_image(
     )
 
 
-def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, dict[str, Any]]:
+def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
     guided = guided_rows(table, guided=request.guided)
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
     tiled = is_tiled(request.height, request.width, request.options.tiling)
-    kinds = {
-        "guided": tuple(dict.fromkeys(guided.tolist())),
-        "clip": table.clip,
-        "deep_layers": deep.layers if deep else 0,
-        "known": bool(request.given and request.given.masks) and not model.networks.inpaints,
-        "decoder": None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
-    }
+    kinds = Kinds(
+        guided=tuple(dict.fromkeys(guided.tolist())),
+        clip=table.clip,
+        deep_layers=deep.layers if deep else 0,
+        known=bool(request.given and request.given.masks) and not model.networks.inpaints,
+        decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
+        image_encoder=request.given is not None,
+    )
     return table, deep, kinds
 
 
 def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
-    options, steps, skip = request.options, request.steps, 0
-    if request.given:
-        most = model.scheduler.schedule.num_train_timesteps
-        steps, skip = steps_of_strength(request.given.strength, steps, options.strength_rule, most)
+    options, given = request.options, request.given
+    steps, skip = (given.steps, given.skipped) if given else (request.steps, 0)
     return build_table(
         model.scheduler,
         steps,
@@ -176,11 +169,44 @@ def encode(
     return conditions, negative
 
 
+EncodeImages = Callable[[list[HostArray]], HostArray]
+
+
+def begin(
+    model: Model, request: Request, encode: EncodeImages
+) -> tuple[HostArray | None, Known | None, HostArray | None]:
+    """What a run takes from the images of its request: each [n, h, w, ...], encoded where it is used, else None.
+
+    Latents to begin from; what is to stay of them; and what an inpainting UNet sees beside the noisy latents.
+    """
+    given = request.given
+    assert given is not None
+    if model.networks.inpaints:
+        holes, mask = given.behind_latents(model.vae.factor)
+        latents = encode(holes)
+        masked = np.concatenate([np.broadcast_to(mask, (*latents.shape[:3], 1)), latents], axis=-1)
+        images = None if given.from_noise else encode([as_floats(image) for image in given.images])
+        return images, None, masked
+    images = encode([as_floats(image) for image in given.images])
+    return None if given.from_noise else images, given.known(images, model.vae.factor, request.options), None
+
+
+def start(request: Request, images: HostArray, noise: HostArray, factor: int) -> HostArray:
+    """Latents to begin from [n, h, w, C]: those of the images, with something else where they are masked."""
+    given, fill = request.given, request.options.mask_fill
+    assert given is not None
+    if not given.masks or fill in ("original", "fill"):
+        return images
+    mask = given.latent_masks(len(images), factor, hard=request.options.mask_mode == "hard")
+    return (1 - mask) * images + (mask * noise if fill == "noise" else 0)
+
+
 def encode_images(
     programs: Programs,
     params: Params,
     request: Request,
     images: list[HostArray],
+    *,
     encoder: Callable[..., tuple[Any, Any]],
 ) -> HostArray:
     """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""

@@ -203,7 +203,9 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     for key, value in config.items():
         if key in fields:
             faults += _field_faults(key, value, fields[key], class_name)
-        elif key in LIMITS and key in _FOREIGN and value is not None:  # for another sampler, which a call may name
+        elif (
+            key in LIMITS and key in _FOREIGN_DEFAULTS and value is not None
+        ):  # for another sampler, which a call may name
             faults += _field_faults(key, value, _FOREIGN_DEFAULTS[key], class_name)
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue
