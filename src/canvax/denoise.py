@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import guide
+from canvax.guidance import compose, guide
 from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
@@ -67,6 +67,18 @@ class Known(NamedTuple):
     graded: Any
 
 
+class Composed(NamedTuple):
+    """Further prompts of each image: the guided output is u + s * sum_k w_k (c_k - u) (Liu et al. 2022).
+
+    Attributes:
+        others: conditions of the second prompt, of the third, ...
+        weights: w of all prompts, the first one's too [B, K] float32.
+    """
+
+    others: tuple[Conditions, ...]
+    weights: Any
+
+
 class StepInputs(NamedTuple):
     """Everything of a call of ``denoise`` but the parameters.
 
@@ -81,6 +93,7 @@ class StepInputs(NamedTuple):
         count: rows to run, an int32 scalar.
         deep: deep features, and which rows reuse them; None: every row computes all.
         known: what stays of images; None: nothing.
+        composed: further prompts, only with ``negative``; None: there are none.
     """
 
     state: Any
@@ -92,6 +105,7 @@ class StepInputs(NamedTuple):
     count: Any
     deep: DeepFeatures | None = None
     known: Known | None = None
+    composed: Composed | None = None
 
 
 class InFlight(NamedTuple):
@@ -102,6 +116,7 @@ class InFlight(NamedTuple):
     negative: Conditions | None
     keys: Any
     known: Known | None = None
+    composed: Composed | None = None
 
 
 def denoise(
@@ -121,15 +136,16 @@ def denoise(
         The state after the last row run, D at that row [B, h, w, C] float32, and ``deep.features`` as they are then.
     """
     guided, rows, deep = inputs.negative is not None, inputs.rows, inputs.deep
-    conditions = inputs.conditions
+    conditions, composed, times = inputs.conditions, inputs.composed, 1
     if inputs.negative is not None:
-        conditions = jax.tree.map(_side_by_side, inputs.negative, conditions)
+        several = [inputs.negative, conditions, *(composed.others if composed else ())]
+        conditions, times = jax.tree.map(_side_by_side, *several), len(several)
     prepared = denoiser.prepare(params, conditions)
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
         x, timestep = _per_image(row["c_in"]) * x, row["timestep"]
         if guided:
-            x, timestep = jnp.repeat(x, 2, axis=0), jnp.repeat(timestep, 2)
+            x, timestep = jnp.repeat(x, times, axis=0), jnp.repeat(timestep, times)
         if deep is None or features is None:
             output = denoiser.apply(params, x, timestep, prepared)
         else:
@@ -138,8 +154,11 @@ def denoise(
         output = output.astype(jnp.float32)
         if not guided:
             return output, features
-        output = output.reshape(-1, 2, *output.shape[1:])
-        return guide(output[:, 0], output[:, 1], row["guidance"], row["rescale"]), features
+        output = output.reshape(-1, times, *output.shape[1:])
+        conditional = output[:, 1]
+        if composed:
+            conditional = compose(output[:, 0], output[:, 1:], composed.weights)
+        return guide(output[:, 0], conditional, row["guidance"], row["rescale"]), features
 
     def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         state, _, features = carry
@@ -202,9 +221,9 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
         return jax.vmap(one)(row_keys)
 
 
-def _side_by_side(negative: Array, positive: Array) -> Array:
-    """[B, ...] twice -> [2 B, ...]. The halves of an image are neighbours: a batch over devices stays where it is."""
-    return jnp.stack([negative, positive], axis=1).reshape(-1, *positive.shape[1:])
+def _side_by_side(*halves: Array) -> Array:
+    """[B, ...] n times -> [n B, ...]. Those of an image are neighbours: a batch over devices stays where it is."""
+    return jnp.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:])
 
 
 def _per_image(column: Array) -> Array:

@@ -40,8 +40,6 @@ CALL: dict[str, Familiar] = {
     **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
     **_renamed("negative uc", "negative_prompt"),
     **_renamed("scheduler sampler_name", "sampler"),
-    **_same("prompt_embeds negative_prompt_embeds pooled_prompt_embeds negative_pooled_prompt_embeds",
-            "pipe.encode gives the conditions of a prompt, and docs/under-the-pipeline.md shows a loop over them"),
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength", "strength"),

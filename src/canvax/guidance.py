@@ -26,5 +26,20 @@ def guide(unconditional: Array, conditional: Array, scale: Array, rescale: Array
     return guided * (1.0 + rescale * (ratio - 1.0))
 
 
+def compose(unconditional: Array, conditional: Array, weights: Array) -> Array:
+    """One output in place of those of several prompts: u + sum_k w_k (c_k - u) (Liu et al. 2022, eq. 11).
+
+    Args:
+        unconditional: output for the negative prompt [B, h, w, C], float32.
+        conditional: outputs for the prompts [B, K, h, w, C], float32.
+        weights: of the prompts [B, K].
+
+    Returns:
+        [B, h, w, C] float32.
+    """
+    away = conditional - unconditional[:, None]
+    return unconditional + (weights[:, :, None, None, None] * away).sum(axis=1)
+
+
 def _std(x: Array) -> Array:
     return x.std((1, 2, 3), keepdims=True)

@@ -109,6 +109,9 @@ def _settings(parser: argparse.ArgumentParser) -> None:
         "--clip-skip", type=int, metavar="N", help="leave out this many last layers of the text encoder (0)"
     )
     group.add_argument(
+        "--prompt-syntax", metavar="KIND", help="what brackets in prompts mean: plain (nothing), a1111, comfy or compel"
+    )
+    group.add_argument(
         "--noise", metavar="KIND", help="initial noise: philox, or torch for that of PyTorch's CPU generator"
     )
 

@@ -307,6 +307,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     recorded = {name: metadata.get(name) if own else None for name in ("model", *OF_MODEL)}
     if not own:
         _warn_of_losses(path, metadata, arguments)
+        settings["prompt_syntax"] = "a1111"
         settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none
     for name, value in recorded.items():
         if value is not None and not isinstance(value, str):

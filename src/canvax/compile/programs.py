@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
-from canvax.denoise import IDLE_ROWS, WINDOW, DeepFeatures, InFlight, Known, StepInputs, denoise, insert
+from canvax.denoise import IDLE_ROWS, WINDOW, Composed, DeepFeatures, InFlight, Known, StepInputs, denoise, insert
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
@@ -51,6 +51,8 @@ class Kinds(NamedTuple):
         known: parts of images are kept (``canvax.denoise.Known``).
         decoder: None for none.
         image_encoder: latents of images are asked for.
+        chunks: of each prompt.
+        parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -59,6 +61,8 @@ class Kinds(NamedTuple):
     known: bool = False
     decoder: Literal["whole", "tiled", None] = "whole"
     image_encoder: bool = False
+    chunks: int = 1
+    parts: int = 0
 
 
 class Ready(NamedTuple):
@@ -116,6 +120,11 @@ class Programs:
         """The parameters of the text encoders."""
         return {name: params[name] for name in self.networks.text.parts}
 
+    def text_dtypes(self, params: Params, batch: int, chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what ``batch`` prompts of so many chunks are encoded to."""
+        text = self.networks.text
+        return text.conditions(batch, tuple(_dtype(params, name) for name in text.parts), chunks)
+
     def denoise(
         self,
         params: Params,
@@ -125,16 +134,19 @@ class Programs:
         clip: Clip | None = None,
         deep_layers: int = 0,
         known: bool = False,
+        chunks: int = 1,
+        parts: int = 0,
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
-        of images (``canvax.denoise.Known``).
+        of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once.
         """
         denoiser = self.networks.denoiser
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
-        inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, known=known)
+        more = {"known": known, "chunks": chunks, "parts": parts}
+        inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
         arguments = _abstract(params[denoiser.component]), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
@@ -200,16 +212,16 @@ class Programs:
         """Text encoder, decoder, image encoder (None if not asked for), denoisers: each to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
-        inputs = {"clip": kinds.clip, "deep_layers": kinds.deep_layers, "known": kinds.known}
+        same = {name: getattr(kinds, name) for name in ("clip", "deep_layers", "known", "chunks", "parts")}
         return [
             partial(self.encode_text, params, latents[0], announce),
             partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
             partial(self.encode_images, params, pixels, announce) if kinds.image_encoder else None,
-            *(partial(self.denoise, params, latents, **inputs, guided=g, announce=announce) for g in kinds.guided),
+            *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
         ]
 
     def step_inputs(
-        self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0, known: bool = False
+        self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0, **more: Any
     ) -> StepInputs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
         batch = latents[0]
@@ -221,13 +233,20 @@ class Programs:
             dtype = self.networks.denoiser.dtype(params[self.networks.denoiser.component])
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
-        flight = self._in_flight(params, latents, guided=guided, known=known)
-        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, flight.known)
+        flight = self._in_flight(params, latents, guided=guided, **more)
+        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, flight.known, flight.composed)
 
-    def _in_flight(self, params: Params, latents: LatentShape, *, guided: bool, known: bool = False) -> InFlight:
-        text = self.networks.text
-        dtypes = tuple(_dtype(params, name) for name in text.parts)
-        encoded = text.conditions(latents[0], dtypes)
+    def _in_flight(
+        self,
+        params: Params,
+        latents: LatentShape,
+        *,
+        guided: bool,
+        known: bool = False,
+        chunks: int = 1,
+        parts: int = 0,
+    ) -> InFlight:
+        encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
         if numbers := self.networks.size_numbers:
             conditions["time_ids"] = self._batched((latents[0], numbers), jnp.float32)
@@ -247,6 +266,7 @@ class Programs:
             )
             if known
             else None,
+            Composed((conditions,) * (parts - 1), self._batched((latents[0], parts), jnp.float32)) if parts else None,
         )
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

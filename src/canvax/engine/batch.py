@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from canvax.compile.programs import LatentShape, Programs, deep_features_shape
-from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs
+from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
@@ -27,6 +27,20 @@ from canvax.types import Array, HostArray
 
 Denoisers = Mapping[bool, Callable[..., Any]]
 """The programs that may run: with guidance (True), without (False), or both."""
+
+
+class Texts(NamedTuple):
+    """What images are told from some row on, as in ``InFlight``."""
+
+    conditions: Conditions
+    negative: Conditions | None
+    composed: Composed | None
+
+    @property
+    def halves(self) -> list[Conditions]:
+        """All conditions."""
+        others = self.composed.others if self.composed else ()
+        return [half for half in (self.conditions, self.negative, *others) if half is not None]
 
 
 @dataclass(eq=False)
@@ -63,6 +77,7 @@ class Batch:
         self._runs: list[_Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None
         self._deep: DeepPlan | None = None
+        self._later: Mapping[int, Texts] = {}
         self._features: Array | None = None
 
     def fill(
@@ -75,6 +90,8 @@ class Batch:
         deep: DeepPlan | None = None,
         images: HostArray | None = None,
         known: Known | None = None,
+        composed: Composed | None = None,
+        later: Mapping[int, Texts] | None = None,
     ) -> None:
         """Start images in the first slots, all at once and without a program; what was in flight is gone.
 
@@ -88,6 +105,8 @@ class Batch:
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
+            composed: further prompts of each image, likewise, on the devices.
+            later: other texts from a row on, on the devices; all images have the same table then.
         """
         self._check_clip(tables[0], tables)
         runs = [_Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
@@ -97,9 +116,9 @@ class Batch:
             state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
         self._flight = InFlight(
-            self._put(state), conditions, negative, self._put(keys), known and Known(*map(self._put, known))
+            self._put(state), conditions, negative, self._put(keys), known and Known(*map(self._put, known)), composed
         )
-        self._deep, self._features = deep, None
+        self._deep, self._features, self._later = deep, None, later or {}
 
     def admit(
         self,
@@ -156,6 +175,10 @@ class Batch:
         flight = self._flight
         if not active or flight is None:
             return []
+        first = next(iter(active.values()))
+        if texts := self._later.get(first.row):
+            flight = self._flight = flight._replace(**texts._asdict())
+        rows = min([rows, *(row - first.row for row in self._later if row > first.row)])
         guided, count = self._next(list(active.values()), rows)
         columns, noisy = self._window(active)
         inputs = StepInputs(
@@ -168,6 +191,7 @@ class Batch:
             np.int32(count),
             self._deep and self._deep_features(active, self._deep, guided=guided),
             flight.known,
+            flight.composed,
         )
         weights = self._params[self._programs.networks.denoiser.component]
         state, self.denoised, self._features = self._denoisers[guided](weights, inputs)

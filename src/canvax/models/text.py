@@ -66,12 +66,13 @@ class TextEncoders:
         """The largest ``clip_skip``."""
         return min(cfg.num_hidden_layers for cfg in self.parts.values()) - 1
 
-    def conditions(self, batch: int, dtypes: Sequence[DType]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what ``encode_text`` returns, for parameters of each encoder in ``dtypes``.
+    def conditions(self, batch: int, dtypes: Sequence[DType], chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what ``encode_text`` returns, for parameters of each encoder in ``dtypes``,
+        of prompts of so many ``chunks``.
 
         Said here and not asked of ``jax.eval_shape``: a process whose programs come from the cache traces nothing.
         """
-        found = {"text": jax.ShapeDtypeStruct((batch, self.tokens, self.width), jnp.result_type(*dtypes))}
+        found = {"text": jax.ShapeDtypeStruct((batch, chunks * self.tokens, self.width), jnp.result_type(*dtypes))}
         if self.second is not None:
             found["pooled"] = jax.ShapeDtypeStruct((batch, self.pooled_width), dtypes[-1])
         return found

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import InputError
-from canvax.families.base import Model
+from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
@@ -23,6 +23,8 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
+from canvax.pipelines.texts import Encoding, ids_of, is_plain, read_texts
+from canvax.prompts.grammar import PromptSyntax
 from canvax.types import Array
 
 _encode_text = jax.jit(encode_text, static_argnames="cfg")
@@ -40,12 +42,27 @@ def encode(
     width: int | None = None,
     clip_skip: int = 0,
     guidance_scale: float | None = None,
+    prompt_syntax: PromptSyntax = "plain",
 ) -> Conditions:
     """See ``canvax.StableDiffusion.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
-    ids = model.tokenize(prompts, check_second("prompt_2", prompt_2, prompts, 1))
+    seconds = check_second("prompt_2", prompt_2, prompts, 1)
+    options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
+    texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
+    if texts.parts > 1 or (texts.weights != 1).any():
+        raise InputError(f"prompt={prompt!r:.80} adds prompts up (AND): encode each of them")
     weights = {name: params[name] for name in model.text.parts}
-    conditions = dict(_encode_text(weights, dict(ids), jnp.int32(clip_skip), cfg=model.text))
+
+    def one_pass(ids: Ids) -> Conditions:
+        return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
+
+    wordings = texts.stages[0].parts[0]
+    if is_plain(wordings, texts.chunks):
+        conditions = dict(one_pass(ids_of(model, wordings)))
+    else:
+        encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
+        conditions = encoding(wordings)
+        conditions["text"] = conditions["text"].astype(jax.tree.leaves(weights)[0].dtype)
     (tall, wide), factor = model.native_size, model.vae.factor
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if (numbers := model.size_conditions(*size, {})) is not None:

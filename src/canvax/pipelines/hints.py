@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from canvax.errors import HintWarning, warn
 from canvax.families.base import Model
 from canvax.pipelines.request import Request
+from canvax.prompts import words_of
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -26,8 +27,9 @@ def give_hints(model: Model, request: Request) -> None:
 
 def hints(model: Model, request: Request) -> Iterator[str]:
     """One sentence for each kind of thing."""
-    prompts = dict.fromkeys(request.prompts)
-    if unknown := list(dict.fromkeys(word for prompt in prompts for word in model.concepts.unknown(prompt))):
+    prompts, syntax = dict.fromkeys(request.prompts), request.options.prompt_syntax
+    words = (words_of(prompt, syntax) for prompt in prompts)
+    if unknown := list(dict.fromkeys(word for text in words for word in model.concepts.unknown(text))):
         more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
         yield (
             f"{model.name} has never seen: {', '.join(unknown[:LISTED])}{more}; "
@@ -46,6 +48,6 @@ def hints(model: Model, request: Request) -> Iterator[str]:
             yield f"{network[0]} is read as text: canvax does not have LoRA yet"
             break
     for prompt in prompts:
-        if weight := _WEIGHT.search(prompt):
-            yield f"{weight[0]} is read as text: canvax does not have prompt weights yet"
+        if syntax == "plain" and (weight := _WEIGHT.search(prompt)):
+            yield f"{weight[0]} is read as text; prompt_syntax='a1111' reads it as a weight"
             break

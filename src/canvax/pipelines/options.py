@@ -15,6 +15,7 @@ import numpy as np
 from canvax.errors import InputError, check_count, nearest, plain
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
+from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers.strength import StrengthRule
 
 
@@ -48,6 +49,7 @@ MaskFill = Literal["original", "fill", "noise", "nothing"]
 _CHOICES = {
     "tiling": Tiling,
     "noise": NoiseKind,
+    "prompt_syntax": PromptSyntax,
     "strength_rule": StrengthRule,
     "image_encoding": ImageEncoding,
     "mask_mode": MaskMode,
@@ -83,6 +85,8 @@ class Options:
         tiling: decode the picture in tiles, in less memory: "on", "off", or "auto" for more than 1536 x 1536 pixels.
         clip_skip: layers of the text encoder left out at the end.
         noise: initial noise: "philox" (the same bits on every machine) or "torch" (PyTorch's CPU generator).
+        prompt_syntax: what brackets in prompts mean: nothing ("plain"), or weights as "a1111", "comfy" or "compel"
+            write them (docs/prompts.md).
         progress: show compiling and evaluations on stderr; "programs" shows compiling alone.
         callback: called after each step.
         strength_rule: what ``strength`` of an image means: "diffusers", "a1111" or "exact"
@@ -129,6 +133,7 @@ class Options:
     tiling: Tiling = "auto"
     clip_skip: int = 0
     noise: NoiseKind = "philox"
+    prompt_syntax: PromptSyntax = "plain"
     progress: bool | str = True
     callback: Callback | None = None
     strength_rule: StrengthRule = "diffusers"

@@ -36,6 +36,7 @@ from canvax.pipelines.request import check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.translate import translate_call, translate_load
+from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
 
@@ -113,6 +114,7 @@ class StableDiffusion:
         width: int | None = None,
         clip_skip: int = 0,
         guidance_scale: float | None = None,
+        prompt_syntax: PromptSyntax = "plain",
         params: Params | None = None,
     ) -> Conditions:
         """What the denoiser is conditioned on: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
@@ -126,10 +128,12 @@ class StableDiffusion:
             width: likewise.
             clip_skip: layers of the text encoder left out at the end.
             guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.
+            prompt_syntax: what brackets in the prompt mean; see ``canvax.Options``.
             params: the parameters, if not those of the pipeline.
         """
         params = self._own(params)
         more = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
+        more["prompt_syntax"] = prompt_syntax
         return functions.encode(self.model, params, prompt, prompt_2, **more)
 
     def encode_image(
@@ -175,8 +179,8 @@ class StableDiffusion:
     @accepts(translate_call)
     def __call__(
         self,
-        prompt: str | Sequence[str],
-        negative_prompt: str | Sequence[str] | None = None,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int | None = None,
@@ -196,8 +200,8 @@ class StableDiffusion:
         Guidance that is on in a part of the run alone takes both programs.
 
         Args:
-            prompt: what to show; a list gives an image of each.
-            negative_prompt: what to keep away from; one for all, or one for each prompt.
+            prompt: what to show; a list gives an image of each. What ``encode`` returned does as well.
+            negative_prompt: what to keep away from; one for all, or one for each prompt; likewise.
             height: pixels, divisible by 8; by default the size the model was trained for.
             width: likewise.
             num_inference_steps: steps of the sampler; by default the model's own, else 50.

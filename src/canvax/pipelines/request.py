@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +20,11 @@ from canvax.pipelines.checks import (
     check_seeds,
     check_size,
     check_steps,
+    refuse_tracers,
 )
 from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import find
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
@@ -49,11 +53,13 @@ class Request:
     negatives_2: list[str]
     zeros: bool
     embedded: bool
+    texts: Texts
+    embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     given: Given | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given")
+        apart = ("seeds", "options", "latents", "given", "texts", "embeds")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
@@ -61,8 +67,19 @@ class Request:
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt matters at all: at a guidance scale of 1 or less it does not."""
-        return not self.embedded and max(self.options.guidance_steps or (self.guidance,)) > 1
+        """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
+        return not self.embedded and (self.composed or max(self.options.guidance_steps or (self.guidance,)) > 1)
+
+    @property
+    def composed(self) -> bool:
+        """Whether several prompts of an image are added up, or one is weighed as a whole."""
+        return self.texts.parts > 1 or bool((self.texts.weights != 1).any())
+
+    @property
+    def chunks(self) -> int:
+        """Of each prompt, for the denoiser."""
+        tokens = [one["text"].shape[1] for one in self.embeds if one is not None]
+        return math.lcm(self.texts.chunks, *(count // self.texts.tokens for count in tokens))
 
 
 def make_request(
@@ -89,7 +106,10 @@ def make_request(
     if not isinstance(sampler, str | None):
         raise InputError(f"sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
     check_for_model(options, model)
+    prompt, negative, embeds = taken_apart(prompt, negative, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
+    if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
+        raise InputError(f"the conditions are not of {len(prompts)} images; give an entry for each")
     (tall, wide), factor = model.native_size, model.vae.factor
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
         size = (size[0] or tall, size[1] or wide)
@@ -105,6 +125,9 @@ def make_request(
     if given is not None:
         whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
         given = replace(given, steps=whole, skipped=skipped)
+    prompts_2 = check_second("prompt_2", options.prompt_2, prompts, per_prompt)
+    negatives_2 = check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt)
+    run = given.steps - given.skipped if given else steps
     request = Request(
         prompts=prompts,
         negatives=negatives,
@@ -116,15 +139,32 @@ def make_request(
         sampler=sampler,
         latents=check_latents(latents, shape),
         shape=shape,
+        prompts_2=prompts_2,
+        negatives_2=negatives_2,
         options=options,
-        prompts_2=check_second("prompt_2", options.prompt_2, prompts, per_prompt),
-        negatives_2=check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt),
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
         embedded=model.networks.embeds_guidance,
+        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
+        embeds=embeds,
         given=given,
     )
+    if request.composed and (options.reuse > 1 or request.embedded):
+        why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
+        raise InputError(f"prompt={prompts[0][:60]!r} adds prompts up (AND): {why}; leave AND and :weight out")
     check_start(options, sampler, request.latents, model, image=given is not None)
     return request
+
+
+def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:
+    """Prompts, and in place of those that were given as conditions empty ones and the conditions."""
+    found: list[Embeds | None] = [None, None]
+    texts = [prompt, negative]
+    for i, name in enumerate(("prompt", "negative_prompt")):
+        if isinstance(texts[i], Mapping):
+            refuse_tracers(name, dict(texts[i]))
+            found[i] = check_conditions(name, texts[i], model)
+            texts[i] = [""] * len(found[i]["text"])  # pyright: ignore[reportOptionalSubscript]
+    return texts[0], texts[1], (found[0], found[1])
 
 
 def check_for_model(options: Options, model: Model) -> None:

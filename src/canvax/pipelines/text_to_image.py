@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Kinds, Programs
-from canvax.denoise import Known
-from canvax.engine.batch import Batch, filled
+from canvax.denoise import Composed, Known
+from canvax.engine.batch import Batch, Texts, filled
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError
 from canvax.families.base import Ids, Model
@@ -33,8 +33,9 @@ from canvax.pipelines.options import Step
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
+from canvax.pipelines.texts import Embeds, Encoding, Stage, Wording, ids_of, is_plain
 from canvax.samplers import SamplerTable, build_table
-from canvax.types import HostArray
+from canvax.types import Array, HostArray
 
 
 def text_to_image(
@@ -49,23 +50,22 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count = programs.mesh, len(request.prompts)
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
-    ids = model.tokenize(request.prompts, request.prompts_2)
-    negative_ids = model.tokenize(request.negatives, request.negatives_2)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(ready.named, mesh, cure)
 
     with clock("encode"):
-        conditions, negative = encode(model, programs, ready.encode, params, request, (ids, negative_ids))
-        jax.block_until_ready(conditions)
+        texts, later = encode(model, programs, ready.encode, params, request, table)
+        jax.block_until_ready(texts.conditions)
         images, known, masked = None, None, None
         if ready.encode_image is not None:
             encode_image = partial(encode_images, programs, params, request, encoder=ready.encode_image)
             images, known, masked = begin(model, request, encode_image)
         if masked is not None:
-            for half in filter(None, (conditions, negative)):
-                half["masked"] = put(filled(masked, latents[0]), over_batch(mesh))
+            beside = put(filled(masked, latents[0]), over_batch(mesh))
+            for half in (half for told in (texts, *later.values()) for half in told.halves):
+                half["masked"] = beside
     with clock("denoise"):
         noise = request.latents
         if noise is None:
@@ -74,7 +74,8 @@ def text_to_image(
         keys = seed_keys(request.seeds)
         if images is not None:
             images = start(request, images, noise, model.vae.factor)
-        batch.fill(noise, conditions, negative, keys, [table] * count, deep, images=images, known=known)
+        more = {"images": images, "known": known, "composed": texts.composed, "later": later}
+        batch.fill(noise, texts.conditions, texts.negative, keys, [table] * count, deep, **more)
         denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
@@ -106,7 +107,7 @@ def text_to_image(
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
-    guided = guided_rows(table, guided=request.guided)
+    guided = guided_rows(table, guided=request.guided) | request.composed
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
     tiled = is_tiled(request.height, request.width, request.options.tiling)
     kinds = Kinds(
@@ -116,6 +117,8 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         known=bool(request.given and request.given.masks) and not model.networks.inpaints,
         decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
         image_encoder=request.given is not None,
+        chunks=request.chunks,
+        parts=request.texts.parts if request.composed else 0,
     )
     return table, deep, kinds
 
@@ -141,32 +144,78 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     )
 
 
+class Encoded(NamedTuple):
+    """What the images of a call are told, on the devices.
+
+    Attributes:
+        first: from the beginning.
+        later: from a row on.
+    """
+
+    first: Texts
+    later: dict[int, Texts]
+
+
 def encode(
     model: Model,
     programs: Programs,
     encoder: Callable[..., Conditions],
     params: Params,
     request: Request,
-    ids: tuple[Ids, Ids],
-) -> tuple[Conditions, Conditions | None]:
-    """What each image is conditioned on, and what it is guided away from (None without guidance), on the devices."""
+    table: SamplerTable,
+) -> Encoded:
+    """What each image is conditioned on and what it is guided away from, for each part of the run."""
     split = over_batch(programs.mesh)
     batch = padded_batch(len(request.prompts), programs.mesh)
+    text_params, skip = programs.text_params(params), np.int32(request.options.clip_skip)
+    numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
+    rows = own_rows(put(np.zeros((batch, 1), np.float32), split))[0]
 
-    def encoded(ids: Ids) -> Conditions:
+    def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
-        return encoder(programs.text_params(params), placed, np.int32(request.options.clip_skip))
+        return encoder(text_params, placed, skip)
 
-    conditions, negative = encoded(ids[0]), None
-    if request.guided:
-        negative = zeros_like(conditions) if request.zeros else encoded(ids[1])
-    if model.networks.embeds_guidance:
-        conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-    numbers = model.size_conditions(request.height, request.width, request.options.changed())
-    for half, row in zip((conditions, negative), numbers or (), strict=False):
-        if half is not None:
-            half["time_ids"] = put(np.tile(row, (batch, 1)), split)
-    return conditions, negative
+    def one_pass(ids: Ids) -> dict[str, HostArray]:
+        return {name: own_rows(array)[1] for name, array in on_devices(ids).items()}
+
+    encoding = Encoding(model, request.texts.syntax, request.chunks, one_pass, rows)
+
+    def spread(array: HostArray, dtype: Any) -> Array:
+        """Rows of this process, at their places."""
+        whole = np.zeros((batch, *array.shape[1:]), dtype)
+        whole[rows] = array.astype(dtype)
+        return put(whole, split)
+
+    def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
+        dtypes = programs.text_dtypes(params, batch, request.chunks)
+        if embeds is not None:
+            times = request.chunks * model.text.tokens // embeds["text"].shape[1]
+            arrays = embeds | {"text": np.tile(embeds["text"], (1, times, 1))}
+            found = {
+                name: put(filled(array.astype(dtypes[name].dtype), batch), split) for name, array in arrays.items()
+            }
+        elif negative and request.zeros:
+            found = {name: put(np.zeros(leaf.shape, leaf.dtype), split) for name, leaf in dtypes.items()}
+        elif is_plain(wordings, request.chunks):
+            found = on_devices(ids_of(model, wordings))
+        else:
+            whole = encoding([*wordings, *[wordings[-1]] * (batch - len(wordings))])
+            found = {name: spread(array, dtypes[name].dtype) for name, array in whole.items()}
+        if model.networks.embeds_guidance:
+            found["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
+        if (row := numbers[negative]) is not None:
+            found["time_ids"] = put(np.tile(row, (batch, 1)), split)
+        return found
+
+    def at(stage: Stage) -> Texts:
+        first, *others = (told(part, request.embeds[0], negative=False) for part in stage.parts)
+        negative = told(stage.negatives, request.embeds[1], negative=True) if request.guided else None
+        weights = put(filled(request.texts.weights, batch), split) if request.composed else None
+        return Texts(first, negative, None if weights is None else Composed(tuple(others), weights))
+
+    first, *rest = request.texts.stages
+    steps = table.step - table.step[0]
+    return Encoded(at(first), {int(np.argmax(steps >= stage.step)): at(stage) for stage in rest})
 
 
 EncodeImages = Callable[[list[HostArray]], HostArray]

@@ -22,7 +22,8 @@ _ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_ste
 _ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
 _SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end")
-_SPECIAL += ("callback_on_step_end_tensor_inputs",)
+_SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
+_SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds")
 
 
 def translate_call(
@@ -56,6 +57,12 @@ def translate_call(
     output = left.get("output_type") or "pil"
     if output not in OUTPUTS:
         raise InputError(f"output_type={output!r} is not one of {', '.join(OUTPUTS)}; result.pixels is an array")
+    for name, negative in (("prompt", ""), ("negative_prompt", "negative_")):
+        if (text := left.get(f"{negative}prompt_embeds")) is not None:
+            if own.get(name) is not None:
+                raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
+            pooled = left.get(f"{negative}pooled_prompt_embeds")
+            own[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     own["options"] = with_changes(own.get("options"), changes)
     return own, None if output == "pil" else partial(as_output, output=output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,14 @@ class ClipTokenizer:
                 warn(f"the text encoder reads {length - 2} tokens of a prompt; cut off: {cut!r}", TruncationWarning)
             row[: len(ids) + 2] = [self.bos, *ids, self.eos]
         return out
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text of any length, without those that begin and end it.
+
+        Raises:
+            InputError: it is not a string, or not valid Unicode.
+        """
+        return self._encode(text, sys.maxsize)[0]
 
     def overflow(self, prompt: str, *, length: int = 77) -> str:
         """The end of ``prompt`` that does not fit, "" when all of it does."""

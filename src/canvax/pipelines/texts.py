@@ -1,0 +1,345 @@
+"""From prompts to what the network is conditioned on: syntax, chunks, encoding, weights, and texts by step.
+
+The text encoder is one program, which reads one chunk of tokens of each image at a time; everything else happens on
+the host. So no syntax, weight, schedule or number of chunks compiles the encoder again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.families.base import Ids, Model
+from canvax.models.text import SECOND
+from canvax.pipelines.options import Options
+from canvax.prompts import (
+    Chunk,
+    Fragment,
+    PromptSyntax,
+    check_weight,
+    chunked,
+    fragments,
+    parts_of,
+    schedule_of,
+    weighed,
+)
+from canvax.prompts.chunks import as_arrays
+from canvax.types import HostArray
+
+COUNTS = (1, 2, 4, 6, 8, 12, 24)
+"""Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
+
+_ALMOST_NOTHING = 1e-4
+"""In place of a weight of 0 or less, where its tangent would be infinite (Compel)."""
+
+
+class Variant(NamedTuple):
+    """One text as chunks, and its share of the features."""
+
+    chunks: tuple[Chunk, ...]
+    share: float
+
+
+Wording = tuple[tuple[Variant, ...], ...]
+"""What each text encoder reads for one image at one time."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The texts of a part of the run, an entry for each image.
+
+    Attributes:
+        step: of the steps that are run, from 0: which it begins with.
+        parts: what stands between AND; of most prompts one.
+        negatives: of the negative prompts.
+    """
+
+    step: int
+    parts: list[list[Wording]]
+    negatives: list[Wording]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All texts of a call.
+
+    Attributes:
+        stages: in their order; of most prompts one.
+        weights: of the parts of each image [B, K] float32.
+        syntax: what the weights of tokens mean.
+        tokens: of a chunk.
+    """
+
+    stages: list[Stage]
+    weights: HostArray
+    syntax: PromptSyntax
+    tokens: int
+
+    @property
+    def parts(self) -> int:
+        """K: of the prompt that has most."""
+        return self.weights.shape[1]
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks that each prompt is repeated or filled up to: one of ``COUNTS`` if that holds them all."""
+        counts = {_count(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
+                  for wording in side}  # fmt: skip
+        return chunk_count(counts)
+
+
+def chunk_count(counts: Iterable[int]) -> int:
+    """How many chunks prompts of so many each are brought to."""
+    counts = set(counts)
+    together = math.lcm(*counts)
+    if together > COUNTS[-1]:
+        together = max(counts)
+    return next((count for count in COUNTS if count % together == 0), together)
+
+
+def read_texts(
+    model: Model, prompts: Sequence[Sequence[str]], negatives: Sequence[Sequence[str]], options: Options, steps: int
+) -> Texts:
+    """The texts of a call.
+
+    Args:
+        model: whose tokenizers read them.
+        prompts: of each image, for the first and the second text encoder.
+        negatives: likewise.
+        options: of the call: the syntax.
+        steps: that are run.
+
+    Raises:
+        InputError: a prompt is too long, or its weights are too large.
+    """
+    syntax, read = options.prompt_syntax, _Reader(model, options.prompt_syntax)
+    composed = [[parts_of(text) if syntax == "a1111" else [(text, 1.0)] for text in side] for side in prompts]
+    most = max(len(parts) for side in composed for parts in side)
+    weights = np.zeros((len(prompts[0]), most), np.float32)
+    schedules: list[list[list[list[tuple[int, str]]]]] = []  # [part][side][image]
+    for i, parts in enumerate(composed[0]):
+        for text, weight in parts:
+            check_weight(text, weight)
+        weights[i, : len(parts)] = [weight for _, weight in parts]
+    for k in range(most):
+        texts = [[parts[k][0] if k < len(parts) else "" for parts in side] for side in composed]
+        schedules.append([[_scheduled(text, syntax, steps) for text in side] for side in texts])
+    against = [[_scheduled(text, syntax, steps) for text in side] for side in negatives]
+    all_sides = [one for sides in (*schedules, against) for side in sides for one in side]
+    begins = sorted({begin for schedule in all_sides for begin, _ in schedule})
+    stages = [Stage(step, [read.all(sides, step) for sides in schedules], read.all(against, step)) for step in begins]
+    return Texts(stages, weights, syntax, model.text.tokens)
+
+
+def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, str]]:
+    return schedule_of(text, steps) if syntax == "a1111" else [(0, text)]
+
+
+class _Reader:
+    """Reads texts into chunks, each text once."""
+
+    def __init__(self, model: Model, syntax: PromptSyntax) -> None:
+        self._model = model
+        self._syntax: PromptSyntax = syntax
+        self._read: dict[tuple[str, str], tuple[Variant, ...]] = {}
+
+    def all(self, sides: list[list[list[tuple[int, str]]]], step: int) -> list[Wording]:
+        """What the encoders read at a step, for each image, of the texts for the first and for the second."""
+        names = list(self._model.tokenizers)
+        second = sides[1] if len(names) > 1 else sides[0]
+        of_encoders = [second if name == SECOND else sides[0] for name in names]
+        return [
+            _even(tuple(self.one(name, _at(side[i], step)) for name, side in zip(names, of_encoders, strict=True)),
+                  self._empty)
+            for i in range(len(sides[0]))
+        ]  # fmt: skip
+
+    def one(self, name: str, text: str) -> tuple[Variant, ...]:
+        """The variants of a text for one encoder."""
+        if (name, text) not in self._read:
+            pieces = [(self._model.concepts.spelled(piece), weight) for piece, weight in fragments(text, self._syntax)]
+            self._read[name, text] = tuple(
+                Variant(tuple(self._chunked(name, some)), share) for some, share in _variants(pieces, self._syntax)
+            )
+        return self._read[name, text]
+
+    def _chunked(self, name: str, pieces: Sequence[Fragment]) -> list[Chunk]:
+        return chunked(self._model.tokenizers[name], pieces, self._model.text.tokens)
+
+    @cached_property
+    def _empty(self) -> list[Chunk]:
+        """The chunk without words, of each encoder."""
+        return [self._chunked(name, [("", 1.0)])[0] for name in self._model.tokenizers]
+
+
+def _at(schedule: list[tuple[int, str]], step: int) -> str:
+    return [text for begin, text in schedule if begin <= step][-1]
+
+
+def _variants(pieces: list[Fragment], syntax: PromptSyntax) -> list[tuple[list[Fragment], float]]:
+    """The text, and for Compel the text without each piece of less weight than 1: the less, the larger its share."""
+    found = [(pieces, 1.0)]
+    if syntax == "compel":
+        for i, (_, weight) in enumerate(pieces):
+            if weight < 1:
+                share = math.tan((1 - max(weight, _ALMOST_NOTHING)) * math.pi / 2)
+                found.append(([*pieces[:i], *pieces[i + 1 :]] or [("", 1.0)], share))
+    total = sum(share for _, share in found)
+    return [(some, share / total) for some, share in found]
+
+
+def _even(wording: Wording, empty: Sequence[Chunk]) -> Wording:
+    """As many variants for each encoder, of as many chunks."""
+    variants = max(len(of_encoder) for of_encoder in wording)
+    chunks = _count(wording)
+    return tuple(
+        tuple(
+            Variant((*variant.chunks, *[blank] * (chunks - len(variant.chunks))), variant.share)
+            for variant in (*of_encoder, *[Variant((blank,), 0.0)] * (variants - len(of_encoder)))
+        )
+        for of_encoder, blank in zip(wording, empty, strict=True)
+    )
+
+
+def _count(wording: Wording) -> int:
+    return max(len(variant.chunks) for of_encoder in wording for variant in of_encoder)
+
+
+EncodePass = Callable[[Ids], Mapping[str, Any]]
+"""Features [B, T, D] of one chunk of each image and, for SDXL, the pooled output [B, P], as arrays that can be
+computed with here."""
+
+
+@dataclass
+class Encoding:
+    """Encodes wordings with passes of the text encoder, each distinct pass once.
+
+    Attributes:
+        model: whose text encoders they are for.
+        syntax: what the weights of tokens mean.
+        chunks: how many each text is brought to.
+        encode: one pass.
+        rows: the images that the passes return.
+        xp: numpy, or jax.numpy inside of ``jax.jit``.
+    """
+
+    model: Model
+    syntax: PromptSyntax
+    chunks: int
+    encode: EncodePass
+    rows: Sequence[int]
+    xp: Any = np
+
+    def __post_init__(self) -> None:
+        self._passes: dict[bytes, Mapping[str, Any]] = {}
+        self._empty = [
+            chunked(tokenizer, [("", 1.0)], self.model.text.tokens)[0] for tokenizer in self.model.tokenizers.values()
+        ]
+
+    def __call__(self, wordings: Sequence[Wording]) -> dict[str, Any]:
+        """Conditions of each image: ``text`` [n, chunks * T, D] and, for SDXL, ``pooled`` [n, P]."""
+        counts = [_count(wording) for wording in wordings]
+        variants = [len(wording[0]) for wording in wordings]
+        text: Any = 0.0
+        for v in range(max(variants)):
+            chunks = [self._weighed(wordings, v, c) for c in range(max(counts))]
+            whole = self.xp.stack([self._lengthened(chunks, counts, at) for at in range(len(self.rows))])
+            if max(variants) > 1:
+                shares = [wordings[i][0][v].share if v < variants[i] else 0.0 for i in self.rows]
+                whole = whole * self.xp.asarray(shares, self.xp.float32)[:, None, None]
+            text = whole if v == 0 else text + whole
+        found = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
+        return {**{name: array for name, array in found.items() if name != "text"}, "text": text}
+
+    def _lengthened(self, chunks: list[Any], counts: Sequence[int], at: int) -> Any:
+        """The chunks of one image, repeated, or filled up with empty ones."""
+        count = counts[self.rows[at]]
+        own = [chunk[at] for chunk in chunks[:count]]
+        if self.chunks % count == 0:
+            return self.xp.concatenate(own * (self.chunks // count))
+        return self.xp.concatenate([*own, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
+
+    def _weighed(self, wordings: Sequence[Wording], variant: int, chunk: int) -> Any:
+        """Features of one chunk of one variant of each image, with the weights of its tokens."""
+        chosen = []
+        for wording in wordings:
+            variants = [of_encoder[min(variant, len(of_encoder) - 1)] for of_encoder in wording]
+            chosen.append([one.chunks[min(chunk, len(one.chunks) - 1)] for one in variants])
+        features = self.xp.asarray(self._pass(chosen)["text"], self.xp.float32)
+        weights = np.stack([[encoder[1] for encoder in image] for image in chosen])[list(self.rows)]  # [n, encoders, T]
+        if (weights == 1).all():
+            return features
+        parts, begin, empty = [], 0, self._empty_features(len(chosen))
+        for i, cfg in enumerate(self.model.text.parts.values()):
+            own = slice(begin, begin + cfg.hidden_size)
+            heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
+                            self.syntax)  # fmt: skip
+            plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
+            parts.append(self.xp.where(plain, features[..., own], heavy))
+            begin += cfg.hidden_size
+        return self.xp.concatenate(parts, axis=-1)
+
+    def _empty_features(self, count: int) -> Any:
+        return self.xp.asarray(self._pass([self._empty] * count)["text"], self.xp.float32)
+
+    def _pass(self, chosen: Sequence[Sequence[Chunk]]) -> Mapping[str, Any]:
+        """One pass: a chunk for each encoder, of each image."""
+        names = list(self.model.tokenizers)
+        ids = {name: as_arrays([image[i] for image in chosen])[0] for i, name in enumerate(names)}
+        key = b"".join(array.tobytes() for array in ids.values())
+        if key not in self._passes:
+            self._passes[key] = self.encode(ids)
+        return self._passes[key]
+
+
+def is_plain(wordings: Sequence[Wording], chunks: int) -> bool:
+    """Whether the encoder's output is what the denoiser is given: one chunk each, without weights."""
+    return chunks == 1 and all(
+        len(of_encoder) == 1 and set(of_encoder[0].chunks[0][1]) == {1.0}
+        for wording in wordings
+        for of_encoder in wording
+    )
+
+
+def ids_of(model: Model, wordings: Sequence[Wording]) -> Ids:
+    """Ids [B, T] int32 of the first chunks, for each text encoder."""
+    return {
+        name: as_arrays([wording[i][0].chunks[0] for wording in wordings])[0] for i, name in enumerate(model.tokenizers)
+    }
+
+
+Embeds = dict[str, HostArray]
+"""Conditions that were given in place of prompts: ``text`` [n, T, D] and, for SDXL, ``pooled`` [n, P]."""
+
+
+def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embeds:
+    """Conditions that were given in place of prompts, as ``pipe.encode`` returns them; an entry for each image.
+
+    Raises:
+        InputError: arrays are missing, of other shapes or not finite.
+    """
+    text = model.text
+    shapes: dict[str, tuple[Any, ...]] = {"text": ("n", f"k * {text.tokens}", text.width)}
+    if text.second:
+        shapes["pooled"] = ("n", text.pooled_width)
+    found: Embeds = {}
+    for part, shape in shapes.items():
+        if part not in value:
+            raise InputError(f"{name} has no {part!r}; give what pipe.encode returns")
+        array = np.asarray(value[part])
+        if array.ndim != len(shape) or array.shape[-1] != shape[-1] or not len(array):
+            raise InputError(f"{name}[{part!r}] is {array.shape}, not {shape}; give what pipe.encode returns")
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise InputError(f"{name}[{part!r}] has values that are not finite")
+        found[part] = array
+    if len({len(array) for array in found.values()}) > 1:
+        raise InputError(f"{name} has arrays of several lengths; give an entry of each for each image")
+    if not found["text"].shape[1] or found["text"].shape[1] % text.tokens:
+        raise InputError(f"{name}['text'] has {found['text'].shape[1]} tokens, not a multiple of {text.tokens}")
+    return found

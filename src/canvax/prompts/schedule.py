@@ -1,0 +1,144 @@
+"""A1111's prompts that change on the way, and prompts that are added up: text in, plain texts out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_AND = re.compile(r"\bAND\b")
+_PART = re.compile(r"(.*?)(?:\s*:\s*([-+]?(?:\d+\.?|\d*\.\d+)))?\s*", re.DOTALL)
+_WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*")
+_TOKEN = re.compile(r"\\.|[\[\]():|]|[^\\\[\]():|]+", re.DOTALL)
+
+At = Callable[[int], str]
+"""The text of a step, from 1."""
+
+
+def parts_of(prompt: str) -> list[tuple[str, float]]:
+    """What stands between AND, each with the weight behind its colon, by default 1."""
+    parts = []
+    for text in _AND.split(prompt):
+        match = _PART.fullmatch(text)
+        assert match is not None  # it matches every text
+        parts.append((match[1], float(match[2] or 1.0)))
+    return parts
+
+
+def schedule_of(prompt: str, steps: int) -> list[tuple[int, str]]:
+    """The texts of a run: from which of its steps on, counted from 0, each stands; the first from 0.
+
+    ``[from:to:when]`` changes after ``when`` steps, or after that part of the run if it has a point; ``[a|b]`` takes
+    turns. As in A1111 a text lasts one step longer than ``when`` says, and the first one of taking turns two.
+    """
+    try:
+        tokens = _tokens(prompt)
+        reader = _Reader(tokens, steps)
+        at = reader.sequence(0, top=True)[0]
+    except _Literal:
+        return [(0, prompt)]
+    ends = sorted({*reader.ends, steps})
+    found: list[tuple[int, str]] = []
+    begin = 0
+    for end in ends:
+        text = at(end)
+        if not found or found[-1][1] != text:
+            found.append((begin, text))
+        begin = end + 1
+    return [(begin, text) for begin, text in found if begin < steps]
+
+
+class _Literal(Exception):
+    """The grammar has no place for this prompt, which is text then as a whole."""
+
+
+def _tokens(prompt: str) -> list[str]:
+    tokens = _TOKEN.findall(prompt)
+    if sum(map(len, tokens)) != len(prompt):
+        raise _Literal  # it ends with a backslash
+    return tokens
+
+
+@dataclass
+class _Reader:
+    """Reads tokens into texts by step, and notes the steps after which something changes."""
+
+    tokens: list[str]
+    steps: int
+
+    def __post_init__(self) -> None:
+        self.ends: set[int] = set()
+
+    def sequence(self, position: int, *, top: bool = False) -> tuple[At, int]:
+        """Text and groups up to a separator or a closing bracket that is not their own, and where that is."""
+        pieces: list[At] = []
+        while position < len(self.tokens):
+            token = self.tokens[position]
+            if token == "[" and (group := self.group(position + 1)) is not None:
+                piece, position = group
+                pieces.append(piece)
+                continue
+            if token == "(" and (bracket := self.bracket(position + 1)) is not None:
+                piece, position = bracket
+                pieces.append(piece)
+                continue
+            if token == "|" and top:
+                raise _Literal
+            if not top and token in "[]():|":  # an opening bracket here is never closed
+                break
+            pieces.append(_always(token))
+            position += 1
+        return (lambda step: "".join(piece(step) for piece in pieces)), position
+
+    def bracket(self, position: int) -> tuple[At, int] | None:
+        """What stands in round brackets, with them; None if they are not closed."""
+        pieces = [_always("(")]
+        while True:
+            piece, position = self.sequence(position)
+            pieces.append(piece)
+            if position >= len(self.tokens) or self.tokens[position] not in ":)":
+                return None
+            pieces.append(_always(self.tokens[position]))
+            position += 1
+            if self.tokens[position - 1] == ")":
+                return (lambda step: "".join(piece(step) for piece in pieces)), position
+
+    def group(self, position: int) -> tuple[At, int] | None:
+        """A schedule, texts that take turns, or text in square brackets, with them; None if they are not closed."""
+        known = set(self.ends)
+        items: list[At] = []
+        begins, separators = [position], ""
+        while True:
+            piece, position = self.sequence(position)
+            items.append(piece)
+            if position >= len(self.tokens) or self.tokens[position] in "[()":
+                self.ends = known
+                return None
+            position += 1
+            if self.tokens[position - 1] == "]":
+                break
+            separators += self.tokens[position - 1]
+            begins.append(position)
+        if separators and set(separators) == {"|"}:
+            self.ends |= set(range(1, self.steps + 1))
+            return (lambda step: items[(step - 1) % len(items)](step)), position
+        when = "".join(self.tokens[begins[-1] : position - 1])
+        if separators in (":", "::") and _WHEN.fullmatch(when):
+            return self.scheduled(items, when), position
+        if "|" in separators:
+            raise _Literal
+        pieces = [_always("[")]
+        for item, separator in zip(items, [*separators, "]"], strict=True):
+            pieces += [item, _always(separator)]
+        return (lambda step: "".join(piece(step) for piece in pieces)), position
+
+    def scheduled(self, items: list[At], when: str) -> At:
+        end = min(self.steps, int(float(when) * (self.steps if "." in when else 1)))
+        if end >= 1:
+            self.ends.add(end)
+        before, after = (items[0], items[1]) if len(items) == 3 else (_always(""), items[0])
+        return lambda step: before(step) if step <= end else after(step)
+
+
+def _always(text: str) -> At:
+    return lambda _: text
