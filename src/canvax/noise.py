@@ -105,6 +105,28 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
     return noise
 
 
+def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
+    """From one noise to another along the sphere, image by image [B, h, w, C]: in between it is noise as well."""
+    a, b = (array.astype(np.float64).reshape(len(array), -1) for array in (noise, other))
+    cosine = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
+    angle = np.arccos(np.clip(cosine, -1, 1))[:, None]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mixed = (np.sin((1 - part) * angle) * a + np.sin(part * angle) * b) / np.sin(angle)
+    return np.where(np.sin(angle) > 1e-6, mixed, a).astype(np.float32).reshape(noise.shape)
+
+
+def pasted_in_the_middle(noise: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """``noise`` [B, h, w, C] with the noise of another size in its middle, so that a seed keeps its composition."""
+    result = noise.copy()
+    theirs, ours = [], []
+    for large, small in zip(noise.shape[1:3], own.shape[1:3], strict=True):
+        length = min(large, small)
+        ours.append(slice((large - length) // 2, (large - length) // 2 + length))
+        theirs.append(slice((small - length) // 2, (small - length) // 2 + length))
+    result[:, ours[0], ours[1]] = own[:, theirs[0], theirs[1]]
+    return result
+
+
 def _exact_seed(seed: int) -> int:
     """``seed`` as a Python int; unlike `check_seed`, nothing stands for a random one here."""
     if seed is None or seed == -1:

@@ -10,7 +10,7 @@ OUTPUT = "out"
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax generate``."""
-    for add in (_subject, _images, _settings, _sdxl, _model, _devices, _where_to):
+    for add in (_subject, _images, _settings, _hires, _sdxl, _model, _devices, _where_to):
         add(parser)
 
 
@@ -111,9 +111,26 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompt-syntax", metavar="KIND", help="what brackets in prompts mean: plain (nothing), a1111, comfy or compel"
     )
+    group.add_argument("--variation-seed", "--subseed", type=int, metavar="SEED", help="another seed to go towards")
+    group.add_argument("--variation-strength", "--subseed-strength", type=float, metavar="X", help="0..1, how far (0)")
+    group.add_argument(
+        "--seed-size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="the size whose composition the seed gives"
+    )
     group.add_argument(
         "--noise", metavar="KIND", help="initial noise: philox, or torch for that of PyTorch's CPU generator"
     )
+
+
+def _hires(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a second pass at a larger size")
+    group.add_argument("--hires", "--hr-scale", type=float, metavar="X", help="so many times larger, such as 2")
+    group.add_argument("--hires-method", metavar="KIND", help="what is made larger: pixel (the image), or latent")
+    group.add_argument(
+        "--hires-strength", type=float, metavar="X", help="strength of the second pass (0.4; with latent 0.7)"
+    )
+    group.add_argument("--hires-steps", type=int, metavar="N", help="its steps (as many)")
+    group.add_argument("--hires-sampler", metavar="NAME", help="its sampler (the same)")
+    group.add_argument("--hires-prompt", metavar="TEXT", help="its prompt (the same)")
 
 
 def _sdxl(parser: argparse.ArgumentParser) -> None:

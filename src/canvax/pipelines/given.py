@@ -47,6 +47,7 @@ class Given:
         boxes: which part that is; empty where it is all.
         steps: of the whole run.
         skipped: how many of them are left out at its beginning.
+        latents: of the images [n, h, w, C], where they are known already.
     """
 
     images: list[Image.Image]
@@ -57,6 +58,7 @@ class Given:
     boxes: list[Box]
     steps: int = 0
     skipped: int = 0
+    latents: HostArray | None = None
 
     @property
     def size(self) -> tuple[int, int]:

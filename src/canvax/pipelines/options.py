@@ -44,6 +44,7 @@ Callback = Callable[[Step], Any]
 
 
 ImageEncoding = Literal["mean", "sample"]
+HiresMethod = Literal["pixel", "latent"]
 MaskMode = Literal["hard", "soft", "graded"]
 MaskFill = Literal["original", "fill", "noise", "nothing"]
 _CHOICES = {
@@ -53,12 +54,13 @@ _CHOICES = {
     "strength_rule": StrengthRule,
     "image_encoding": ImageEncoding,
     "mask_mode": MaskMode,
+    "hires_method": HiresMethod,
     "mask_fill": MaskFill,
 }
 
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
-    *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
+    *("seed_size", "negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
 )
 
 
@@ -101,6 +103,17 @@ class Options:
             it; None for the whole image.
         outpaint: pixels to add on each side of an image (left, top, right, bottom), or by name
             ``{"left": 64, "right": 64}``.
+        variation_seed: another seed, towards whose noise the noise goes by ``variation_strength``; image i uses
+            ``variation_seed + i``.
+        variation_strength: 0..1: 0 is the noise of ``seed``, 1 that of ``variation_seed``.
+        seed_size: (height, width) whose noise the seed gives, put in the middle: keeps the composition
+            at another size.
+        hires: a second pass at so many times the size, begun from the first one's image.
+        hires_method: what is made larger: the "pixel" image, or its "latent".
+        hires_strength: of the second pass; None for 0.4, and 0.7 with "latent".
+        hires_steps: steps that the second pass runs; None for as many as the first.
+        hires_sampler: of the second pass; None for the same.
+        hires_prompt: likewise; one for all, or one for each image.
         denoising_start: 0..1, the part of the run that is done already: ``latents`` are noisy latents as a run with
             ``denoising_end`` at this value left them.
         denoising_end: 0..1, where to stop: ``Result.latents`` are noisy latents then, and nothing is decoded.
@@ -143,6 +156,15 @@ class Options:
     mask_fill: MaskFill = "original"
     padding_mask_crop: int | None = None
     outpaint: Any = None
+    variation_seed: int | None = None
+    variation_strength: float = 0.0
+    seed_size: tuple[int, int] | None = None
+    hires: float = 1.0
+    hires_method: HiresMethod = "pixel"
+    hires_strength: float | None = None
+    hires_steps: int | None = None
+    hires_sampler: str | None = None
+    hires_prompt: str | Sequence[str] | None = None
     denoising_start: float = 0.0
     denoising_end: float = 1.0
     prompt_2: str | Sequence[str] | None = None
@@ -188,6 +210,8 @@ class Options:
         if (crop := self.padding_mask_crop) is not None and not (_is_whole(crop) and 0 <= crop <= 16384):
             raise InputError(f"padding_mask_crop={crop!r} is not a whole number of pixels of at least 0; 32 is usual")
         object.__setattr__(self, "outpaint", _outpaint(self.outpaint))
+        _check_noise(self)
+        _check_hires(self)
         if not isinstance(self.progress, bool) and self.progress != "programs":
             raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")
         if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (
@@ -290,6 +314,30 @@ def _numbers(name: str, value: Any) -> Any:
         such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
         raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
+
+
+def _check_noise(options: Options) -> None:
+    strength, seed = options.variation_strength, options.variation_seed
+    if not (_is_number(strength) and 0 <= strength <= 1):
+        raise InputError(f"variation_strength={strength!r} is not in 0..1; 0.1 changes little")
+    if seed is not None and not (_is_whole(seed) and 0 <= seed < 2**64):
+        raise InputError(f"variation_seed={seed!r} is not a whole number in 0..2**64-1")
+    if strength and seed is None:
+        raise InputError(f"variation_strength={strength:g} without variation_seed: give one, such as 1")
+
+
+def _check_hires(options: Options) -> None:
+    if not (_is_number(options.hires) and 1 <= options.hires <= 8):
+        raise InputError(f"hires={options.hires!r} is not in 1..8, how many times larger; 2 is usual")
+    strength, steps, sampler = options.hires_strength, options.hires_steps, options.hires_sampler
+    if strength is not None and not (_is_number(strength) and 0 < strength <= 1):
+        raise InputError(f"hires_strength={strength!r} is not in 0..1, 0 left out; 0.4 is usual")
+    if steps is not None and not (_is_whole(steps) and steps >= 1):
+        raise InputError(f"hires_steps={steps!r} is not a whole number of at least 1")
+    if sampler is not None and not isinstance(sampler, str):
+        raise InputError(f"hires_sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
+    if options.hires == 1 and (given := [name for name in sorted(options.given()) if name.startswith("hires_")]):
+        raise InputError(f"{given[0]} without hires: give hires=2 as well")
 
 
 _SIDES = ("left", "top", "right", "bottom")

@@ -30,6 +30,7 @@ from canvax.pipelines import functions
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
+from canvax.pipelines.hires import two_passes
 from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_layers, make_request
@@ -260,7 +261,8 @@ class StableDiffusion:
             width=request.width,
         )
         with explained(cure), counting() as counts:
-            return text_to_image(self.model, self.programs, params, request, cure, counts)
+            run = two_passes if request.options.hires > 1 else text_to_image
+            return run(self.model, self.programs, params, request, cure, counts)
 
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False

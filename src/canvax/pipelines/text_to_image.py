@@ -21,7 +21,7 @@ from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.masks import as_floats
 from canvax.models.text import Conditions
-from canvax.noise import initial_noise, seed_keys
+from canvax.noise import image_seeds, initial_noise, pasted_in_the_middle, seed_keys, slerp
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
@@ -58,7 +58,7 @@ def text_to_image(
     with clock("encode"):
         texts, later = encode(model, programs, ready.encode, params, request, table)
         jax.block_until_ready(texts.conditions)
-        images, known, masked = None, None, None
+        images, known, masked = request.given and request.given.latents, None, None
         if ready.encode_image is not None:
             encode_image = partial(encode_images, programs, params, request, encoder=ready.encode_image)
             images, known, masked = begin(model, request, encode_image)
@@ -69,7 +69,7 @@ def text_to_image(
     with clock("denoise"):
         noise = request.latents
         if noise is None:
-            noise = initial_noise(request.seeds, request.shape[1:], request.options.noise)
+            noise = noise_of(request)
         batch = Batch(programs, params, latents, ready.denoisers)
         keys = seed_keys(request.seeds)
         if images is not None:
@@ -104,6 +104,28 @@ def text_to_image(
     )
 
 
+def noise_of(request: Request) -> HostArray:
+    """Initial noise of each image [n, h, w, C] float32, of its seed and, in part, of its variation seed."""
+    options, shape = request.options, request.shape[1:]
+
+    def noise(seeds: list[int]) -> HostArray:
+        whole = initial_noise(seeds, shape, options.noise)
+        if options.seed_size is None:
+            return whole
+        factor = request.height // shape[0]
+        own = initial_noise(
+            seeds, (options.seed_size[0] // factor, options.seed_size[1] // factor, shape[2]), options.noise
+        )
+        return pasted_in_the_middle(whole, own)
+
+    if not options.variation_strength:
+        return noise(request.seeds)
+    assert options.variation_seed is not None
+    return slerp(
+        noise(request.seeds), noise(image_seeds(options.variation_seed, len(request.seeds))), options.variation_strength
+    )
+
+
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
@@ -116,7 +138,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         deep_layers=deep.layers if deep else 0,
         known=bool(request.given and request.given.masks) and not model.networks.inpaints,
         decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
-        image_encoder=request.given is not None,
+        image_encoder=request.given is not None and request.given.latents is None,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
     )
