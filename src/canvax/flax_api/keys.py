@@ -52,6 +52,11 @@ def step_words(key: Array, batch: int) -> Array:
     return jax.random.bits(jax.random.fold_in(key, 1), (batch, 2), jnp.uint32)
 
 
+def encoding_keys(keys: Array) -> Array:
+    """For each of ``keys`` [D] another, for the encoding of its images, whose noise must not be that of its latents."""
+    return jnp.stack([jax.random.fold_in(key, 2) for key in keys])
+
+
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:
     """``draw`` for each of ``keys`` [D], brought to the host: [D * B, h, w, C] and [D * B, 2]."""
     latents, words = _draw_all(keys, shape)
