@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.errors import InputError
-from canvax.flax_api.keys import LatentsShape, encoding_keys, host_draw, wrap_keys
+from canvax.flax_api.keys import LatentsShape, encoding_noise, wrap_keys
 from canvax.images.given import read_images
 from canvax.images.masks import as_floats, pixels_resized, resized
 
@@ -56,7 +56,7 @@ class Given:
             mask = mask[:, :, ::factor, ::factor].astype(np.float32)
             masks = np.broadcast_to(mask, (devices, batch, *mask.shape[2:])).reshape(-1, *mask.shape[2:])
         keys = wrap_keys(prng_seed, devices if len(lead) == 2 else None).reshape(devices)
-        return cls(pixels, masks, host_draw(encoding_keys(keys), shape)[0])
+        return cls(pixels, masks, encoding_noise(keys, shape))
 
     def encoded(self, encode: Callable[[np.ndarray], Any], devices: int) -> np.ndarray:
         """Latents [N, h, w, C], drawn from what ``encode`` gives for an image of each device [D, H, W, 3]."""
