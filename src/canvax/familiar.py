@@ -223,7 +223,6 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("safety_checker feature_extractor", "canvax has no safety checker"),
     **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
     **_same("prepare_text_inputs", "write prepare_inputs"),
-    **_same("_generate", "with images there is none to trace: call the pipeline, with jit=True for several devices"),
     **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
     **_same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
     **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),

@@ -87,7 +87,9 @@ class FlaxPipeline:
 
     def __getattr__(self, name: str) -> Any:
         """What the old pipelines had and this one has not gets a sentence."""
-        if name.startswith("_") and name not in FLAX_ATTRIBUTES:
+        if name == "_generate":
+            raise AttributeError(f"{name}: with images there is none to trace: call the pipeline ({FLAX_PAGE})")
+        if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a pipeline", FLAX_PAGE))
 
