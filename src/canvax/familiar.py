@@ -185,8 +185,8 @@ FLAX_CALL: dict[str, Familiar] = {
     **_same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
             "device"),
     **_same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
-    **_same("image strength noise", "canvax.load(model) has it: image= and strength= in the call"),
-    **_same("mask masked_image", "canvax.load(model) has it: image= and mask= in the call"),
+    **_same("image strength noise", "FlaxStableDiffusionImg2ImgPipeline has it, and canvax.load(model)"),
+    **_same("mask masked_image", "FlaxStableDiffusionInpaintPipeline has it, and canvax.load(model) for any model"),
     **_same("controlnet_conditioning_scale", NOT_HERE.format("ControlNet")),
     **_same("sampler scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
     **_same("prompt_2 original_size crops_coords_top_left target_size callback callback_steps clip_skip "
@@ -222,7 +222,7 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
     **_same("prepare_text_inputs", "write prepare_inputs"),
     **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
-    **_same("get_timestep_start", "canvax.load(model) has it: image= and strength= in the call"),
+    **_same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
     **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
     **_same("load_lora_weights", NOT_HERE.format("LoRA")),
     **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
@@ -243,8 +243,6 @@ FLAX: dict[str, Familiar] = {
     **_same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
     **_same("CLIPTokenizer", "pipeline.tokenizer is one"),
     **_same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
-    **_same("FlaxStableDiffusionImg2ImgPipeline", "canvax.load(model) has it: image= and strength= in the call"),
-    **_same("FlaxStableDiffusionInpaintPipeline", "canvax.load(model) has it: image= and mask= in the call"),
     **_same("FlaxStableDiffusionControlNetPipeline FlaxControlNetModel", NOT_HERE.format("ControlNet")),
     **_same("FlaxLMSDiscreteScheduler", _STATE.format("LMS")),
     **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),

@@ -16,6 +16,8 @@ from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
+from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline  # noqa: E402
+from canvax.flax_api.keys import encoding_noise, host_draw  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 
@@ -96,6 +98,25 @@ def test_same_image(name: str, strength: float, pair: Any, monkeypatch: pytest.M
     )  # fmt: skip
     assert psnr(got.pixels, want) >= 60
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
+
+
+def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old Flax name, also with the noise of the encoding."""
+    theirs, _ = pair
+    theirs.scheduler = diffusers.DDIMScheduler.from_config(dict(theirs.own_config))
+    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(theirs.name_or_path)
+    key, images = jax.random.key(7), [photo(1), photo(2)]
+    noise, encoding = host_draw(key[None], (2, 4, 16, 16))[0], encoding_noise(key[None], (2, 4, 16, 16))
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mean + self.std * nchw(encoding))
+    where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(noise))
+    choice = {"strength": 0.75, "num_inference_steps": 10, "guidance_scale": 5.0}
+    with torch.no_grad():
+        want = theirs(PROMPTS, image=images, negative_prompt=[NEGATIVE] * 2, **choice, output_type="np").images
+    (ids, pixels), (negative, _) = (pipeline.prepare_inputs(text, images) for text in (PROMPTS, [NEGATIVE] * 2))
+    got = pipeline(ids, pixels, params, key, neg_prompt_ids=negative, **choice).images
+    assert psnr(got, want) >= 60
 
 
 def test_moments(pair: Any) -> None:

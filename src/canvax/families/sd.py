@@ -17,7 +17,8 @@ class StableDiffusionFamily(Family):
 
     name = "sd"
     pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline")
-    pipelines += ("StableDiffusionInpaintPipeline",)
+    pipelines += ("StableDiffusionInpaintPipeline", "FlaxStableDiffusionInpaintPipeline")
+    pipelines += ("StableDiffusionImg2ImgPipeline", "FlaxStableDiffusionImg2ImgPipeline")
     defaults = Defaults()
 
     def encoders(self, files: ModelFiles) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from canvax.familiar import FLAX, FLAX_PAGE, answer
 from canvax.flax_api.devices import replicate, shard, unreplicate
+from canvax.flax_api.from_images import FlaxStableDiffusionImg2ImgPipeline, FlaxStableDiffusionInpaintPipeline
 from canvax.flax_api.output import (
     FlaxStableDiffusionPipelineOutput,
     FlaxStableDiffusionXLPipelineOutput,
@@ -32,6 +33,8 @@ __all__ = [
     "FlaxDPMSolverMultistepScheduler",
     "FlaxEulerDiscreteScheduler",
     "FlaxPNDMScheduler",
+    "FlaxStableDiffusionImg2ImgPipeline",
+    "FlaxStableDiffusionInpaintPipeline",
     "FlaxStableDiffusionPipeline",
     "FlaxStableDiffusionPipelineOutput",
     "FlaxStableDiffusionXLPipeline",

@@ -9,7 +9,7 @@ function, for ``jax.pmap``, ``jax.jit`` and ahead-of-time compiling by the calle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,6 +27,7 @@ from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answ
 from canvax.families.base import TOKENIZERS, Model
 from canvax.families.read import SDXL
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
+from canvax.flax_api.images import Given, check_given
 from canvax.flax_api.inputs import (
     Inputs,
     check_guidance,
@@ -54,6 +55,7 @@ from canvax.pipelines.open import open_model
 from canvax.pipelines.text_to_image import zeros_like
 from canvax.pipelines.translate import loader
 from canvax.samplers import SLOTS, SamplerTable
+from canvax.samplers.strength import check_strength, steps_of_strength
 from canvax.samplers.table import NOISE
 from canvax.types import Array, DType
 
@@ -78,12 +80,15 @@ class FlaxPipeline:
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
     XL: ClassVar[bool]
+    INPAINTS: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return summary(self)
 
     def __getattr__(self, name: str) -> Any:
         """What the old pipelines had and this one has not gets a sentence."""
+        if name == "_generate":
+            raise AttributeError(f"{name}: with images there is none to trace: call the pipeline ({FLAX_PAGE})")
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a pipeline", FLAX_PAGE))
@@ -202,12 +207,16 @@ class FlaxPipeline:
             local_files_only=local_files_only,
             progress=progress,
         )
-        for kind, found in (
-            ("guidance scale", model.networks.embeds_guidance),
-            ("masked image", model.networks.inpaints),
-        ):
-            if found:
-                raise CheckpointError(f"{model.name} takes the {kind} as an input; load it with canvax.load")
+        if model.networks.embeds_guidance:
+            raise CheckpointError(f"{model.name} takes the guidance scale as an input; load it with canvax.load")
+        if model.networks.inpaints != cls.INPAINTS:
+            raise CheckpointError(
+                f"{model.name} is no inpainting model: its UNet has {model.unet.in_channels} channels and not "
+                f"{2 * model.vae.latent_channels + 1}; write pipe = canvax.load(...), then pipe(prompt, image=, mask=)"
+                if cls.INPAINTS
+                else f"{model.name} takes the masked image as an input; load it with "
+                f"{'' if cls.XL else 'FlaxStableDiffusionInpaintPipeline or '}canvax.load"
+            )
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
         return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}
@@ -217,7 +226,7 @@ class FlaxPipeline:
         """Pixels per latent along an axis."""
         return self.model.vae.factor
 
-    def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
+    def _ids(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
 
         Raises:
@@ -241,12 +250,19 @@ class FlaxPipeline:
         neg_prompt_ids: Any,
         jit: bool,
         *,
+        given: Mapping[str, Any] | None = None,
+        strength: Any = None,
         decode: bool = True,
     ) -> np.ndarray:
-        """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``."""
+        """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``.
+
+        ``given`` are the arguments that hold the image and the mask. With ``strength`` the run begins from the image,
+        and ``latents`` are the noise that is added.
+        """
+        given = given or {}
         refuse_traced(
             prompt_ids=prompt_ids, params=params, prng_seed=prng_seed, guidance_scale=guidance_scale,
-            latents=latents, neg_prompt_ids=neg_prompt_ids,
+            latents=latents, neg_prompt_ids=neg_prompt_ids, strength=strength, **given,
         )  # fmt: skip
         text = self.model.text
         ids = check_ids("prompt_ids", prompt_ids, text, jit)
@@ -255,12 +271,18 @@ class FlaxPipeline:
         weights = weights_of(params, specs)
         devices = stacked_devices(weights, len(ids)) if jit else []
         check_weights(specs, weights, stacked=jit)
-        table = self._table(params, steps)
+        table = self._table(params, steps, strength)
         lead = ids.shape[: 2 if jit else 1]
+        pixels, mask = check_given(given, lead) if given else (None, None)
+        if pixels is not None and mask is None:
+            size = (pixels.shape[2] if size[0] is None else size[0], pixels.shape[3] if size[1] is None else size[1])
         shape = self._latents_shape(lead[-1], *size)
         if negative is None and not self.model.zeros_for_no_negative:
-            negative = np.broadcast_to(self.prepare_inputs("")[0], ids.shape)
-        inputs = check_inputs(ids, prng_seed, guidance_scale, latents, negative, shape[1:], lead)
+            negative = np.broadcast_to(self._ids("")[0], ids.shape)
+        noise = "latents" if strength is None else "noise"
+        inputs = check_inputs(ids, prng_seed, guidance_scale, {noise: latents}, negative, shape[1:], lead)
+        if pixels is not None:
+            inputs = replace(inputs, given=Given.of(pixels, mask, shape, self.vae_scale_factor, prng_seed, lead))
         programs = self._programs_on(devices or [home_device(weights)], stacked=jit)
         drawn = self._run(programs, weights, inputs, table, decode=decode)
         if not decode:
@@ -274,7 +296,12 @@ class FlaxPipeline:
         split, count = over_batch(programs.mesh), len(inputs.ids)
         params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
         latents = (count, *inputs.noise.shape[1:])
-        kinds = Kinds(guided=(inputs.guided,), clip=table.clip, decoder="whole" if decode else None)
+        kinds = Kinds(
+            guided=(inputs.guided,),
+            clip=table.clip,
+            decoder="whole" if decode else None,
+            image_encoder=inputs.given is not None,
+        )
         ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
@@ -284,11 +311,18 @@ class FlaxPipeline:
         if inputs.guided:
             negative = zeros_like(conditions) if inputs.negative is None else encoded(inputs.negative)
         sizes = jax.device_put(self._size_conditions(count, latents[1:3]), split)
+        images = None
+        if inputs.given is not None and ready.encode_image is not None:
+            encoder = partial(ready.encode_image, params["vae"])
+            images = inputs.given.encoded(lambda one: encoder(jax.device_put(one, split)), programs.mesh.size)
+            if inputs.given.masks is not None:
+                masked = np.concatenate([inputs.given.masks, images], axis=-1)
+                sizes, images = sizes | {"masked": jax.device_put(masked, split)}, None
         conditions, negative = conditions | sizes, negative and negative | sizes
 
         batch = Batch(programs, params, latents, ready.denoisers)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
-        batch.fill(inputs.noise, conditions, negative, inputs.words, tables)
+        batch.fill(inputs.noise, conditions, negative, inputs.words, tables, images=images)
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.state)[:, 0]
@@ -298,6 +332,41 @@ class FlaxPipeline:
         """Ids of each text encoder [B, 77], from those of ``prepare_inputs``."""
         names = list(self.model.text.parts)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
+
+    def _table(self, params: Params, steps: int, strength: Any = None) -> SamplerTable:
+        most = self.model.scheduler.schedule.num_train_timesteps
+        steps, skip = check_steps(steps, None, 50, most), 0
+        if strength is not None:
+            _, skip = steps_of_strength(check_strength(strength), steps, "diffusers", most)
+        return table_of(params.get("scheduler", self.scheduler.create_state()), steps, xl=self.XL, skip=skip)
+
+    def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
+        vae = self.model.vae
+        return latents_shape(batch, height, width, self.model.native_size[0], vae.factor, vae.latent_channels)
+
+    def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """SDXL: the numbers about images that are not cropped, for latents of h x w; the same for both halves."""
+        height, width = (side * self.vae_scale_factor for side in latents)
+        numbers = self.model.size_conditions(height, width, {})
+        return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}
+
+    def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
+        key = (stacked, *(device.id for device in devices))
+        if key not in self._programs:
+            self._programs[key] = Programs(self.model.networks, make_mesh(devices), stacked=stacked)
+        return self._programs[key]
+
+
+class FlaxTextToImage(FlaxPipeline):
+    """What the classes share that begin from prompts alone."""
+
+    def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
+        """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
+
+        Raises:
+            InputError: neither a string nor a list of strings.
+        """
+        return self._ids(prompt)
 
     def _generate(
         self,
@@ -345,7 +414,7 @@ class FlaxPipeline:
             elif self.model.zeros_for_no_negative:
                 negative = jax.tree.map(jnp.zeros_like, conditions)
             else:
-                negative = encode(jnp.broadcast_to(self.prepare_inputs(""), prompt_ids.shape))
+                negative = encode(jnp.broadcast_to(self._ids(""), prompt_ids.shape))
         sizes = jax.tree.map(jnp.asarray, self._size_conditions(batch, shape[2:]))
         conditions, negative = conditions | sizes, negative and negative | sizes
 
@@ -363,26 +432,6 @@ class FlaxPipeline:
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
         return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)
-
-    def _table(self, params: Params, steps: int) -> SamplerTable:
-        steps = check_steps(steps, None, 50, self.model.scheduler.schedule.num_train_timesteps)
-        return table_of(params.get("scheduler", self.scheduler.create_state()), steps, xl=self.XL)
-
-    def _latents_shape(self, batch: int, height: Any, width: Any) -> tuple[int, int, int, int]:
-        vae = self.model.vae
-        return latents_shape(batch, height, width, self.model.native_size[0], vae.factor, vae.latent_channels)
-
-    def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """SDXL: the numbers about images that are not cropped, for latents of h x w; the same for both halves."""
-        height, width = (side * self.vae_scale_factor for side in latents)
-        numbers = self.model.size_conditions(height, width, {})
-        return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}
-
-    def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
-        key = (stacked, *(device.id for device in devices))
-        if key not in self._programs:
-            self._programs[key] = Programs(self.model.networks, make_mesh(devices), stacked=stacked)
-        return self._programs[key]
 
 
 def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import FLOAT32_MAX, InputError
+from canvax.flax_api.images import Given
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.models.text import TextEncoders
 from canvax.parallel.rules import check_params
@@ -23,7 +24,7 @@ class Inputs:
     """One call. N images, D * B of them, those of a device next to each other.
 
     ids [N, 77] or [N, 2, 77], negative the same or None for zeros, noise [N, h, w, C] of unit variance, words [N, 2]
-    for step noise, guidance [N].
+    for step noise, guidance [N]; and the images that it was given.
     """
 
     ids: np.ndarray
@@ -31,6 +32,7 @@ class Inputs:
     noise: np.ndarray
     words: np.ndarray
     guidance: np.ndarray
+    given: Given | None = None
 
     @property
     def guided(self) -> bool:
@@ -90,12 +92,14 @@ def check_inputs(
     ids: np.ndarray,
     prng_seed: Any,
     guidance_scale: Any,
-    latents: Any,
+    given_noise: Mapping[str, Any],
     negative: np.ndarray | None,
     image_shape: tuple[int, int, int],
     lead: tuple[int, ...],
 ) -> Inputs:
     """The arguments; ``ids`` and ``negative`` are checked. ``image_shape`` is C, h, w; ``lead`` [B], or [D, B].
+
+    ``given_noise`` is that of the caller, None if there is none, under the name it has in the call.
 
     Raises:
         InputError: naming the argument, what was given and the cure.
@@ -104,8 +108,9 @@ def check_inputs(
     keys = wrap_keys(prng_seed, lead[0] if jit else None)
     shape = (lead[-1], *image_shape)
     noise, words = host_draw(keys if jit else keys[None], shape)
+    ((name, latents),) = given_noise.items()
     if latents is not None:
-        noise = check_latents(latents, (*lead[:-1], *shape))
+        noise = check_latents(latents, (*lead[:-1], *shape), name)
         noise = np.ascontiguousarray(np.moveaxis(noise, -3, -1)).reshape(-1, *shape[2:], shape[1])
     return Inputs(
         ids=ids.reshape(-1, *prompt),
@@ -142,8 +147,8 @@ def refuse_traced(**arguments: Any) -> None:
     for name, value in arguments.items():
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
             raise InputError(
-                f"{name} is traced by JAX, and a call compiles by itself; inside of jax.jit and jax.pmap call "
-                "pipeline._generate"
+                f"{name} is traced by JAX, and a call compiles by itself: take it out of jax.jit and jax.pmap; text to "
+                "image has pipeline._generate to call inside"
             )
 
 
@@ -190,17 +195,17 @@ def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
     return np.maximum(array, 1.0).astype(np.float32).reshape(-1)
 
 
-def check_latents(latents: Any, shape: tuple[int, ...]) -> Any:
+def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> Any:
     """Given latents of this shape, float32; on the host, if they are not traced."""
     try:
         array = latents if isinstance(latents, Tracer) else np.asarray(latents)
         array = array if np.iscomplexobj(array) else array.astype(np.float32)
     except (TypeError, ValueError):
-        raise InputError(f"latents is not an array of numbers; this call needs {shape} of unit variance") from None
+        raise InputError(f"{name} is not an array of numbers; this call needs {shape} of unit variance") from None
     if array.shape != shape or array.dtype != np.float32:
         raise InputError(
-            f"latents has shape {array.shape} and dtype {array.dtype}; this call needs {shape} of unit variance"
+            f"{name} has shape {array.shape} and dtype {array.dtype}; this call needs {shape} of unit variance"
         )
     if not isinstance(array, Tracer) and not np.isfinite(array).all():
-        raise InputError("latents has values that are not finite; jax.random.normal(key, shape) makes some")
+        raise InputError(f"{name} has values that are not finite; jax.random.normal(key, shape) makes some")
     return array

@@ -52,6 +52,16 @@ def step_words(key: Array, batch: int) -> Array:
     return jax.random.bits(jax.random.fold_in(key, 1), (batch, 2), jnp.uint32)
 
 
+def encoding_noise(keys: Array, shape: LatentsShape) -> np.ndarray:
+    """Noise for the encoding of the images of each of ``keys`` [D], on the host: [D * B, h, w, C] float32.
+
+    The law is that of the old inpainting class. Image to image took the key itself, and so the numbers of ``draw``.
+    """
+    batch, channels, *small = shape
+    second = [jax.random.split(key)[1] for key in keys]
+    return np.concatenate([jax.random.normal(key, (batch, *small, channels), jnp.float32) for key in second])
+
+
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:
     """``draw`` for each of ``keys`` [D], brought to the host: [D * B, h, w, C] and [D * B, 2]."""
     latents, words = _draw_all(keys, shape)

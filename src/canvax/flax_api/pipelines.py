@@ -9,7 +9,7 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
-from canvax.flax_api.base import FlaxPipeline
+from canvax.flax_api.base import FlaxTextToImage
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
 from canvax.params import Params
 from canvax.types import Array
@@ -27,7 +27,7 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[st
     return own, None
 
 
-class FlaxStableDiffusionPipeline(FlaxPipeline):
+class FlaxStableDiffusionPipeline(FlaxTextToImage):
     """Stable Diffusion 1.x and 2.x behind the interface of diffusers' class of that name."""
 
     XL = False
@@ -75,7 +75,7 @@ class FlaxStableDiffusionPipeline(FlaxPipeline):
         return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
 
 
-class FlaxStableDiffusionXLPipeline(FlaxPipeline):
+class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
     """Stable Diffusion XL, its base model, behind the interface of diffusers' class of that name."""
 
     XL = True

@@ -179,15 +179,15 @@ class FlaxEulerDiscreteScheduler(FlaxScheduler):
     CLASS = "EulerDiscreteScheduler"
 
 
-def table_of(state: Any, steps: int, *, xl: bool) -> SamplerTable:
-    """The table of ``params["scheduler"]`` for a number of steps; guidance is the caller's to set.
+def table_of(state: Any, steps: int, *, xl: bool, skip: int = 0) -> SamplerTable:
+    """The table of ``params["scheduler"]`` for a number of steps without the first ``skip``; guidance is set later.
 
     ``xl``: the config means what it says, also where those of Stable Diffusion 1.x and 2.x are known to be wrong.
 
     Raises:
         InputError: not a ``SchedulerState``, or its config or the steps cannot be used.
     """
-    return build_table(_read(check_state(state), xl), steps)
+    return build_table(_read(check_state(state), xl), steps, skip=skip)
 
 
 def check_state(state: Any) -> SchedulerState:

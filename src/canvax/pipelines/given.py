@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.denoise import Known
-from canvax.errors import InputError, check_number
+from canvax.errors import InputError
 from canvax.images.given import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -26,6 +26,7 @@ from canvax.images.masks import (
 )
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.options import Options
+from canvax.samplers.strength import check_strength
 from canvax.types import HostArray
 
 STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
@@ -147,8 +148,7 @@ def check_given(
         images, masks = _outpainted(images, masks, options.outpaint)
     if strength is None:
         strength = STRENGTH_OF_MASKED if masks else STRENGTH
-    if not 0 < (strength := check_number("strength", strength, "; give one in 0..1")) <= 1:
-        raise InputError(f"strength={strength:g} is not in 0..1, 0 left out; 0.8 changes much, 0.3 little")
+    strength = check_strength(strength)
     height, width = _sides(images, size, factor)
     if options.padding_mask_crop is not None:
         return _cut_out(images, masks, strength, fingerprints, (height, width), options)

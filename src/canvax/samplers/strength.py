@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_number
 
 StrengthRule = Literal["diffusers", "a1111", "exact"]
+
+
+def check_strength(strength: Any) -> float:
+    """How much of a run to do, as a float.
+
+    Raises:
+        InputError: not a number above 0 and up to 1.
+    """
+    if not 0 < (number := check_number("strength", strength, "; give one in 0..1")) <= 1:
+        raise InputError(f"strength={number:g} is not in 0..1, 0 left out; 0.8 changes much, 0.3 little")
+    return number
 
 
 def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int) -> tuple[int, int]:
