@@ -11,12 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.cli.generate_arguments import add_dtype, add_generate, add_quantize, add_source
+from canvax.cli.generate_arguments import add_dtype, add_generate, add_quantize, add_source, add_upscale
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
 from canvax.familiar import FLAGS
 
-COMMANDS = {name: name for name in ("generate", "compile", "info", "plan", "bench", "samplers", "cache", "train")}
+COMMANDS = {
+    name: name
+    for name in ("generate", "sheet", "upscale", "compile", "info", "plan", "bench", "samplers", "cache", "train")
+}
 """Each command, with the module of this package that runs it."""
 
 _EXAMPLES = """
@@ -28,6 +31,12 @@ examples:
   canvax generate "a fox" -m owner/name --sampler "DPM++ 2M Karras"
   canvax generate --from-image out/00000-7.png --steps 50  the same image, with more steps
   canvax compile owner/name --size 1024x1024 --batch 1 4   later commands need not compile
+"""
+_SHEET_EXAMPLES = """
+examples:
+  canvax sheet "a cat" --x steps=5,10,20 --y sampler="Euler,DPM++ 2M,UniPC" -s 1
+  canvax sheet "a cat" --x guidance=1,3,5,7 --y "prompt=a cat;a dog" -o sheet.png
+  canvax sheet "a fox" --image lemon.png --x strength=0.3,0.5,0.7,0.9
 """
 _PLAN_EXAMPLES = """
 examples:
@@ -129,7 +138,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
             raise InputError(f"--{name.replace('_', '-')} {fault}")
     if words[end + 1 :]:
-        if arguments.command != "generate":
+        if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
     return arguments
@@ -155,6 +164,25 @@ def build_parser() -> Parser:
         formatter_class=plain,
     )
     add_generate(generate)
+    sheet = commands.add_parser(
+        "sheet",
+        usage="canvax sheet PROMPT --x NAME=VALUES [--y NAME=VALUES] [flags]",
+        help="compare settings: a grid over one or two of them, as one image with labels",
+        description="Generate one prompt over the values of one or two settings, with one seed, as one image with "
+        "labels. The other flags are those of canvax generate.",
+        epilog=_SHEET_EXAMPLES,
+        formatter_class=plain,
+    )
+    sheet.add_argument("--x", metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'")
+    sheet.add_argument("--y", metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
+    add_generate(sheet)
+    upscale = commands.add_parser(
+        "upscale",
+        usage="canvax upscale IMAGE [--scale X] [-p PROMPT] [flags]",
+        help="make an image larger, with details that the model adds",
+        description="Make an image larger and go over it tile by tile at the size the model was trained for.",
+    )
+    add_upscale(upscale)
     _compile(commands.add_parser(
         "compile",
         help="compile a model's programs in advance",
@@ -211,6 +239,8 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for generate --reuse: its --reuse-layers (0: no reuse)",
     )
+    parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
+    parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
     add_dtype(parser)
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 batch,
                 guidance=not arguments.no_guidance,
                 reuse_layers=arguments.reuse_layers,
+                image=arguments.image,
+                mask=arguments.mask,
                 progress=not arguments.quiet,
             )
             for build in builds:

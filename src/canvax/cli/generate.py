@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     where = Destination.checked(arguments, requests)
     _check_batch_size(arguments.batch_size)
     _hint_at_quotes(arguments)
-    _check_against_model(arguments, requests, source)
-    pipe = _load(arguments, source)
+    check_against_model(arguments, requests, source)
+    pipe = load_model(arguments, source)
     timings["load"] = time.perf_counter() - began
-    report |= _description(pipe)
+    report |= description(pipe)
     try:
         images = _generate_all(pipe, requests, arguments, where, report)
     finally:
@@ -157,7 +157,7 @@ def _check_batch_size(size: int | None) -> None:
         raise InputError(f"--batch-size {size} is not a whole number of at least 1")
 
 
-def _check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
+def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
     """Checks that depend on the model, if its files are on disk. Reads no weights."""
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.checks import parse_dtype
@@ -185,7 +185,8 @@ def _check_against_model(arguments: argparse.Namespace, requests: Sequence[Image
         check_start(request.options, request.sampler, None, model, image=request.image is not None)
 
 
-def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
+def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
+    """The model that the flags ask for, on their devices."""
     import canvax
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
@@ -209,7 +210,7 @@ def _load(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
     )
 
 
-def _description(pipe: StableDiffusion) -> dict[str, Any]:
+def description(pipe: StableDiffusion) -> dict[str, Any]:
     """The model and the machine, for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
@@ -249,7 +250,7 @@ def _generate_all(
     bar = progress_bar(len(requests), description="generating", unit="image", shown=shown)
     for batch in batches(requests, size):
         age = process_age()
-        result = _generate(pipe, batch, len(batch) if fits else size, progress)
+        result = generate_batch(pipe, batch, len(batch) if fits else size, progress)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
@@ -272,7 +273,7 @@ def _generate_all(
     return images
 
 
-def _generate(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, progress: bool | str) -> Result:
+def generate_batch(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, progress: bool | str) -> Result:
     """One call, filled up to ``size`` with copies of the last image, so that nothing compiles for a smaller one."""
     full = [*batch, *[batch[-1]] * (size - len(batch))]
     first = full[0]

@@ -35,7 +35,7 @@ SETTINGS = (
 )
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
-_ALIASES: dict[str, str] = {
+ALIASES: dict[str, str] = {
     "negative": "negative_prompt",
     "n": "num_images_per_prompt",
     "num_images": "num_images_per_prompt",
@@ -100,11 +100,12 @@ class Source:
     quantize: str | None
 
 
-def gather(arguments: argparse.Namespace) -> tuple[list[ImageRequest], Source]:
+def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
     """The images and the model that the command line asks for.
 
     Settings come from ``--from-image``; flags override them, and a line of the prompt file overrides the flags.
-    Image i uses seed + i, unless its line has a seed of its own.
+    Image i uses seed + i, unless its line has a seed of its own. With ``cells`` there is an image for each, with the
+    settings of the cell above all others.
 
     Raises:
         InputError: a setting is wrong, or there is no prompt.
@@ -121,6 +122,8 @@ def gather(arguments: argparse.Namespace) -> tuple[list[ImageRequest], Source]:
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
+    if cells:
+        entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     shared = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
     requests = list(_requests(entries, shared))
@@ -263,15 +266,15 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
         raise InputError(
             f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
         ) from None
-    entry = {_ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
+    entry = {ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
     if len(entry) < sum(value is not None for value in fields.values()):
-        names = [_ALIASES.get(name, name) for name, value in fields.items() if value is not None]
+        names = [ALIASES.get(name, name) for name, value in fields.items() if value is not None]
         raise InputError(
             f"{where}{next(n for n in names if names.count(n) > 1)} is given under two names; give it once"
         )
     for name in entry:
         if name != "prompt" and name not in SETTINGS:
-            raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *_ALIASES])}")
+            raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *ALIASES])}")
     if "prompt" not in entry:
         raise InputError(f"{where}has no field 'prompt'")
     return entry

@@ -89,6 +89,10 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     if isinstance(options, dict):
         flags |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
     words = ["canvax", "generate"]
+    if isinstance(tiles := metadata.get("upscale"), dict):
+        words = ["canvax", "upscale", "IMAGE"]
+        flags |= {"--image": None, "--height": None, "--width": None}
+        flags |= {f"--{name}": tiles.get(name) for name in ("scale", "overlap")}
     for flag, value in flags.items():
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]

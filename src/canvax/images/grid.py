@@ -35,6 +35,35 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     return grid
 
 
+def make_sheet(images: Sequence[Image], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
+    """``images`` row by row with a label above each column and, if there are several rows, left of each row.
+
+    Raises:
+        InputError: images of unequal size.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    grid = make_grid(images, cols=len(columns))
+    width, height = images[0].size
+    font = ImageFont.load_default(size=max(10, min(24, width // 8)))
+    measure = ImageDraw.Draw(grid).textbbox
+    boxes = {text: [*map(math.ceil, measure((0, 0), text, font=font))] for text in (*columns, *rows)}
+    pad, line = 6, max(box[3] for box in boxes.values()) + 6
+    left = max((boxes[text][2] + 2 * pad for text in rows), default=0)
+    # A column is as wide as its label, so that none is cut.
+    cell = max(width, *(boxes[text][2] + pad for text in columns))
+    sheet = Image.new("RGB", (left + cell * len(columns), line + grid.height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, text in enumerate(columns):
+        draw.text((left + i * cell + (cell - boxes[text][2]) // 2, 2), text, "black", font)
+    for i, text in enumerate(rows):
+        draw.text((pad, line + i * height + (height - boxes[text][3]) // 2), text, "black", font)
+    for i, image in enumerate(images):
+        row, column = divmod(i, len(columns))
+        sheet.paste(image, (left + column * cell + (cell - width) // 2, line + row * height))
+    return sheet
+
+
 def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
     for name, value in (("rows", rows), ("cols", cols)):
         if value is not None:

@@ -32,11 +32,12 @@ from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
 from canvax.pipelines.open import open_model, weight_bytes
-from canvax.pipelines.options import Options
+from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.request import check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.translate import translate_call, translate_load
+from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
@@ -264,6 +265,52 @@ class StableDiffusion:
             run = two_passes if request.options.hires > 1 else text_to_image
             return run(self.model, self.programs, params, request, cure, counts)
 
+    def upscale(
+        self,
+        image: Any,
+        prompt: str = "",
+        negative_prompt: str | None = None,
+        *,
+        scale: float = 2.0,
+        strength: float = STRENGTH,
+        overlap: int | None = None,
+        batch: int = AT_ONCE,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        seed: int | None = None,
+        sampler: str | None = None,
+        options: Options | None = None,
+        params: Params | None = None,
+    ) -> Result:
+        """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
+
+        All tiles have the size the model was trained for, so that nothing compiles for another image or scale.
+
+        Args:
+            image: a PIL image, a path or an array, of any size.
+            prompt: what it shows; what fits every part of it does best.
+            negative_prompt: what to keep away from.
+            scale: how many times larger, 1..16.
+            strength: 0..1, how much the model may change.
+            overlap: pixels that neighbouring tiles share at least; by default a quarter of a tile.
+            batch: tiles at once.
+            num_inference_steps: as in a call, and so are all below.
+            guidance_scale: see there.
+            seed: see there.
+            sampler: see there.
+            options: see there.
+            params: see there.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        keywords = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, "sampler": sampler}
+        keywords |= {"negative_prompt": negative_prompt, "params": params}
+        return upscaled(
+            self, self.model, image, prompt, scale=scale, strength=strength, overlap=overlap, batch=batch, seed=seed,
+            options=check_options(options), **keywords,
+        )  # fmt: skip
+
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
     ) -> Path:
@@ -337,6 +384,8 @@ class StableDiffusion:
         *,
         guidance: bool = True,
         reuse_layers: int = 0,
+        image: bool = False,
+        mask: bool = False,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -350,6 +399,8 @@ class StableDiffusion:
             batch: number of images, rounded up to the number of devices.
             guidance: with it on; a guidance scale of 1 or less is another program.
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
+            image: for calls with an image, second passes and ``upscale`` too: the image encoder.
+            mask: for calls with a mask: the denoiser that keeps parts of an image.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -363,11 +414,13 @@ class StableDiffusion:
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
-        self._ready(self._params(params), (height, width), batch, guidance, display, reuse_layers)
+        more = {"deep_layers": reuse_layers, "image_encoder": image or mask}
+        more["known"] = mask and not self.model.networks.inpaints
+        self._ready(self._params(params), (height, width), batch, guidance, display, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _ready(
-        self, params: Params, size: tuple[Any, Any], batch: int, guided: bool, display: Display, deep_layers: int = 0
+        self, params: Params, size: tuple[Any, Any], batch: int, guided: bool, display: Display, **more: Any
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
         (tall, wide), factor = self.model.native_size, self.model.vae.factor
@@ -380,7 +433,7 @@ class StableDiffusion:
             Kinds(
                 guided=(guided and not self.model.networks.embeds_guidance,),
                 clip=table.clip,
-                deep_layers=deep_layers,
+                **more,
                 decoder="tiled" if is_tiled(height, width) else "whole",
             ),
             display.announce,

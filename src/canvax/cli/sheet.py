@@ -1,0 +1,103 @@
+"""``canvax sheet``: a grid over one or two settings, as one image with labels."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+from canvax.cli.batching import batch_size, batches
+from canvax.cli.generate import Destination, check_against_model, description, generate_batch, load_model
+from canvax.cli.images import ALIASES, SETTINGS, gather
+from canvax.cli.terminal import complain, say, seconds
+from canvax.errors import InputError, nearest
+from canvax.images.grid import make_sheet
+from canvax.noise import check_seed
+
+MOST = 400
+"""Images of a sheet."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting and the values it takes along one side of the sheet."""
+
+    name: str
+    label: str
+    values: list[Any]
+
+    @classmethod
+    def of(cls, flag: str, text: str) -> Self:
+        """Read ``steps=10,20``; with a semicolon in it, values are between semicolons.
+
+        Raises:
+            InputError: it is not a setting with values.
+        """
+        given, equals, values = text.partition("=")
+        name = given.strip().lower().replace("-", "_")
+        name = ALIASES.get(name, name)
+        known = ["prompt", *SETTINGS]
+        if name not in known or name == "num_images_per_prompt":
+            raise InputError(f"{flag} {text}: {given!r} is not a setting; {nearest(name, [*known, *ALIASES])}")
+        cells = [value.strip() for value in values.split(";" if ";" in values else ",")]
+        if not equals or not all(cells):
+            raise InputError(f"{flag} {text}: write values behind =, such as steps=10,20,40")
+        return cls(name, given.strip(), [_value(name, cell) for cell in cells])
+
+    def labels(self) -> list[str]:
+        """What stands beside each row or above each column."""
+        return [str(value) if self.name in ("prompt", "sampler") else f"{self.label} {value}" for value in self.values]
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Generate the images and put them on one sheet."""
+    axes = [Axis.of(flag, text) for flag, text in (("--x", arguments.x), ("--y", arguments.y)) if text is not None]
+    if not axes:
+        raise InputError("no axis; try: canvax sheet \"a cat\" --x steps=10,20,40 --y sampler='Euler,DPM++ 2M'")
+    if len({axis.name for axis in axes}) < len(axes):
+        raise InputError(f"--x and --y are both {axes[0].name}; give two settings, or one")
+    if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
+        raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
+    across, down = axes[0], axes[1] if len(axes) > 1 else None
+    cells = [{across.name: x} | ({down.name: y} if down else {}) for y in (down.values if down else [None])
+             for x in across.values]  # fmt: skip
+    if len(cells) > MOST:
+        raise InputError(f"a sheet of {len(cells)} images is more than {MOST}; give fewer values")
+    if len(arguments.prompts) + len(arguments.prompt) > 1 or arguments.prompt_file is not None:
+        raise InputError("a sheet has one prompt; write --y prompt='a cat;a dog' for several")
+    if "prompt" in cells[0] and not arguments.prompts + arguments.prompt:
+        arguments.prompts = [cells[0]["prompt"]]
+    seed = check_seed(arguments.seed)
+    requests, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
+    where = Destination.checked(arguments, requests[:1])
+    check_against_model(arguments, requests, source)
+    pipe = load_model(arguments, source)
+    report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
+    size, total, made = arguments.batch_size or batch_size(pipe, requests), 0.0, {}
+    for batch in batches(requests, size):
+        result = generate_batch(pipe, batch, min(size, len(requests)), "programs" if not arguments.quiet else False)
+        report["compilations"] += result.compilations
+        total += result.timings["total"]
+        for request, image, metadata in zip(batch, result.images, result.metadata, strict=False):
+            made[id(request)] = image, metadata
+    ordered = [made[id(request)] for request in requests]
+    report["metadata"] = [metadata for _, metadata in ordered]
+    sheet = make_sheet([image for image, _ in ordered], across.labels(), down.labels() if down else [])
+    path = where.save(sheet, {"grid": report["metadata"], "seed": seed})
+    report["files"].append(str(path))
+    if not arguments.json:
+        say(str(path))
+    if not arguments.quiet:
+        complain(f"{len(requests)} images in {seconds(total)}; {report['compilations']} programs compiled")
+
+
+def _value(name: str, text: str) -> Any:
+    """A number where it is one; a prompt stays text."""
+    if name in ("prompt", "negative_prompt", "sampler"):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else text

@@ -1,0 +1,251 @@
+"""Second passes, upscaling by tiles, variations between seeds, and sheets."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.images.grid import make_sheet
+from canvax.noise import initial_noise, pasted_in_the_middle, slerp
+from canvax.pipelines.upscale import fade, starts
+
+
+def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:
+    return emoji(prompt, **{"seed": 4, "num_inference_steps": 6, "progress": False} | changes)
+
+
+def upscale(emoji: canvax.StableDiffusion, image: Any, **changes: Any) -> canvax.Result:
+    usual = {"seed": 4, "num_inference_steps": 6, "options": canvax.Options(progress=False)}
+    return emoji.upscale(image, "a fox", **usual | changes)
+
+
+def array(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB")).astype(float)
+
+
+# A second pass
+
+
+@pytest.mark.parametrize("method", ["pixel", "latent"])
+def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDiffusion) -> None:
+    base = draw(emoji)
+    larger = draw(emoji, hires=2, hires_method=method, hires_strength=0.3)
+    assert larger.images[0].size == (128, 128)
+    small = larger.images[0].resize((64, 64), Image.Resampling.BOX)
+    direct = draw(emoji, height=128, width=128).images[0].resize((64, 64), Image.Resampling.BOX)
+    near, far = (np.abs(array(one) - array(base.images[0])).mean() for one in (small, direct))
+    assert near < far / 2
+    assert larger.metadata[0]["height"] == 64
+    assert larger.metadata[0]["options"]["hires"] == 2
+    again = draw(emoji, hires=2, hires_method=method, hires_strength=0.6, hires_steps=5, hires_sampler="euler",
+                 hires_prompt="a red fox", prompt_syntax="a1111")  # fmt: skip
+    assert again.compilations == 0
+    assert np.abs(again.pixels - larger.pixels).mean() > 1e-3
+
+
+def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> None:
+    base = draw(emoji).images[0].resize((128, 128), Image.Resampling.LANCZOS)
+    want = draw(emoji, image=base, strength=0.5, strength_rule="exact")
+    got = draw(emoji, hires=2, hires_strength=0.5)
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hires": 0.5}, r"hires=0.5 is not in 1..8"),
+        ({"hires": "2x"}, "hires='2x' is not"),
+        ({"hires_strength": 0.5}, "hires_strength without hires"),
+        ({"hires": 2, "hires_strength": 0}, "hires_strength=0 is not in 0..1"),
+        ({"hires": 2, "hires_steps": 0}, "hires_steps=0 is not"),
+        ({"hires": 2, "hires_method": "magic"}, "hires_method='magic' is not known"),
+        ({"hires": 2, "hires_sampler": "nothing"}, "nothing"),
+        ({"hires": 2, "denoising_end": 0.5}, "leave one out"),
+        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "call pipe.upscale"),
+        ({"hires": 8, "height": 4096, "width": 64}, "more than 16384"),
+        ({"variation_strength": 0.5}, "without variation_seed"),
+        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength=2 is not in 0..1"),
+        ({"variation_seed": -1}, "variation_seed=-1 is not"),
+        ({"seed_size": 5}, "seed_size=5 is not"),
+        ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents with variation_strength or seed_size"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        draw(emoji, **changes)
+
+
+# Variations
+
+
+def test_slerp_stays_noise() -> None:
+    one, other = (initial_noise([seed, seed + 1], (16, 16, 4)) for seed in (1, 9))
+    for part in (0.25, 0.5, 0.75):
+        mixed = slerp(one, other, part)
+        np.testing.assert_allclose(mixed.std(axis=(1, 2, 3)), 1, atol=0.05)  # a straight line would give 0.71
+    np.testing.assert_allclose(slerp(one, other, 0.0), one, atol=1e-6)
+    np.testing.assert_allclose(slerp(one, other, 1.0), other, atol=1e-6)
+    np.testing.assert_array_equal(slerp(one, one, 0.5), one)
+
+
+def test_variations(emoji: canvax.StableDiffusion) -> None:
+    base, other = draw(emoji, seed=4), draw(emoji, seed=9)
+    ends = [draw(emoji, variation_seed=9, variation_strength=part) for part in (0.0, 1.0)]
+    np.testing.assert_array_equal(ends[0].latents, base.latents)
+    np.testing.assert_allclose(ends[1].latents, other.latents, atol=1e-4)
+    near, far = (draw(emoji, variation_seed=9, variation_strength=part).pixels for part in (0.1, 0.5))
+    assert np.abs(near - base.pixels).mean() < np.abs(far - base.pixels).mean()
+    assert ends[1].metadata[0]["options"] == {"variation_seed": 9, "variation_strength": 1.0}
+
+
+def test_seed_size(emoji: canvax.StableDiffusion) -> None:
+    noise, own = np.zeros((1, 6, 4, 1), np.float32), np.ones((1, 2, 8, 1), np.float32)
+    np.testing.assert_array_equal(pasted_in_the_middle(noise, own)[0, :, :, 0].sum(axis=1), [0, 0, 4, 4, 0, 0])
+    same = draw(emoji, seed_size=(64, 64))
+    np.testing.assert_array_equal(same.latents, draw(emoji).latents)
+
+
+# Tiles
+
+
+def test_tiles_cover_all_and_fade_into_each_other() -> None:
+    for length, tile, overlap in ((64, 64, 16), (72, 64, 16), (128, 64, 16), (200, 64, 8), (1000, 512, 128)):
+        places = starts(length, tile, overlap, 8)
+        assert places[0] == 0
+        assert places[-1] == length - tile
+        assert all(b - a <= tile - overlap + 8 for a, b in pairwise(places))
+        weight = np.zeros(length)
+        for place in places:
+            weight[place : place + tile] += fade(place, tile, length, overlap)
+        assert weight.min() > 0
+
+
+def test_no_seam(emoji: canvax.StableDiffusion) -> None:
+    """Steps between neighbouring pixels are as large where tiles meet as elsewhere."""
+    image = draw(emoji, num_inference_steps=20).images[0]
+    (pixels,) = upscale(emoji, image, scale=3, strength=0.3, num_inference_steps=20).pixels
+    steps = np.abs(np.diff(pixels, axis=1)).mean(axis=(0, 2))
+    borders = [edge for place in starts(192, 64, 16, 8) for edge in (place - 1, place + 63) if 0 < edge < 191]
+    inside = np.delete(steps, borders)
+    assert steps[borders].mean() < 1.3 * inside.mean()
+
+
+def test_upscale(emoji: canvax.StableDiffusion) -> None:
+    image = draw(emoji).images[0].resize((50, 37))
+    first = upscale(emoji, image, scale=2.5)
+    assert first.images[0].size == (125, 92)
+    assert first.metadata[0]["upscale"] == {"scale": 2.5, "overlap": 16}
+    again = upscale(emoji, image, scale=4, strength=0.2, seed=1)
+    assert again.images[0].size == (200, 148)
+    assert again.compilations == 0  # another scale is more tiles of the same shape
+    same = upscale(emoji, image, scale=2, strength=0.01, num_inference_steps=100)
+    want = image.resize((100, 74), Image.Resampling.LANCZOS)
+    assert np.abs(array(same.images[0]) - array(want)).mean() < 12  # hardly changed but by the autoencoder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": 0}, "scale=0 is not in 1..16"),
+        ({"scale": "much"}, "scale=much is not a finite number"),
+        ({"scale": 17}, "scale=17 is not"),
+        ({"overlap": 40}, "overlap=40"),
+        ({"batch": 0}, "batch=0"),
+        ({"strength": 0}, "strength=0 is not"),
+        ({"image": "nowhere.png"}, "cannot be read"),
+        ({"image": Image.new("L", (8000, 8000)), "scale": 2}, "use less"),
+        ({"options": canvax.Options(hires=2)}, "do not go with upscale"),
+    ],
+)
+def test_bad_upscale(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        upscale(emoji, changes.pop("image", Image.new("RGB", (64, 64))), **changes)
+
+
+# The command line
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    return tmp_path
+
+
+def test_sheet_of_labels() -> None:
+    images = [Image.new("RGB", (40, 30), (i * 40, 0, 0)) for i in range(6)]
+    sheet = make_sheet(images, ["a", "something long", "c"], ["x", "y"])
+    assert sheet.width > 3 * 40
+    found = {pixel for _, pixel in sheet.getcolors(100_000) or []}
+    assert {(i * 40, 0, 0) for i in range(6)} <= found
+
+
+def test_sheet(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sheet", "a fox", "--x", "steps=2,3", "--y", "sampler=Euler,DPM++ 2M", "-s", "4", "--json"]
+    assert main([*words, "-o", "sheet.png"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    told = [(one["num_inference_steps"], one["sampler"], one["seed"]) for one in report["metadata"]]
+    assert told == [(2, "euler", 4), (3, "euler", 4), (2, "dpmpp_2m", 4), (3, "dpmpp_2m", 4)]
+    assert main([*words, "-o", "again.png"]) == 0
+    assert json.loads(capsys.readouterr().out)["compilations"] == 0
+    want = draw(emoji, num_inference_steps=3, sampler="dpmpp_2m").images[0]
+    with Image.open(here / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("RGB"))
+        corner = pixels[sheet.height - 64 :]  # the last row
+        cell = (sheet.width - (left := _left(pixels))) // 2
+        found = corner[:, left + cell + (cell - 64) // 2 :][:, :64]
+    np.testing.assert_array_equal(found, np.asarray(want))
+
+
+def _left(pixels: np.ndarray) -> int:
+    """Width of the labels: they were measured with the same font."""
+    blank = make_sheet([Image.new("RGB", (64, 64))] * 4, ["steps 2", "steps 3"], ["Euler", "DPM++ 2M"])
+    assert blank.size == (pixels.shape[1], pixels.shape[0])
+    columns = (np.asarray(blank)[-64:] == 0).all(axis=(0, 2))
+    cells = np.flatnonzero(columns)
+    width = (cells[-1] - cells[0] + 1 - 64) if len(cells) > 64 else 0
+    return int(cells[0]) - (width - 64) // 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a"], "no axis; try"),
+        (["a", "--x", "nothing=1"], "'nothing' is not a setting"),
+        (["a", "--x", "steps"], "write values behind ="),
+        (["a", "--x", "steps=1,,2"], "write values behind ="),
+        (["a", "--x", "steps=1", "--y", "num_inference_steps=2"], "give two settings"),
+        (["a", "--x", "steps=1,x"], "steps='x'"),
+        (["a", "b", "--x", "steps=1"], "one prompt"),
+        (["a", "--x", "seed=" + ",".join(map(str, range(500)))], "more than 400"),
+        (["a", "-n", "2", "--x", "steps=1"], "--num-images"),
+        (["--x", "steps=1"], "no prompt"),
+    ],
+)
+def test_bad_sheets(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sheet", *words]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+    draw(emoji).images[0].save("fox.png")
+    assert main(["upscale", "fox.png", "-p", "a fox", "-s", "4", "--steps", "6", "-o", "big.png", "-q"]) == 0
+    with Image.open("big.png") as image, Image.open("fox.png") as small:
+        np.testing.assert_array_equal(array(image), array(upscale(emoji, small).images[0]))
+    capsys.readouterr()
+    assert main(["info", "big.png"]) == 0
+    told = capsys.readouterr().out
+    assert "canvax upscale IMAGE --prompt 'a fox'" in told
+    assert "--scale 2.0" in told
+    assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
+    assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
+    assert not Path("x.png").exists()
