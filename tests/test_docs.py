@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import canvax
 from canvax.familiar import flax_tables, tables
@@ -62,6 +63,18 @@ def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.M
     np.testing.assert_allclose(names["images"], want.pixels, atol=1e-3)
     assert float(names["along"]) == pytest.approx(float((names["slope"] ** 2).sum()), rel=1e-3)
     assert names["result"].latents.shape == (1, 8, 8, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["prompts", "image-to-image", "guidance"])
+def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block runs, one after another, and generates images."""
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / f"{page}.md"):
+        exec(block, names)
+    images = [value for value in names.values() if isinstance(value, canvax.Result | Image.Image)]
+    assert len(images) >= 2 - (page == "guidance")
 
 
 def test_the_table_of_names_is_that_of_the_code() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import pytest
+
+import canvax
 from canvax.guidance import guide
 
 rng = np.random.default_rng(0)
@@ -40,3 +44,62 @@ def test_scale_one_is_no_guidance_and_nothing_is_divided_by_zero() -> None:
     np.testing.assert_allclose(got, CONDITIONAL, atol=2e-6)
     blank = np.zeros_like(CONDITIONAL)
     np.testing.assert_array_equal(guide(blank, blank, SCALE, RESCALE), blank)  # pyright: ignore[reportArgumentType]
+
+
+KINDS: list[dict[str, Any]] = [
+    {"guidance_method": "apg", "guidance_settings": {"eta": 0.5, "norm": 3.0}},
+    {"guidance_method": "cfg_zero", "guidance_settings": {"zero_steps": 1}},
+    {"guidance_method": "threshold", "guidance_settings": {"mimic": 2.0}},
+    {"pag_scale": 2.0, "pag_adaptive_scale": 0.001},
+    {"freeu": (1.2, 1.3, 0.9, 0.5)},
+]
+
+
+def draw(emoji: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+    return emoji("a fox", **{"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "progress": False} | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
+    first = draw(emoji, **kind)
+    assert np.abs(first.latents - draw(emoji).latents).max() > 1e-3
+    name, value = next(iter(reversed(kind.items())))
+    if name == "guidance_settings":
+        other = {name: {key: number + 1 for key, number in value.items()}}
+    else:
+        other = {name: tuple(np.array(value) * 0.9) if isinstance(value, tuple) else value / 2}
+    second = draw(emoji, **kind | other, seed=2, num_inference_steps=5)
+    assert second.compilations == 0
+    assert np.abs(draw(emoji, **kind | other).latents - first.latents).max() > 1e-4
+
+
+def test_kinds_that_are_ordinary_guidance(emoji: canvax.StableDiffusion) -> None:
+    want = draw(emoji).latents
+    for kind in (
+        {"guidance_method": "apg", "guidance_settings": {"eta": 1, "norm": 0}},
+        {"guidance_method": "threshold", "guidance_settings": ("mimic=5",)},
+        {"freeu": "1,1,1,1"},
+    ):
+        np.testing.assert_allclose(draw(emoji, **kind).latents, want, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"guidance_method": "best"}, "guidance_method='best' is not known"),
+        ({"guidance_settings": {"norm": 1}}, "cfg has no 'norm'; it has none"),
+        ({"guidance_method": "apg", "guidance_settings": {"mimic": 1}}, "apg has no 'mimic'; it has eta, norm"),
+        ({"guidance_method": "apg", "guidance_settings": {"norm": -1}}, "norm=-1 is not in 0..1e"),
+        ({"guidance_method": "apg", "guidance_settings": {"norm": "x"}}, "norm='x' is not"),
+        ({"guidance_method": "apg", "guidance_settings": 5}, "guidance_settings=5 are not names with values"),
+        ({"guidance_method": "apg", "guidance_rescale": 0.5}, "leave one out"),
+        ({"pag_scale": -1}, "pag_scale=-1 is not in 0..100"),
+        ({"pag_scale": 1, "reuse": 2}, "reuse with pag_scale"),
+        ({"freeu": (1, 2)}, "is not b1, b2, s1, s2"),
+        ({"freeu": "a,b"}, "is not a list of numbers"),
+        ({"freeu": (1, 1, 1, -1)}, "is not b1, b2, s1, s2"),
+    ],
+)
+def test_bad_kinds(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        draw(emoji, **changes)

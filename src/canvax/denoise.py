@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import compose, guide
+from canvax.guidance import Method, compose, guide, projected, thresholded, zero_star
 from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
@@ -79,6 +79,20 @@ class Composed(NamedTuple):
     weights: Any
 
 
+class Tuning(NamedTuple):
+    """Numbers of other kinds of guidance, one row for each image; None where that kind is not used.
+
+    Attributes:
+        method: of ``canvax.guidance.SETTINGS``, in their order [B, 2] float32.
+        pag: scale, and how it falls with the timestep [B, 2] float32: perturbed-attention guidance.
+        freeu: b1, b2, s1, s2 [B, 4] float32.
+    """
+
+    method: Any = None
+    pag: Any = None
+    freeu: Any = None
+
+
 class StepInputs(NamedTuple):
     """Everything of a call of ``denoise`` but the parameters.
 
@@ -94,6 +108,7 @@ class StepInputs(NamedTuple):
         deep: deep features, and which rows reuse them; None: every row computes all.
         known: what stays of images; None: nothing.
         composed: further prompts, only with ``negative``; None: there are none.
+        tuning: numbers of other kinds of guidance.
     """
 
     state: Any
@@ -106,6 +121,7 @@ class StepInputs(NamedTuple):
     deep: DeepFeatures | None = None
     known: Known | None = None
     composed: Composed | None = None
+    tuning: Tuning = Tuning()
 
 
 class InFlight(NamedTuple):
@@ -117,10 +133,17 @@ class InFlight(NamedTuple):
     keys: Any
     known: Known | None = None
     composed: Composed | None = None
+    tuning: Tuning = Tuning()
 
 
 def denoise(
-    params: Params, inputs: StepInputs, *, denoiser: Denoiser, clip: Clip | None = None, deep_layers: int = 0
+    params: Params,
+    inputs: StepInputs,
+    *,
+    denoiser: Denoiser,
+    clip: Clip | None = None,
+    deep_layers: int = 0,
+    method: Method = "cfg",
 ) -> tuple[Array, Array, Array | None]:
     """Run the first ``count`` rows of a window.
 
@@ -131,41 +154,69 @@ def denoise(
         clip: limits on D, a static property of the few models that want them.
         deep_layers: with ``inputs.deep``, what is computed in any case: ``layers`` of
             ``canvax.models.deep_features.unet_reusing``.
+        method: how the outputs for the prompt and for the negative prompt become one.
 
     Returns:
         The state after the last row run, D at that row [B, h, w, C] float32, and ``deep.features`` as they are then.
     """
     guided, rows, deep = inputs.negative is not None, inputs.rows, inputs.deep
-    conditions, composed, times = inputs.conditions, inputs.composed, 1
+    conditions, composed = inputs.conditions, inputs.composed
     if inputs.negative is not None:
         several = [inputs.negative, conditions, *(composed.others if composed else ())]
-        conditions, times = jax.tree.map(_side_by_side, *several), len(several)
+    else:
+        several = [conditions]
+    tuning = inputs.tuning
+    if tuning.pag is not None:  # the first prompt once more, perturbed
+        several.append(inputs.conditions)
+    if (times := len(several)) > 1:
+        conditions = jax.tree.map(_side_by_side, *several)
+    freeu = None if tuning.freeu is None else jnp.repeat(tuning.freeu, times, axis=0)
+    perturbed = times if tuning.pag is not None else 0
     prepared = denoiser.prepare(params, conditions)
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
+        """Outputs of each image [B, n, h, w, C]: for the negative prompt, the prompts, and the perturbed one."""
         x, timestep = _per_image(row["c_in"]) * x, row["timestep"]
-        if guided:
+        if times > 1:
             x, timestep = jnp.repeat(x, times, axis=0), jnp.repeat(timestep, times)
         if deep is None or features is None:
-            output = denoiser.apply(params, x, timestep, prepared)
+            output = denoiser.apply(params, x, timestep, prepared, perturbed=perturbed, freeu=freeu)
         else:
             recall = _recall(features, deep.full[i], deep.weights[i])
             output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)
-        output = output.astype(jnp.float32)
+        return output.astype(jnp.float32).reshape(-1, times, *output.shape[1:]), features
+
+    def denoised_of(x: Array, outputs: Array, row: Rows) -> Array:
+        """D, guided."""
+
+        def at(output: Array) -> Array:
+            return _per_image(row["p"]) * x + _per_image(row["q"]) * output
+
+        further: Array | float = 0.0
+        if tuning.pag is not None:
+            scale, outputs, last = tuning.pag, outputs[:, :-1], outputs[:, -1]
+            scale = jnp.maximum(scale[:, 0] - scale[:, 1] * (1000 - row["timestep"]), 0)
+            further = _per_image(scale) * (outputs[:, int(guided)] - last)
         if not guided:
-            return output, features
-        output = output.reshape(-1, times, *output.shape[1:])
-        conditional = output[:, 1]
+            return at(outputs[:, 0] + further)
+        negative, conditional = outputs[:, 0], outputs[:, 1]
         if composed:
-            conditional = compose(output[:, 0], output[:, 1:], composed.weights)
-        return guide(output[:, 0], conditional, row["guidance"], row["rescale"]), features
+            conditional = compose(negative, outputs[:, 1:], composed.weights)
+        scale = row["guidance"]
+        if method == "cfg":
+            return at(guide(negative, conditional, scale, row["rescale"], further))
+        numbers = tuning.method[:, 0], tuning.method[:, 1]
+        if method == "cfg_zero":
+            return at(zero_star(negative, conditional, scale, row["row"], numbers[0]) + further)
+        means = {"apg": projected, "threshold": thresholded}[method]
+        return means(at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
 
     def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         state, _, features = carry
         row = {name: jax.lax.dynamic_index_in_dim(column, i, axis=1, keepdims=False) for name, column in rows.items()}
         x = state[:, 0]
-        output, features = network(x, row, i, features)
-        raw = _per_image(row["p"]) * x + _per_image(row["q"]) * output
+        outputs, features = network(x, row, i, features)
+        raw = denoised_of(x, outputs, row)
         denoised = raw if clip is None else _clip(raw, clip)
         if inputs.known is not None:
             denoised = _keep(denoised, inputs.known, row["progress"])

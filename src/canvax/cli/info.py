@@ -96,8 +96,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     for flag, value in flags.items():
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-            if flag == "--sampler-settings":
-                words += [f"--set={text}" for text in texts]
+            if flag in ("--sampler-settings", "--guidance-settings"):
+                words += [f"{flag}={text}" for text in texts]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
                 texts = [",".join(texts)]

@@ -21,7 +21,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
-from canvax.denoise import IDLE_ROWS, WINDOW, Composed, DeepFeatures, InFlight, Known, StepInputs, denoise, insert
+from canvax.denoise import (
+    IDLE_ROWS,
+    WINDOW,
+    Composed,
+    DeepFeatures,
+    InFlight,
+    Known,
+    StepInputs,
+    Tuning,
+    denoise,
+    insert,
+)
+from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
@@ -41,6 +53,12 @@ LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
 
+TUNING = {"method": 2, "pag": 2, "freeu": 4}
+"""Numbers of each field of ``canvax.denoise.Tuning``."""
+
+_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned")
+
+
 class Kinds(NamedTuple):
     """Which programs a run needs, besides what the shapes of its arrays decide.
 
@@ -53,6 +71,8 @@ class Kinds(NamedTuple):
         image_encoder: latents of images are asked for.
         chunks: of each prompt.
         parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
+        method: of guidance.
+        tuned: fields of ``canvax.denoise.Tuning`` that are given.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -63,6 +83,8 @@ class Kinds(NamedTuple):
     image_encoder: bool = False
     chunks: int = 1
     parts: int = 0
+    method: Method = "cfg"
+    tuned: tuple[str, ...] = ()
 
 
 class Ready(NamedTuple):
@@ -136,16 +158,20 @@ class Programs:
         known: bool = False,
         chunks: int = 1,
         parts: int = 0,
+        method: Method = "cfg",
+        tuned: tuple[str, ...] = (),
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
-        of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once.
+        of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
+        with ``method`` and ``tuned`` guide otherwise.
         """
         denoiser = self.networks.denoiser
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
-        more = {"known": known, "chunks": chunks, "parts": parts}
+        static |= {"method": method} if method != "cfg" else {}
+        more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned}
         inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
         arguments = _abstract(params[denoiser.component]), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
@@ -212,7 +238,7 @@ class Programs:
         """Text encoder, decoder, image encoder (None if not asked for), denoisers: each to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
-        same = {name: getattr(kinds, name) for name in ("clip", "deep_layers", "known", "chunks", "parts")}
+        same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
         return [
             partial(self.encode_text, params, latents[0], announce),
             partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
@@ -234,7 +260,7 @@ class Programs:
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
         flight = self._in_flight(params, latents, guided=guided, **more)
-        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, flight.known, flight.composed)
+        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, *flight[4:])
 
     def _in_flight(
         self,
@@ -245,6 +271,7 @@ class Programs:
         known: bool = False,
         chunks: int = 1,
         parts: int = 0,
+        tuned: tuple[str, ...] = (),
     ) -> InFlight:
         encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
@@ -267,6 +294,7 @@ class Programs:
             if known
             else None,
             Composed((conditions,) * (parts - 1), self._batched((latents[0], parts), jnp.float32)) if parts else None,
+            Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in tuned}),
         )
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

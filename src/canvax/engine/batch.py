@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from canvax.compile.programs import LatentShape, Programs, deep_features_shape
-from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs
+from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs, Tuning
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
@@ -92,6 +92,7 @@ class Batch:
         known: Known | None = None,
         composed: Composed | None = None,
         later: Mapping[int, Texts] | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         """Start images in the first slots, all at once and without a program; what was in flight is gone.
 
@@ -106,6 +107,7 @@ class Batch:
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
             composed: further prompts of each image, likewise, on the devices.
+            tuning: numbers of other kinds of guidance, [n, ...] each, likewise.
             later: other texts from a row on, on the devices; all images have the same table then.
         """
         self._check_clip(tables[0], tables)
@@ -116,7 +118,13 @@ class Batch:
             state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
         self._flight = InFlight(
-            self._put(state), conditions, negative, self._put(keys), known and Known(*map(self._put, known)), composed
+            self._put(state),
+            conditions,
+            negative,
+            self._put(keys),
+            known and Known(*map(self._put, known)),
+            composed,
+            Tuning(*(field if field is None else self._put(field) for field in tuning or Tuning())),
         )
         self._deep, self._features, self._later = deep, None, later or {}
 
@@ -190,8 +198,7 @@ class Batch:
             noisy,
             np.int32(count),
             self._deep and self._deep_features(active, self._deep, guided=guided),
-            flight.known,
-            flight.composed,
+            *flight[4:],
         )
         weights = self._params[self._programs.networks.denoiser.component]
         state, self.denoised, self._features = self._denoisers[guided](weights, inputs)

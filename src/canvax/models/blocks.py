@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import by_rows, outlined
@@ -88,7 +89,9 @@ def transformer_kv(p: Params, text: Array, heads: int) -> TransformerKV:
     return {i: keys_and_values(block["attn2"], text, heads) for i, block in blocks.items()}
 
 
-def transformer(p: Params, x: Array, text: TransformerKV, *, heads: int, groups: int, upcast: bool) -> Array:
+def transformer(
+    p: Params, x: Array, text: TransformerKV, *, heads: int, groups: int, upcast: bool, perturbed: int = 0
+) -> Array:
     """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
 
     Args:
@@ -98,6 +101,7 @@ def transformer(p: Params, x: Array, text: TransformerKV, *, heads: int, groups:
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
+        perturbed: of every so many images the last attends to itself alone, place by place; 0 for none.
 
     Returns:
         [B, h, w, C].
@@ -107,7 +111,9 @@ def transformer(p: Params, x: Array, text: TransformerKV, *, heads: int, groups:
         y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
         y = linear(p["proj_in"], y.reshape(b, h * w, c))
         for i in map(str, range(len(text))):
-            y = _transformer_block(p["transformer_blocks"][i], y, *text[i], heads=heads, upcast=upcast)
+            y = _transformer_block(
+                p["transformer_blocks"][i], y, *text[i], heads=heads, upcast=upcast, perturbed=perturbed
+            )
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -129,10 +135,16 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
 
 
 @outlined
-def _transformer_block(p: Params, x: Array, k: Array, v: Array, *, heads: int, upcast: bool) -> Array:
+def _transformer_block(
+    p: Params, x: Array, k: Array, v: Array, *, heads: int, upcast: bool, perturbed: int = 0
+) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
-    x = x + attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    if perturbed:
+        last = (jnp.arange(x.shape[0]) % perturbed == perturbed - 1)[:, None, None]
+        attended = jnp.where(last, linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended)
+    x = x + attended
 
     def each_row(p: Params, x: Array, k: Array, v: Array) -> Array:
         x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)

@@ -46,8 +46,13 @@ class Denoiser(Protocol):
         """What ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
         ...
 
-    def apply(self, p: Params, x: Array, timestep: Array, prepared: Any) -> Array:
-        """Network output [B, h, w, C] for scaled noisy latents [B, h, w, C] float32 and timesteps [B]."""
+    def apply(
+        self, p: Params, x: Array, timestep: Array, prepared: Any, *, perturbed: int = 0, freeu: Array | None = None
+    ) -> Array:
+        """Network output [B, h, w, C] for scaled noisy latents [B, h, w, C] float32 and timesteps [B].
+
+        ``perturbed`` and ``freeu`` are those of ``canvax.models.unet.Context``.
+        """
         ...
 
     def apply_reusing(
@@ -93,9 +98,18 @@ class UNetDenoiser:
         x = jnp.concatenate([x, prepared["masked"]], axis=-1) if "masked" in prepared else x
         return x.astype(self.dtype(p)), rest
 
-    def apply(self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any]) -> Array:
+    def apply(
+        self,
+        p: Params,
+        x: Array,
+        timestep: Array,
+        prepared: dict[str, Any],
+        *,
+        perturbed: int = 0,
+        freeu: Array | None = None,
+    ) -> Array:
         x, prepared = self._input(p, x, prepared)
-        return unet(p, x, timestep, cfg=self.cfg, **prepared)
+        return unet(p, x, timestep, cfg=self.cfg, perturbed=perturbed, freeu=freeu, **prepared)
 
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall

@@ -41,11 +41,16 @@ class Context(NamedTuple):
         time: time embedding [B, 4 C0] after its activation.
         text: keys and values of the text.
         remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
+        perturbed: for perturbed-attention guidance (Ahn et al. 2024): of every so many images the last one's middle
+            attends place by place; 0 for none.
+        freeu: b1, b2, s1, s2 of each image [B, 4] float32 (Si et al. 2023); None for none.
     """
 
     time: Array
     text: CrossAttentionKV
     remat: bool = False
+    perturbed: int = 0
+    freeu: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ def unet(
     guidance: Array | None = None,
     *,
     remat: bool = False,
+    perturbed: int = 0,
+    freeu: Array | None = None,
 ) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
 
@@ -189,11 +196,14 @@ def unet(
         time_ids: SDXL: numbers about the image [B, n] float32, ``cfg.time_ids(P)`` of them.
         guidance: guidance scales [B] float32, for a network that takes them as an input (``cfg.time_cond_proj_dim``).
         remat: see ``Context``.
+        perturbed: likewise.
+        freeu: likewise.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
-    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(remat=remat)
+    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)
+    context = context._replace(remat=remat, perturbed=perturbed, freeu=freeu)
     skips = [conv2d(p["conv_in"], x)]
     skips += unet_down(p, skips[0], context, cfg)
     h = unet_mid(p, skips[-1], context, cfg)
@@ -257,9 +267,8 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
     block, kv = p["mid_block"], context.text["mid_block"]["0"]
     with jax.named_scope("mid"):
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
-        h = transformer(
-            block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, upcast=cfg.upcast_attention
-        )
+        more = {"upcast": cfg.upcast_attention, "perturbed": context.perturbed}
+        h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **more)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
 
 
@@ -280,12 +289,29 @@ def unet_up(
     for i, level, j in up_layers(cfg)[layers]:
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"up_{i}"):
-            h = jnp.concatenate([h, skips.pop()], axis=-1)
+            skip = skips.pop()
+            if context.freeu is not None and i < 2:
+                h, skip = freed(h, skip, context.freeu[:, i], context.freeu[:, i + 2])
+            h = jnp.concatenate([h, skip], axis=-1)
             h = _layer(block, context.text["up_blocks"][str(i)], context, level, j, h, cfg)
             if level.resizes and j == len(level.inputs) - 1:
                 # To the size of the skip it will meet, which is not the double where h or w was odd.
                 h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
     return h
+
+
+def freed(h: Array, skip: Array, backbone: Array, low: Array) -> tuple[Array, Array]:
+    """FreeU (Si et al. 2023, section 3.2), as it was first published.
+
+    Half of the channels of ``h`` [B, h, w, C] are multiplied by ``backbone`` [B], and the lowest frequencies of the
+    skip connection, 0 and -1 on each axis, by ``low`` [B].
+    """
+    half = jnp.arange(h.shape[-1]) < h.shape[-1] // 2
+    h = h * jnp.where(half, backbone[:, None, None, None], 1.0).astype(h.dtype)
+    waves = [jnp.exp(2j * jnp.pi * jnp.outer(jnp.arange(n), jnp.array([0, -1])) / n) for n in skip.shape[1:3]]
+    spectrum = jnp.einsum("bhwc,hk,wl->bklc", skip.astype(jnp.float32), waves[0].conj(), waves[1].conj())
+    lowest = jnp.einsum("bklc,hk,wl->bhwc", spectrum, *waves).real / (skip.shape[1] * skip.shape[2])
+    return h, (skip.astype(jnp.float32) + (low[:, None, None, None] - 1) * lowest).astype(skip.dtype)
 
 
 def unet_out(p: Params, h: Array, cfg: UNetConfig) -> Array:

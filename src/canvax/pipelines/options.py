@@ -13,6 +13,8 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from canvax.errors import InputError, check_count, nearest, plain
+from canvax.guidance import SETTINGS as METHODS
+from canvax.guidance import Method
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
 from canvax.prompts.grammar import PromptSyntax
@@ -49,6 +51,7 @@ MaskMode = Literal["hard", "soft", "graded"]
 MaskFill = Literal["original", "fill", "noise", "nothing"]
 _CHOICES = {
     "tiling": Tiling,
+    "guidance_method": Method,
     "noise": NoiseKind,
     "prompt_syntax": PromptSyntax,
     "strength_rule": StrengthRule,
@@ -80,6 +83,12 @@ class Options:
         guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
             prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
+        guidance_method: how the outputs for the prompt and the negative prompt become one: "cfg", "cfg_zero", "apg" or
+            "threshold" (docs/guidance.md).
+        guidance_settings: its numbers by name, such as ``{"eta": 0.0, "norm": 2.5}``; kept as ``("eta=0.0",)``.
+        pag_scale: perturbed-attention guidance (Ahn et al. 2024), 3 is usual; 0 for none. Takes one evaluation more.
+        pag_adaptive_scale: how much of it goes with each timestep; 0 for nothing.
+        freeu: b1, b2, s1, s2 of FreeU (Si et al. 2023), such as ``(1.5, 1.6, 0.9, 0.2)``; None for none.
         reuse: compute the deep features of the UNet, most of its work, in every n-th evaluation alone and forecast them
             in between (DeepCache: Ma et al. 2024; TaylorSeer: Liu et al. 2025). 1 computes them always.
         reuse_layers: how many of the outermost skip connections are computed always: more is truer and takes longer.
@@ -141,6 +150,11 @@ class Options:
     guidance_steps: Sequence[float] | None = None
     guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
+    guidance_method: Method = "cfg"
+    guidance_settings: Mapping[str, Any] | Sequence[str] = ()
+    pag_scale: float = 0.0
+    pag_adaptive_scale: float = 0.0
+    freeu: Sequence[float] | None = None
     reuse: int = 1
     reuse_layers: int = 1
     tiling: Tiling = "auto"
@@ -189,13 +203,14 @@ class Options:
             object.__setattr__(
                 self, field.name, plain(getattr(self, field.name), field.name)
             )  # metadata keeps plain values
-        for name in ("sigmas", "guidance_steps", "guidance_interval"):
+        for name in ("sigmas", "guidance_steps", "guidance_interval", "freeu"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
             check_count(name, getattr(self, name))
         if self.spacing is not None and not isinstance(self.spacing, str):
             raise InputError(f"spacing={self.spacing!r} is not the name of a spacing, such as trailing")
-        object.__setattr__(self, "sampler_settings", _settings(self.sampler_settings))
+        object.__setattr__(self, "sampler_settings", _settings("sampler_settings", self.sampler_settings))
+        object.__setattr__(self, "guidance_settings", _settings("guidance_settings", self.guidance_settings))
         if not _is_whole(self.clip_skip) or self.clip_skip < 0:
             raise InputError(f"clip_skip={self.clip_skip!r} is not a whole number of at least 0")
         if self.eta is not None and not (_is_number(self.eta) and 0 <= self.eta <= 1):
@@ -210,6 +225,7 @@ class Options:
         if (crop := self.padding_mask_crop) is not None and not (_is_whole(crop) and 0 <= crop <= 16384):
             raise InputError(f"padding_mask_crop={crop!r} is not a whole number of pixels of at least 0; 32 is usual")
         object.__setattr__(self, "outpaint", _outpaint(self.outpaint))
+        _check_kinds_of_guidance(self)
         _check_noise(self)
         _check_hires(self)
         if not isinstance(self.progress, bool) and self.progress != "programs":
@@ -233,6 +249,12 @@ class Options:
         """``sampler_settings`` by name."""
         pairs = (setting.partition("=") for setting in self.sampler_settings)
         return {name: _plain_value(value) for name, _, value in pairs}
+
+    @property
+    def guidance_numbers(self) -> dict[str, float]:
+        """The numbers of ``guidance_method`` by name, in their order."""
+        given = {name: _plain_value(value) for name, _, value in (one.partition("=") for one in self.guidance_settings)}
+        return {name: given.get(name, usual) for name, (usual, _, _) in METHODS[self.guidance_method].items()}
 
     @property
     def own_steps(self) -> int | None:
@@ -311,9 +333,29 @@ def _numbers(name: str, value: Any) -> Any:
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
         raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
     if not numbers or not all(math.isfinite(one) for one in numbers):
-        such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
+        such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
         raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
+
+
+def _check_kinds_of_guidance(options: Options) -> None:
+    method, own = options.guidance_method, METHODS[options.guidance_method]
+    for name in (one.partition("=")[0] for one in options.guidance_settings):
+        if name not in own:
+            raise InputError(f"guidance_settings: {method} has no {name!r}; it has {', '.join(own) or 'none'}")
+    for name, value in options.guidance_numbers.items():
+        _, low, high = own[name]
+        if not (_is_number(value) and low <= value <= high):
+            raise InputError(f"guidance_settings: {name}={value!r} is not in {low:g}..{high:g}")
+    for name in ("pag_scale", "pag_adaptive_scale"):
+        if not (_is_number(value := getattr(options, name)) and 0 <= value <= 100):
+            raise InputError(f"{name}={value!r} is not in 0..100; 3 is usual for pag_scale, 0 for none")
+    if options.freeu is not None and (len(options.freeu) != 4 or not all(0 <= x <= 10 for x in options.freeu)):
+        raise InputError(f"freeu={options.freeu!r} is not b1, b2, s1, s2 in 0..10, such as 1.5,1.6,0.9,0.2")
+    if options.guidance_rescale and method != "cfg":
+        raise InputError(f"guidance_rescale with guidance_method={method!r}, which has its own way; leave one out")
+    if options.reuse > 1 and (options.pag_scale or options.freeu):
+        raise InputError("reuse with pag_scale or freeu: deep features are taken as they are; leave one out")
 
 
 def _check_noise(options: Options) -> None:
@@ -366,12 +408,13 @@ def _outpaint(value: Any) -> tuple[int, int, int, int] | None:
     return left, top, right, bottom
 
 
-def _settings(value: Any) -> tuple[str, ...]:
+def _settings(name: str, value: Any) -> tuple[str, ...]:
     """Settings as ``name=value`` texts, the value in JSON."""
     if isinstance(value, Mapping):
-        value = [f"{name}={json.dumps(one, default=_plain)}" for name, one in value.items()]
+        value = [f"{key}={json.dumps(one, default=_plain)}" for key, one in value.items()]
     if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
-        raise InputError(f"sampler_settings={value!r} are not names with values, such as s_churn=10")
+        such = "s_churn=10" if name == "sampler_settings" else "norm=2.5"
+        raise InputError(f"{name}={value!r} are not names with values, such as {such}")
     return tuple(str(one) for one in value)
 
 

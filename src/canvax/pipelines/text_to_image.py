@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Kinds, Programs
-from canvax.denoise import Composed, Known
+from canvax.denoise import Composed, Known, Tuning
 from canvax.engine.batch import Batch, Texts, filled
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError
@@ -74,7 +74,13 @@ def text_to_image(
         keys = seed_keys(request.seeds)
         if images is not None:
             images = start(request, images, noise, model.vae.factor)
-        more = {"images": images, "known": known, "composed": texts.composed, "later": later}
+        more = {
+            "images": images,
+            "known": known,
+            "composed": texts.composed,
+            "later": later,
+            "tuning": tuning_of(request),
+        }
         batch.fill(noise, texts.conditions, texts.negative, keys, [table] * count, deep, **more)
         denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
         indices, rows = own_rows(batch.state, count)
@@ -101,6 +107,21 @@ def text_to_image(
         timings=timings,
         compilations=counts.compilations,
         indices=indices,
+    )
+
+
+def tuning_of(request: Request) -> Tuning:
+    """Numbers of other kinds of guidance for each image."""
+    options, count = request.options, len(request.prompts)
+
+    def rows(numbers: Sequence[float]) -> HostArray:
+        return np.tile(np.array(numbers, np.float32), (count, 1))
+
+    method = [*options.guidance_numbers.values(), 0.0, 0.0][:2]
+    return Tuning(
+        rows(method) if options.guidance_method != "cfg" and request.guided else None,
+        rows((options.pag_scale, options.pag_adaptive_scale)) if options.pag_scale else None,
+        rows(options.freeu) if options.freeu else None,
     )
 
 
@@ -141,6 +162,8 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         image_encoder=request.given is not None and request.given.latents is None,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
+        method=request.options.guidance_method if request.guided else "cfg",
+        tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
     )
     return table, deep, kinds
 

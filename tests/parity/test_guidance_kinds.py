@@ -1,0 +1,122 @@
+"""Other kinds of guidance against PyTorch diffusers: its PAG pipeline, its FreeU, its guiders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+import canvax  # noqa: E402
+from canvax.guidance import projected, thresholded, zero_star  # noqa: E402
+from canvax.noise import initial_noise  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
+
+from .reference import nchw, psnr, relative_error  # noqa: E402
+from .test_pipeline import NEGATIVE, PROMPTS, QUIET, SEEDS, build  # noqa: E402
+
+rng = np.random.default_rng(0)
+CONDITIONAL, UNCONDITIONAL = (rng.standard_normal((2, 6, 5, 4)).astype(np.float32) for _ in range(2))
+CONDITIONAL += UNCONDITIONAL
+SCALE = np.array([5.0, 2.0], np.float32)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    folder = build(tmp_path_factory.mktemp("model") / "m", "epsilon")
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+
+
+def images(theirs: Any, **changes: Any) -> np.ndarray:
+    with torch.no_grad():
+        return theirs(
+            PROMPTS, negative_prompt=[NEGATIVE] * 2, num_inference_steps=5, output_type="np", height=128, width=128,
+            latents=nchw(initial_noise(SEEDS, (16, 16, 4))), **{"guidance_scale": 5.0} | changes,
+        ).images  # fmt: skip
+
+
+def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+    usual = {"num_inference_steps": 5, "guidance_scale": 5.0, "seed": SEEDS[0], "options": QUIET}
+    return pipe(PROMPTS, NEGATIVE, **usual | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pag_scale": 3.0}, {"pag_scale": 3.0, "guidance_scale": 1.0}, {"pag_scale": 3.0, "pag_adaptive_scale": 0.002}],
+    ids=["guided", "alone", "adaptive"],
+)
+def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.StableDiffusion]) -> None:
+    theirs, pipe = pair
+    theirs = diffusers.StableDiffusionPAGPipeline.from_pipe(theirs, pag_applied_layers=["mid"])
+    theirs.set_progress_bar_config(disable=True)
+    got, want = ours(pipe, **changes), images(theirs, **changes)
+    assert psnr(got.pixels, want) >= 60
+    without = ours(pipe, **{name: value for name, value in changes.items() if name == "guidance_scale"})
+    assert psnr(without.pixels, want) < 60
+
+
+def test_freeu(pair: tuple[Any, canvax.StableDiffusion]) -> None:
+    theirs, pipe = pair
+    theirs.enable_freeu(s1=0.7, s2=0.3, b1=1.4, b2=1.6)
+    try:
+        want = images(theirs)
+    finally:
+        theirs.disable_freeu()
+    assert psnr(ours(pipe, freeu=(1.4, 1.6, 0.7, 0.3)).pixels, want) >= 60
+    assert psnr(ours(pipe).pixels, want) < 60
+
+
+def torch_arrays() -> tuple[Any, Any]:
+    return nchw(CONDITIONAL), nchw(UNCONDITIONAL)
+
+
+@pytest.mark.parametrize(("eta", "norm"), [(0.0, 2.5), (0.4, 15.0), (1.0, 0.0)])
+def test_projected(eta: float, norm: float) -> None:
+    from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
+
+    conditional, unconditional = torch_arrays()
+    want = [
+        normalized_guidance(conditional[i : i + 1], unconditional[i : i + 1], float(SCALE[i]) - 1, None, eta, norm,
+                            use_original_formulation=True)[0]
+        for i in range(2)
+    ]  # fmt: skip
+    numbers = (jnp.full(2, value) for value in (eta, norm))
+    got = projected(jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL), jnp.asarray(SCALE), *numbers)
+    np.testing.assert_allclose(got, np.moveaxis(torch.stack(want).numpy(), 1, -1), atol=1e-4)
+
+
+def test_zero_star() -> None:
+    from diffusers.guiders.classifier_free_zero_star_guidance import cfg_zero_star_scale
+
+    conditional, unconditional = (array.flatten(1) for array in torch_arrays())
+    alpha = cfg_zero_star_scale(conditional, unconditional)
+    want = alpha * unconditional + torch.tensor(SCALE)[:, None] * (conditional - alpha * unconditional)
+    want = np.moveaxis(want.reshape(nchw(CONDITIONAL).shape).numpy(), 1, -1)
+    rows, steps = jnp.array([3, 3]), jnp.array([2.0, 4.0])
+    got = zero_star(jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL), jnp.asarray(SCALE), rows, steps)
+    assert relative_error(got[0], want[0]) < 1e-5
+    assert not np.asarray(got[1]).any()
+
+
+def test_thresholded() -> None:
+    """By its definition in numpy, one channel at a time; what is mimicked exactly stays as it is."""
+    mimic, percentile = np.array([2.0, 2.0], np.float32), np.array([0.9, 1.0], np.float32)
+    arrays = jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL)
+    got = np.asarray(thresholded(*arrays, jnp.asarray(SCALE), jnp.asarray(mimic), jnp.asarray(percentile)))
+    for i in range(2):
+        for channel in range(4):
+            u, c = (array[i, :, :, channel].astype(np.float64) for array in (UNCONDITIONAL, CONDITIONAL))
+            high, low = u + SCALE[i] * (c - u), u + mimic[i] * (c - u)
+            limit = np.abs(low - low.mean()).max()
+            sizes = np.sort(np.abs(high - high.mean()).ravel())
+            most = max(sizes[round(percentile[i] * (sizes.size - 1))], limit)
+            want = high.mean() + np.clip(high - high.mean(), -most, most) * limit / most
+            np.testing.assert_allclose(got[i, :, :, channel], want, atol=1e-4)
+    np.testing.assert_allclose(got[1], UNCONDITIONAL[1] + 2 * (CONDITIONAL - UNCONDITIONAL)[1], atol=1e-4)
