@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,29 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()
+
+
+def test_preview(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is a grid of the images as they are seen on the way, and goes in the end."""
+    seen: list[np.ndarray] = []
+    replace = os.replace
+
+    def watched(source: Any, target: Any) -> None:
+        replace(source, target)
+        with Image.open(target) as image:
+            seen.append(array(image))
+
+    monkeypatch.setattr("canvax.cli.preview.os.replace", watched)
+    words = ["generate", "a fox", "a cat", "--steps", "8", "-s", "4", "-q", "--json"]
+    assert main([*words, "-o", "out", "--preview", "now.png"]) == 0
+    assert not Path("now.png").exists()
+    assert {image.shape for image in seen} == {(64, 128, 3)}
+    with Image.open("out/00000-4.png") as fox, Image.open("out/00001-5.png") as cat:
+        final = np.concatenate([array(fox), array(cat)], axis=1)
+    assert np.abs(seen[-1] - final).mean() < 3 < np.abs(seen[0] - final).mean()
+    assert not list(here.glob(".canvax-*"))
+    Path("now.png").write_text("mine")
+    assert main([*words, "-o", "more", "--preview", "now.png"]) == BAD_INPUT
+    assert main([*words, "-o", "more", "--preview", "nowhere/now.png"]) == BAD_INPUT
+    assert main([*words, "-o", "more", "--preview", "now.txt"]) == BAD_INPUT
+    assert Path("now.png").read_text() == "mine"

@@ -16,6 +16,7 @@ from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
 from canvax.images.formats import FORMATS
@@ -25,6 +26,7 @@ from canvax.images.metadata import save_image, save_numbered
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from canvax.pipelines.options import Callback
     from canvax.pipelines.pipeline import StableDiffusion
     from canvax.pipelines.result import Result
 
@@ -44,13 +46,17 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         requests = _with_common_seeds(requests)
     where = Destination.checked(arguments, requests)
     _check_batch_size(arguments.batch_size)
+    preview = check_preview(arguments.preview)
+    if spread and preview is not None:
+        raise InputError("--preview: no process of --distributed has all images; leave it out")
     _hint_at_quotes(arguments)
     check_against_model(arguments, requests, source)
     pipe = load_model(arguments, source)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     try:
-        images = _generate_all(pipe, requests, arguments, where, report)
+        with previews(pipe, preview) as callback:
+            images = _generate_all(pipe, requests, arguments, where, report, callback)
     finally:
         timings["total"] = process_age()
     if arguments.grid:
@@ -235,6 +241,7 @@ def _generate_all(
     arguments: argparse.Namespace,
     where: Destination,
     report: dict[str, Any],
+    callback: Callback | None = None,
 ) -> list[Image]:
     """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
     size = arguments.batch_size or batch_size(pipe, requests)
@@ -250,7 +257,7 @@ def _generate_all(
     bar = progress_bar(len(requests), description="generating", unit="image", shown=shown)
     for batch in batches(requests, size):
         age = process_age()
-        result = generate_batch(pipe, batch, len(batch) if fits else size, progress)
+        result = generate_batch(pipe, batch, len(batch) if fits else size, progress, callback)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
@@ -273,7 +280,13 @@ def _generate_all(
     return images
 
 
-def generate_batch(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: int, progress: bool | str) -> Result:
+def generate_batch(
+    pipe: StableDiffusion,
+    batch: Sequence[ImageRequest],
+    size: int,
+    progress: bool | str,
+    callback: Callback | None = None,
+) -> Result:
     """One call, filled up to ``size`` with copies of the last image, so that nothing compiles for a smaller one."""
     full = [*batch, *[batch[-1]] * (size - len(batch))]
     first = full[0]
@@ -286,7 +299,7 @@ def generate_batch(pipe: StableDiffusion, batch: Sequence[ImageRequest], size: i
         guidance_scale=first.guidance,
         seed=[request.seed for request in full],
         sampler=first.sampler,
-        options=dataclasses.replace(first.options, progress=progress),
+        options=dataclasses.replace(first.options, progress=progress, callback=callback),
         **_given(full),
     )
 

@@ -205,6 +205,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
         help=f"a folder, or NAME.png, .jpg or .webp for one image; with --grid, for the grid ({OUTPUT})",
     )
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument("--preview", metavar="FILE", help="show in this image file what is being generated")
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

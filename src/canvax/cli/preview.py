@@ -1,0 +1,89 @@
+"""``--preview``: an image file that shows what is being generated, as it grows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from canvax.errors import CanvaxError, InputError
+from canvax.files import temporary_name
+from canvax.images.convert import to_pil
+from canvax.images.formats import format_of
+from canvax.images.grid import make_grid
+from canvax.pipelines.checks import is_tiled
+from canvax.pipelines.options import Callback, Step
+from canvax.types import HostArray
+
+if TYPE_CHECKING:
+    from canvax.pipelines.pipeline import StableDiffusion
+
+SHARE = 0.2
+"""Of the time, at most, that goes into previews."""
+
+
+def check_preview(name: str | None) -> Path | None:
+    """Where the preview goes.
+
+    Raises:
+        InputError: the file is there already, or cannot be written.
+    """
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    format_of(path)
+    if os.path.lexists(path):
+        raise InputError(f"--preview {path}: this file exists and is not replaced; choose another name")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(f"--preview {path}: {path.parent} is not a folder that can be written to")
+    return path
+
+
+def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
+    """Images of latents [n, h, w, C], by the program that decodes the finished ones."""
+    from canvax.engine.batch import filled
+    from canvax.parallel.mesh import over_batch, padded_batch
+    from canvax.parallel.place import put
+
+    mesh, factor = pipe.programs.mesh, pipe.model.vae.factor
+    assert pipe.params is not None  # canvax.load has read them
+    whole = filled(latents, padded_batch(len(latents), mesh))
+    tiled = is_tiled(latents.shape[1] * factor, latents.shape[2] * factor)
+    decode = pipe.programs.decode(pipe.params, whole.shape, tiled=tiled)  # pyright: ignore[reportArgumentType]
+    return np.asarray(decode(pipe.params["vae"], put(whole, over_batch(mesh))))[: len(latents)]
+
+
+@contextmanager
+def previews(pipe: StableDiffusion, path: Path | None) -> Iterator[Callback | None]:
+    """A callback that writes the images as the network sees them, now and then; the file goes in the end."""
+    if path is None:
+        yield None
+        return
+    rests = 0.0
+
+    def write(step: Step) -> None:
+        nonlocal rests
+        began = time.perf_counter()
+        if began < rests and step.index + 1 < step.total:
+            return
+        draft = temporary_name(path.parent).with_suffix(path.suffix)
+        try:
+            make_grid(to_pil(_decoded(pipe, step.denoised))).save(draft)
+            os.replace(draft, path)
+        except OSError as error:
+            raise CanvaxError(f"--preview {path}: cannot be written ({error.strerror or error})") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        took = time.perf_counter() - began
+        rests = began + took / SHARE
+
+    try:
+        yield write
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
