@@ -194,3 +194,35 @@ def test_inpainting_unet(strength: float, sampler: str, tmp_path: Path, monkeypa
     assert np.isfinite(ours(PROMPTS, **choice).pixels).all()
     assert ours(PROMPTS, image=photo(5), mask=masks[0], **choice).compilations == 0
     assert "strength" not in ours(PROMPTS, **choice).metadata[0]
+
+
+@pytest.mark.parametrize(("strength", "sampler"), [(1.0, "DDIM"), (0.6, "Euler"), (0.75, "DPM++ 2M")])
+def test_inpainting_of_diffusers(
+    strength: float, sampler: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UNet of 4 channels, where diffusers puts the known latents with their noise in after each step."""
+    base, ours = pair
+    theirs = diffusers.StableDiffusionInpaintPipeline(**base.components, requires_safety_checker=False)
+    theirs.set_progress_bar_config(disable=True)
+    cls, changes = SAMPLERS[sampler]
+    theirs.scheduler = getattr(diffusers, cls).from_config(dict(base.own_config), **changes)
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS, LATENTS)))
+    square = Image.new("L", (SIZE, SIZE), 0)
+    square.paste(255, (32, 16, 96, 80))  # of whole latents: diffusers takes every eighth pixel of a mask
+    images, seen = [photo(1), photo(2)], []
+    with torch.no_grad():
+        theirs(
+            PROMPTS, image=images, mask_image=[square] * 2, height=SIZE, width=SIZE, negative_prompt=[NEGATIVE] * 2,
+            strength=strength, num_inference_steps=6, guidance_scale=5.0, output_type="np",
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        )  # fmt: skip
+    choice = {"seed": SEEDS, "num_inference_steps": 6, "guidance_scale": 5.0, "sampler": sampler, "progress": False}
+    choice |= {"image": images, "mask": square, "strength": strength}
+    got = ours(PROMPTS, NEGATIVE, **choice, mask_blend="renoised")
+    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
+    # Without noise of the steps' own, known latents in place of D leave the same noise in x: one form is the other.
+    apart = relative_error(ours(PROMPTS, NEGATIVE, **choice).latents, nhwc(seen[-1]))
+    assert apart > 1e-3 if strength == 1 else apart < 1e-4

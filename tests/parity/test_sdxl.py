@@ -15,6 +15,7 @@ diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
 from bundled import VOCABULARY  # noqa: E402
+from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
@@ -374,3 +375,47 @@ def test_saved_and_loaded(base: tuple[Any, canvax.StableDiffusion], tmp_path: Pa
     for name in ("unet", "text_encoder", "text_encoder_2", "vae"):
         state = getattr(saved, name).state_dict()
         assert all(torch.equal(tensor, state[key]) for key, tensor in getattr(theirs, name).state_dict().items())
+
+
+def photo(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (128, 128, 3)).astype(np.uint8))
+
+
+@pytest.mark.parametrize(("strength", "sampler"), [(0.3, "Euler"), (0.5, "DPM++ 2M"), (0.75, "Euler")])
+@pytest.mark.parametrize("model", ["base", "refiner"])
+def test_image_to_image(
+    model: str, strength: float, sampler: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base and the refiner, whose own task this is."""
+    reference, ours = request.getfixturevalue(model)
+    theirs = reference if model == "refiner" else diffusers.StableDiffusionXLImg2ImgPipeline(**reference.components)
+    theirs.set_progress_bar_config(disable=True)
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_img2img.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}
+    latents, images = reference_picture(theirs, sampler, **arguments | {"prompt": PROMPTS[0]})
+    got = ours(PROMPTS[0], num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=sampler, options=QUIET,
+               **arguments)  # fmt: skip
+    assert relative_error(got.latents, latents) <= 1e-3
+    assert psnr(got.pixels, images) >= 60
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_inpainting(strength: float, base: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, ours = base
+    theirs = diffusers.StableDiffusionXLInpaintPipeline(**reference.components)
+    theirs.set_progress_bar_config(disable=True)
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    square = Image.new("L", (128, 128), 0)
+    square.paste(255, (32, 16, 96, 80))
+    arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}
+    more = {"mask_image": square, "height": 128, "width": 128, "prompt": PROMPTS[0]}
+    latents, _ = reference_picture(theirs, "Euler", **arguments | more)
+    got = ours(PROMPTS[0], num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler="Euler", mask=square,
+               mask_blend="renoised", progress=False, **arguments)  # fmt: skip
+    assert relative_error(got.latents, latents) <= 1e-3

@@ -69,6 +69,7 @@ def _images(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mask-fill", metavar="KIND", help="what the masked part is at first: original, fill, noise or nothing"
     )
+    group.add_argument("--mask-blend", metavar="KIND", help="what keeps the rest: denoised, or renoised (diffusers)")
     group.add_argument(
         "--padding-mask-crop", "--only-masked", type=int, metavar="PIXELS",
         help="generate the masked part alone, at the size of a whole image, with so much around it",

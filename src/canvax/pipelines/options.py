@@ -48,6 +48,7 @@ Callback = Callable[[Step], Any]
 ImageEncoding = Literal["mean", "sample"]
 HiresMethod = Literal["pixel", "latent"]
 MaskMode = Literal["hard", "soft", "graded"]
+MaskBlend = Literal["denoised", "renoised"]
 MaskFill = Literal["original", "fill", "noise", "nothing"]
 _CHOICES = {
     "tiling": Tiling,
@@ -59,6 +60,7 @@ _CHOICES = {
     "mask_mode": MaskMode,
     "hires_method": HiresMethod,
     "mask_fill": MaskFill,
+    "mask_blend": MaskBlend,
 }
 
 PAIRS = (
@@ -108,6 +110,8 @@ class Options:
         mask_blur: standard deviation in pixels of the blur of a mask's edges.
         mask_fill: what the masked part is at first, below strength 1: the "original", "fill" for the colours around it,
             "noise" alone, or "nothing", which is latents of 0.
+        mask_blend: what keeps the rest: the known image in place of the "denoised" one in each evaluation; or the known
+            image with its noise in place of the noisy latents after each ("renoised", as PyTorch diffusers does it).
         padding_mask_crop: generate the masked part alone, at the size of a whole image, with this many pixels around
             it; None for the whole image.
         outpaint: pixels to add on each side of an image (left, top, right, bottom), or by name
@@ -168,6 +172,7 @@ class Options:
     mask_mode: MaskMode = "hard"
     mask_blur: float = 0.0
     mask_fill: MaskFill = "original"
+    mask_blend: MaskBlend = "denoised"
     padding_mask_crop: int | None = None
     outpaint: Any = None
     variation_seed: int | None = None

@@ -72,6 +72,9 @@ def text_to_image(
             noise = noise_of(request)
         batch = Batch(programs, params, latents, ready.denoisers)
         keys = seed_keys(request.seeds)
+        renoised = None
+        if known is not None and request.options.mask_blend == "renoised":
+            renoised, known = partial(keep_renoised, known, noise, table), None
         if images is not None:
             images = start(request, images, noise, model.vae.factor)
         more = {
@@ -82,7 +85,7 @@ def text_to_image(
             "tuning": tuning_of(request),
         }
         batch.fill(noise, texts.conditions, texts.negative, keys, [table] * count, deep, **more)
-        denoise(batch, request, table, display, spread=multihost.is_spread(mesh))
+        denoise(batch, request, table, display, spread=multihost.is_spread(mesh), keep=renoised)
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
         pixels = np.zeros((0, request.height, request.width, 3), np.float32)
@@ -108,6 +111,11 @@ def text_to_image(
         compilations=counts.compilations,
         indices=indices,
     )
+
+
+def keeps(model: Model, request: Request) -> bool:
+    """Whether parts of the given images stay; an inpainting UNet sees to that by itself."""
+    return bool(request.given and request.given.masks) and not model.networks.inpaints
 
 
 def tuning_of(request: Request) -> Tuning:
@@ -157,7 +165,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         guided=tuple(dict.fromkeys(guided.tolist())),
         clip=table.clip,
         deep_layers=deep.layers if deep else 0,
-        known=bool(request.given and request.given.masks) and not model.networks.inpaints,
+        known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
         image_encoder=request.given is not None and request.given.latents is None,
         chunks=request.chunks,
@@ -326,8 +334,24 @@ def zeros_like(conditions: Conditions) -> Conditions:
     return {name: put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()}
 
 
-def denoise(batch: Batch, request: Request, table: SamplerTable, display: Display, *, spread: bool) -> None:
+def keep_renoised(known: Known, noise: HostArray, table: SamplerTable, latents: HostArray, row: int) -> HostArray:
+    """Latents [n, h, w, C] before ``row`` with the known ones, as noisy, where they stay; at the end without noise."""
+    before = known.latents if row == len(table) else table.noised(known.latents, noise, row)
+    return ((1 - known.mask) * before + known.mask * latents).astype(np.float32)
+
+
+def denoise(
+    batch: Batch,
+    request: Request,
+    table: SamplerTable,
+    display: Display,
+    *,
+    spread: bool,
+    keep: Callable[[HostArray, int], HostArray] | None = None,
+) -> None:
     """Run all rows, a few at a time, with progress on the way; ``spread`` over several processes.
+
+    ``keep`` changes the latents before a row.
 
     Raises:
         Cancelled: the callback returned False.
@@ -335,12 +359,17 @@ def denoise(batch: Batch, request: Request, table: SamplerTable, display: Displa
     """
     total, count, callback = batch.rows_left, len(request.prompts), request.options.callback
     # Every process must run the same number of rows per call, so its size must not depend on local timing.
-    singly = spread or callback is not None
+    singly = spread or callback is not None or keep is not None
     with display.bar(total) as bar:
         while left := batch.rows_left:
             batch.step(1 if singly else bar.chunk(left))
             bar.advance(left - batch.rows_left)
             display.stepped()
+            if keep is not None:
+                if spread:
+                    raise InputError("mask_blend='renoised' with several processes: use 'denoised'")
+                latents = own_rows(batch.state, count)[1][:, 0]
+                batch.replace(keep(latents, total - batch.rows_left))
             if callback:
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
