@@ -25,7 +25,7 @@ from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.presets import PRESETS
 from canvax.models.unet import skip_connections, unet, unet_context
-from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_spec
+from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh, over_batch
 from canvax.parallel.rules import place_all
 from canvax.params import init_params
@@ -339,6 +339,22 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     # The measure sees steps of one level of an 8-bit picture.
     steps = sum(2 / 255 * (np.arange(pixels) >= edge) for edge in edges)
     assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
+
+
+def test_an_image_encoded_in_tiles(emoji: canvax.StableDiffusion) -> None:
+    """What tiles change is small beside what the autoencoder itself loses, and nowhere steep; it takes less memory."""
+    cfg, params = emoji.programs.networks.vae, emoji.params["vae"]  # type: ignore[index]
+    image = draw(emoji, height=192, width=128, num_inference_steps=6, options=QUIET).pixels * 2 - 1
+    whole, _ = jax.jit(lambda p, x: vae_encode(p, x, cfg))(params, image)
+    tiled, _ = jax.jit(partial(vae_encode_tiled, cfg=cfg, tile=96, overlap=48))(params, image)
+    assert np.square(tiled - whole).mean() < 0.01 * np.square(whole).mean()
+    same, _ = jax.jit(partial(vae_encode_tiled, cfg=cfg, tile=192, overlap=48))(params, image)
+    np.testing.assert_allclose(same, whole, atol=1e-4)
+    shape = (1, 1024, 1024, 3)
+    programs = [jax.jit(partial(encode, cfg=cfg)).lower(params, np.zeros(shape, np.float32)).compile()
+                for encode in (vae_encode, partial(vae_encode_tiled, tile=256, overlap=64))]  # fmt: skip
+    taken = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert taken[1] < 0.5 * taken[0]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Kinds(NamedTuple):
         deep_layers: for ``canvax.denoise.DeepFeatures``; 0 without.
         known: parts of images are kept (``canvax.denoise.Known``).
         decoder: None for none.
-        image_encoder: latents of images are asked for.
+        image_encoder: which encoder of images; None for none.
         chunks: of each prompt.
         parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
         method: of guidance.
@@ -80,7 +80,7 @@ class Kinds(NamedTuple):
     deep_layers: int = 0
     known: bool = False
     decoder: Literal["whole", "tiled", None] = "whole"
-    image_encoder: bool = False
+    image_encoder: Literal["whole", "tiled", None] = None
     chunks: int = 1
     parts: int = 0
     method: Method = "cfg"
@@ -208,11 +208,21 @@ class Programs:
         return self._get("decoder", partial(decode_images, cfg=self.networks.vae, **static), arguments, announce)
 
     def encode_images(
-        self, params: Params, shape: tuple[int, int, int, int], announce: BuildCallback | None = None
+        self,
+        params: Params,
+        shape: tuple[int, int, int, int],
+        announce: BuildCallback | None = None,
+        *,
+        tiled: bool = False,
     ) -> Callable[..., tuple[Array, Array]]:
-        """Program ``(params["vae"], images [B, H, W, 3] float32 in 0..1) -> mean, deviation`` of their latents."""
+        """Program ``(params["vae"], images [B, H, W, 3] float32 in 0..1) -> mean, deviation`` of their latents.
+
+        ``tiled``: as in ``decode``.
+        """
         arguments = (_abstract(params["vae"]), self._batched(shape, jnp.float32))
-        return self._get("image encoder", partial(encode_images, cfg=self.networks.vae), arguments, announce)
+        static = {"tiled": True} if tiled else {}
+        encode = partial(encode_images, cfg=self.networks.vae, **static)
+        return self._get("image encoder", encode, arguments, announce)
 
     def ready(self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None = None) -> Ready:
         """All programs of a run on latents [B, h, w, C], made at the same time.
@@ -242,7 +252,9 @@ class Programs:
         return [
             partial(self.encode_text, params, latents[0], announce),
             partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
-            partial(self.encode_images, params, pixels, announce) if kinds.image_encoder else None,
+            partial(self.encode_images, params, pixels, announce, tiled=kinds.image_encoder == "tiled")
+            if kinds.image_encoder
+            else None,
             *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
         ]
 

@@ -300,7 +300,7 @@ class FlaxPipeline:
             guided=(inputs.guided,),
             clip=table.clip,
             decoder="whole" if decode else None,
-            image_encoder=inputs.given is not None,
+            image_encoder=None if inputs.given is None else "whole",
         )
         ready = programs.ready(params, latents, kinds)
 

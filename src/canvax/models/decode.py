@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from canvax.kernels.target import batch_shards
 from canvax.models.configs import VaeConfig
-from canvax.models.vae import divisor, vae_decode, vae_decode_tiled, vae_encode
+from canvax.models.vae import divisor, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled
 from canvax.params import Params
 from canvax.types import Array
 
@@ -39,7 +39,7 @@ def decode_images(params: Params, latents: Array, *, cfg: VaeConfig, tiled: bool
     return _in_micro_batches(some, latents, most=max(1, DECODE_PIXELS // pixels))
 
 
-def encode_images(params: Params, images: Array, *, cfg: VaeConfig) -> tuple[Array, Array]:
+def encode_images(params: Params, images: Array, *, cfg: VaeConfig, tiled: bool = False) -> tuple[Array, Array]:
     """Images [B, H, W, 3] float32 in 0..1 -> mean and standard deviation of their latents, each [B, h, w, C] float32.
 
     Both are scaled as the denoiser sees latents. Computed in the dtype of the parameters, with the exception of
@@ -49,7 +49,8 @@ def encode_images(params: Params, images: Array, *, cfg: VaeConfig) -> tuple[Arr
     if dtype == jnp.float16 and cfg.force_upcast:
         dtype = jnp.float32
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    mean, logvar = (part.astype(jnp.float32) for part in vae_encode(params, (2 * images - 1).astype(dtype), cfg))
+    moments = (vae_encode_tiled if tiled else vae_encode)(params, (2 * images - 1).astype(dtype), cfg)
+    mean, logvar = (part.astype(jnp.float32) for part in moments)
     return (mean - cfg.shift) / cfg.scale, jnp.exp(logvar / 2) / cfg.scale
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -73,27 +75,45 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
     Returns:
         [B, 8h, 8w, 3].
     """
-    batch, height, width, _ = latents.shape
-    factor = cfg.factor
+    height, width = latents.shape[1:3]
     h = _middle(p, latents, cfg, rows=divisor(height, ATTENTION_QUERIES // width))
-    (tall, tops), (wide, lefts) = (even_tiles(size, tile // factor, overlap // factor) for size in (height, width))
-    down, across = (_ramp(size * factor, overlap) for size in (tall, wide))
+    part = partial(_rise, p["decoder"], cfg=cfg)
+    sides = (tile // cfg.factor, overlap // cfg.factor)
+    return _in_tiles(part, h, (height, width), *sides, 1, cfg.factor, cfg.out_channels).astype(latents.dtype)
+
+
+def _in_tiles(
+    function: Callable[[Array], Array],
+    x: Array,
+    size: tuple[int, int],
+    tile: int,
+    overlap: int,
+    inner: int,
+    outer: int,
+    channels: int,
+) -> Array:
+    """``function`` of [B, H, W, C] tile by tile, blended over the overlap, float32.
+
+    ``size``, ``tile`` and ``overlap`` are in a unit of which x has ``inner`` pixels and the result ``outer``.
+    """
+    (tall, tops), (wide, lefts) = (even_tiles(length, tile, overlap) for length in size)
+    down, across = (_ramp(side * outer, overlap * outer) for side in (tall, wide))
     corners = jnp.array([(top, left) for top in tops for left in lefts], jnp.int32)
 
-    def add(picture: Array, corner: Array) -> tuple[Array, None]:
-        part = jax.lax.dynamic_slice(h, (0, *corner, 0), (batch, tall, wide, h.shape[-1]))
-        drawn = _rise(p["decoder"], part, cfg).astype(jnp.float32) * down[:, None, None] * across[:, None]
-        at = (0, corner[0] * factor, corner[1] * factor, 0)
-        before = jax.lax.dynamic_slice(picture, at, drawn.shape)
-        return jax.lax.dynamic_update_slice(picture, before + drawn, at), None
+    def add(whole: Array, corner: Array) -> tuple[Array, None]:
+        begin = (0, corner[0] * inner, corner[1] * inner, 0)
+        part = jax.lax.dynamic_slice(x, begin, (x.shape[0], tall * inner, wide * inner, x.shape[-1]))
+        made = function(part).astype(jnp.float32) * down[:, None, None] * across[:, None]
+        at = (0, corner[0] * outer, corner[1] * outer, 0)
+        before = jax.lax.dynamic_slice(whole, at, made.shape)
+        return jax.lax.dynamic_update_slice(whole, before + made, at), None
 
     with jax.named_scope("tiles"):
-        blank = jnp.zeros((batch, height * factor, width * factor, cfg.out_channels), jnp.float32)
-        picture, _ = jax.lax.scan(add, blank, corners)
+        blank = jnp.zeros((x.shape[0], size[0] * outer, size[1] * outer, channels), jnp.float32)
+        whole, _ = jax.lax.scan(add, blank, corners)
         # Axis by axis: their product would be a constant of the picture's size inside the program.
-        picture /= _covered(height * factor, factor, tops, down)[:, None, None]
-        picture /= _covered(width * factor, factor, lefts, across)[:, None]
-        return picture.astype(latents.dtype)
+        whole /= _covered(size[0] * outer, outer, tops, down)[:, None, None]
+        return whole / _covered(size[1] * outer, outer, lefts, across)[:, None]
 
 
 def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:
@@ -155,15 +175,35 @@ def vae_encode(p: Params, images: Array, cfg: VaeConfig) -> tuple[Array, Array]:
 
     The log-variance is clipped to -30..20 as the model was trained. Only ``encoder`` and ``quant_conv`` are read.
     """
-    encoder = p["encoder"]
-    h = conv2d(encoder["conv_in"], images)
+    return _moments(p, _fall(p["encoder"], images, cfg), cfg)
+
+
+def vae_encode_tiled(
+    p: Params, images: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128
+) -> tuple[Array, Array]:
+    """``vae_encode`` in memory that does not grow with the picture, as ``vae_decode_tiled``: tiles, then the middle."""
+    height, width = (side // cfg.factor for side in images.shape[1:3])
+    part = partial(_fall, p["encoder"], cfg=cfg)
+    sides = (tile // cfg.factor, overlap // cfg.factor)
+    h = _in_tiles(part, images, (height, width), *sides, cfg.factor, 1, cfg.block_out_channels[-1])
+    return _moments(p, h.astype(images.dtype), cfg, rows=divisor(height, ATTENTION_QUERIES // width))
+
+
+def _fall(p: Params, images: Array, cfg: VaeConfig) -> Array:
+    """From pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
+    h = conv2d(p["conv_in"], images)
     for i in range(len(cfg.block_out_channels)):
-        block = encoder["down_blocks"][str(i)]
+        block = p["down_blocks"][str(i)]
         with jax.named_scope(f"encoder_down_{i}"):
             h = _resnets(block, h, cfg)
             if "downsamplers" in block:
                 h = downsample(block["downsamplers"]["0"], h, padding=(0, 1))
-    moments = _head(encoder, _mid_block(encoder["mid_block"], h, cfg), cfg)
+    return h
+
+
+def _moments(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> tuple[Array, Array]:
+    encoder = p["encoder"]
+    moments = _head(encoder, _mid_block(encoder["mid_block"], h, cfg, rows), cfg)
     if cfg.use_quant_conv:
         moments = linear(p["quant_conv"], moments)
     mean, logvar = jnp.split(moments, 2, axis=-1)

@@ -414,28 +414,32 @@ class StableDiffusion:
         display = Display(shown=progress and multihost.leads(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
-        more = {"deep_layers": reuse_layers, "image_encoder": image or mask}
-        more["known"] = mask and not self.model.networks.inpaints
-        self._ready(self._params(params), (height, width), batch, guidance, display, **more)
+        more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _ready(
-        self, params: Params, size: tuple[Any, Any], batch: int, guided: bool, display: Display, **more: Any
+        self,
+        params: Params,
+        size: tuple[Any, Any],
+        batch: int,
+        guided: bool,
+        display: Display,
+        *,
+        image: bool = False,
+        **more: Any,
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
         (tall, wide), factor = self.model.native_size, self.model.vae.factor
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
+        way = "tiled" if is_tiled(height, width) else "whole"
+        guides = (guided and not self.model.networks.embeds_guidance,)
         return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),
-            Kinds(
-                guided=(guided and not self.model.networks.embeds_guidance,),
-                clip=table.clip,
-                **more,
-                decoder="tiled" if is_tiled(height, width) else "whole",
-            ),
+            Kinds(guided=guides, clip=table.clip, decoder=way, image_encoder=way if image else None, **more),
             display.announce,
         )
 

@@ -160,14 +160,14 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
     table = sampler_table(model, request)
     guided = guided_rows(table, guided=request.guided) | request.composed
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
-    tiled = is_tiled(request.height, request.width, request.options.tiling)
+    way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
         clip=table.clip,
         deep_layers=deep.layers if deep else 0,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
-        decoder=None if request.options.denoising_end < 1 else "tiled" if tiled else "whole",
-        image_encoder=request.given is not None and request.given.latents is None,
+        decoder=None if request.options.denoising_end < 1 else way,
+        image_encoder=None if request.given is None or request.given.latents is not None else way,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
