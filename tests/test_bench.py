@@ -261,6 +261,7 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
     folder = shutil.copytree(small, tmp_path / "model")
     (folder / "canvax.json").write_text(json.dumps({"num_inference_steps": 3, "guidance_scale": guidance}))
     words = ["bench", str(folder), "--size", "64x32", "--batch", "2", "--rounds", "2", "--mesh", "data=1", "--json"]
+    words += ["--tasks"] * (guidance > 1)
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert err.splitlines()[-3:] == ["canvax: compiling", "canvax: round 1 of 2", "canvax: round 2 of 2"]
@@ -279,6 +280,9 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
         want = count_flops(partial(unet, cfg=UNET), params, inputs["latents"], inputs["timesteps"], inputs["text"])
     assert report["flops_per_s"] * report["evaluation_s"] == pytest.approx(want, rel=1e-6)
     text = lines(report | {"share_of_peak": 0.25})
+    if guidance > 1:
+        assert report["tasks"].keys() == {"image to image at strength 0.5", "inpainting"}
+        assert all(ratio > 0 for task in report["tasks"].values() for ratio in task.values())
     assert "2 images of 64 x 32, 3 steps of ddim" in text[0]
     assert any(line.endswith(", 25% of the peak") for line in text)
 

@@ -22,7 +22,7 @@ ROWS: list[set[str]] = [
     {"nn"},
     {"models", "samplers", "tokenizers"},
     {"images"},
-    {"guidance"},
+    {"guidance", "prompts"},
     {"denoise"},
     {"weights"},
     {"families"},

@@ -170,8 +170,11 @@ def denoise(
         several.append(inputs.conditions)
     if (times := len(several)) > 1:
         conditions = jax.tree.map(_side_by_side, *several)
-    freeu = None if tuning.freeu is None else jnp.repeat(tuning.freeu, times, axis=0)
-    perturbed = times if tuning.pag is not None else 0
+    changed: dict[str, Any] = {}  # in the network itself
+    if tuning.freeu is not None:
+        changed["freeu"] = jnp.repeat(tuning.freeu, times, axis=0)
+    if tuning.pag is not None:
+        changed["perturbed"] = times
     prepared = denoiser.prepare(params, conditions)
 
     def network(x: Array, row: Rows, i: Array, features: Array | None) -> tuple[Array, Array | None]:
@@ -180,7 +183,7 @@ def denoise(
         if times > 1:
             x, timestep = jnp.repeat(x, times, axis=0), jnp.repeat(timestep, times)
         if deep is None or features is None:
-            output = denoiser.apply(params, x, timestep, prepared, perturbed=perturbed, freeu=freeu)
+            output = denoiser.apply(params, x, timestep, prepared, **changed)
         else:
             recall = _recall(features, deep.full[i], deep.weights[i])
             output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)

@@ -317,6 +317,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's own)")
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's own)")
+    parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     add_dtype(parser)

@@ -6,12 +6,20 @@ import argparse
 import statistics
 from typing import Any
 
+import numpy as np
+
 from canvax.cli.arguments import versions
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import check_count
+from canvax.types import HostArray
 
 PROMPT = "a red apple"
+TASKS: dict[str, dict[str, Any]] = {
+    "image to image at strength 0.5": {"strength": 0.5, "mask": None},
+    "inpainting": {"strength": 1.0},
+}
+"""What --tasks times besides text to image."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -35,18 +43,39 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         mesh=mesh_of(arguments.mesh),
         progress=not arguments.quiet,
     )
-    results = []
+    results, others = [], {name: [] for name in TASKS if arguments.tasks}
+    usual = {"height": height, "width": width, "num_inference_steps": arguments.steps, "seed": 0}
     for turn in range(rounds + 1):  # the first round compiles
         if not arguments.quiet:
             complain("compiling" if turn == 0 else f"round {turn} of {rounds}")
-        results.append(
-            pipe([PROMPT] * batch, height=height, width=width, num_inference_steps=arguments.steps, seed=0,
-                 options=canvax.Options(progress=False))
-        )  # fmt: skip
+        result = pipe([PROMPT] * batch, **usual, options=canvax.Options(progress=False))
+        results.append(result)
+        for name, timed in others.items():  # side by side with it in each round
+            given = {"image": result.pixels[0], "mask": _half(result.pixels[0])} | TASKS[name]
+            given = {key: value for key, value in given.items() if value is not None}
+            timed.append(pipe([PROMPT] * batch, **usual, **given, options=canvax.Options(progress=False)))
     report |= _figures(pipe, results, batch) | {"versions": versions()}
+    if others:
+        report["tasks"] = {name: _beside(results, timed) for name, timed in others.items()}
     if not arguments.json:
         for line in lines(report):
             say(line)
+
+
+def _half(pixels: HostArray) -> HostArray:
+    """A mask [H, W] of its upper half."""
+    mask = np.zeros(pixels.shape[:2], np.float32)
+    mask[: len(mask) // 2] = 1
+    return mask
+
+
+def _beside(results: list[Any], others: list[Any]) -> dict[str, float]:
+    """Medians of a task's time over that of text to image: of a batch, of its denoising, and of an evaluation."""
+    pairs = [(one.timings, other.timings) for one, other in list(zip(results, others, strict=True))[1:]]
+    return {
+        name: statistics.median(other[key] / one[key] for one, other in pairs)
+        for name, key in (("batch", "total"), ("denoising", "denoise"), ("evaluation", "step"))
+    }
 
 
 def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
@@ -92,6 +121,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         ("memory on each device", f"{report['memory_bytes'] / 1e9:.2f} GB"),
         ("compiling (once)" if report["compilations"] else "loading programs (once)", f"{report['compile_s']:.1f} s"),
     ]
+    for name, ratio in report.get("tasks", {}).items():
+        rows.append((name, f"{ratio['batch']:.2f} of that time; an evaluation {ratio['evaluation']:.3f}"))
     settings = (
         f"{report['steps']} steps of {report['sampler']}, guidance {report['guidance_scale']:g}, {report['dtype']}"
     )

@@ -97,7 +97,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
             if flag in ("--sampler-settings", "--guidance-settings"):
-                words += [f"{flag}={text}" for text in texts]
+                words += [f"{'--set' if flag == '--sampler-settings' else flag}={text}" for text in texts]
                 continue
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
                 texts = [",".join(texts)]
