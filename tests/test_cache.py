@@ -33,10 +33,11 @@ from test_sdxl import build as write_small_sdxl
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, batching, main
-from canvax.compile import aot, cache, key, programs, trust
+from canvax.compile import aot, cache, key, trust
 from canvax.compile.aot import Build, CacheEntry, find_entry, load_or_compile
+from canvax.compile.at_once import MODE, NotReady, at_once
 from canvax.compile.monitor import compilations, counting
-from canvax.compile.programs import Programs, at_once
+from canvax.compile.programs import Programs
 from canvax.models.clip import text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
@@ -359,8 +360,8 @@ def test_a_jax_that_lacks_what_the_cache_needs(folder: Path, monkeypatch: pytest
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """As programs do that have to be made first: not in the thread that asks for them."""
-    if programs._MODE.get() == "held":
-        raise programs._NotReady
+    if MODE.get() == "held":
+        raise NotReady
     return function()
 
 

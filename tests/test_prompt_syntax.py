@@ -6,11 +6,14 @@ import random
 import warnings
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from small_sdxl import build
 
 import canvax
 from canvax.noise import initial_noise
+from canvax.parallel.mesh import make_mesh
 from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
@@ -321,3 +324,51 @@ def test_options_that_do_not_go_together(emoji: canvax.StableDiffusion) -> None:
         emoji.encode("a AND b", prompt_syntax="a1111")
     with pytest.raises(canvax.InputError, match="prompt_syntax='invoke' is not known"):
         draw(emoji, "a", "invoke")
+
+
+# Two text encoders, many devices
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion, canvax.StableDiffusion]:
+    """On one device, and on four."""
+    folder = build(tmp_path_factory.mktemp("prompts") / "model")
+    one, four = (
+        canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:n]), progress=False) for n in (1, 4)
+    )
+    return one, four
+
+
+@pytest.mark.parametrize(
+    ("syntax", "prompts"),
+    [
+        ("a1111", ["a (red:1.4) apple", "a dog BREAK a cat", "[a cat:a dog:1]"]),
+        ("a1111", ["a cat AND a dog:0.5", "a fox", "sky"]),
+        ("comfy", ["a (red:1.4) apple", "a dog", "word " * 90]),
+        ("compel", ["a red++ apple", "a dog- and a cat-", "a fox"]),
+    ],
+    ids=["a1111", "and", "comfy", "compel"],
+)
+def test_sdxl_on_many_devices(syntax: str, prompts: list[str], xl: tuple[Any, Any]) -> None:
+    """Each prompt gives what it gives alone, on one device and on four, also beside another second prompt."""
+    one, four = (draw(pipe, prompts, syntax, seed=[1, 2, 3], num_inference_steps=3, negative_prompt="bad (sky:1.2)")
+                 for pipe in xl)  # fmt: skip
+    np.testing.assert_allclose(four.latents, one.latents, atol=1e-3)
+    for i, prompt in enumerate(prompts):
+        alone = draw(xl[0], prompt, syntax, seed=i + 1, num_inference_steps=3, negative_prompt="bad (sky:1.2)")
+        np.testing.assert_allclose(one.latents[i], alone.latents[0], atol=1e-3)
+    second = draw(xl[0], prompts, syntax, seed=[1, 2, 3], num_inference_steps=3, prompt_2="a (tree:1.5) BREAK b")
+    assert all(np.abs(second.latents[i] - one.latents[i]).max() > 1e-4 for i in range(3))
+
+
+def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
+    """Weighted conditions of ``pipe.encode`` give what the text gives, pooled output and zeros included."""
+    pipe = xl[0]
+    want = draw(pipe, "a (red:1.4) apple BREAK b", num_inference_steps=3)
+    said = pipe.encode("a (red:1.4) apple BREAK b", prompt_syntax="a1111")
+    np.testing.assert_allclose(draw(pipe, said, num_inference_steps=3).latents, want.latents, atol=1e-4)
+    arrays = {"prompt_embeds": said["text"], "pooled_prompt_embeds": said["pooled"]}
+    named = pipe(**arrays, num_inference_steps=3, seed=1, guidance_scale=4.0, progress=False)
+    np.testing.assert_allclose(named.latents, want.latents, atol=1e-4)
+    with pytest.raises(canvax.InputError, match="prompt has no 'pooled'"):
+        draw(pipe, {"text": said["text"]})

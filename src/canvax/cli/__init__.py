@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     except CanvaxError as full:
         complain(str(full), label="error: ")
         return code or FAILED
-    programs = sys.modules.get("canvax.compile.programs")  # imported only by commands that compile
+    programs = sys.modules.get("canvax.compile.at_once")  # imported only by commands that compile
     if code == INTERRUPTED and argv is None and programs and programs.is_compiling():
         sys.stderr.flush()
         os._exit(code)  # a normal exit would wait minutes for the compiler's threads

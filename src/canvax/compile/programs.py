@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
+from canvax.compile.at_once import MODE, NotReady, at_once
 from canvax.denoise import (
     IDLE_ROWS,
     WINDOW,
@@ -234,13 +233,13 @@ class Programs:
 
     def stored(self, params: Params, latents: LatentShape, kinds: Kinds) -> list[dict[str, Any]] | None:
         """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
-        token = _MODE.set("stored")
+        token = MODE.set("stored")
         try:
             return [call() for call in self._calls(params, latents, kinds, None) if call]
-        except _NotReady:
+        except NotReady:
             return None
         finally:
-            _MODE.reset(token)
+            MODE.reset(token)
 
     def _calls(
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
@@ -322,7 +321,7 @@ class Programs:
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
         key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature, ambient)
-        program, mode = self._held(key), _MODE.get()
+        program, mode = self._held(key), MODE.get()
         if mode == "stored":
             entry = self._entry(name, function, arguments)
             header = entry.stored() if entry else {}
@@ -331,7 +330,7 @@ class Programs:
         elif program:
             return program
         if mode:
-            raise _NotReady
+            raise NotReady
         with self._lock:
             building = self._building.setdefault(key, threading.Lock())
         with building:
@@ -399,55 +398,6 @@ def deep_features_shape(
     """Shape of ``DeepFeatures.features`` for latents [B, h, w, C]; before the first full row they are zeros."""
     batch, *deep = networks.denoiser.deep_shape(latents, deep_layers)
     return (2 * batch if guided else batch, 2, *deep)
-
-
-_MODE: ContextVar[Literal["held", "stored", None]] = ContextVar("mode", default=None)
-"""Whether only programs in memory are wanted, or only what the cache tells of them; None: they are made."""
-
-
-class _NotReady(Exception):
-    """There is no such program yet."""
-
-
-def at_once(calls: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """What ``calls`` return (None of None), made at the same time: most of XLA's work keeps a single processor busy.
-
-    Where all of it is there already, as for every image but the first, no thread is started. Ctrl-C does not wait
-    for the compiler, which cannot be stopped.
-    """
-    token = _MODE.set("held")
-    try:
-        return [call and call() for call in calls]
-    except _NotReady:
-        pass
-    finally:
-        _MODE.reset(token)
-    precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
-
-    made: list[Future[Any]] = [Future() for _ in calls]
-
-    def one(call: Callable[[], Any] | None, result: Future[Any]) -> None:
-        try:
-            with jax.default_matmul_precision(precision):
-                result.set_result(call and call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    for call, result in zip(calls, made, strict=True):
-        # Not a pool's: those are waited for when the process ends.
-        # In a copy of the context, so that compilations count for the caller.
-        target = copy_context().run
-        threading.Thread(target=target, args=(one, call, result), name=_COMPILING, daemon=True).start()
-    wait(made)
-    return [result.result() for result in made]
-
-
-def is_compiling() -> bool:
-    """Whether a thread of ``at_once`` is at work, also after Ctrl-C."""
-    return any(thread.name == _COMPILING for thread in threading.enumerate())
-
-
-_COMPILING = "canvax-compile"
 
 
 def _silent(build: Build) -> None:

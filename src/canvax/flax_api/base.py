@@ -52,7 +52,6 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_steps
 from canvax.pipelines.display import summary
 from canvax.pipelines.open import open_model
-from canvax.pipelines.text_to_image import zeros_like
 from canvax.pipelines.translate import loader
 from canvax.samplers import SLOTS, SamplerTable
 from canvax.samplers.strength import check_strength, steps_of_strength
@@ -444,3 +443,10 @@ def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
         )
+
+
+def zeros_like(conditions: Conditions) -> Conditions:
+    """SDXL's conditions for no negative prompt. Made on the host: on the device it would be one more program."""
+    return {
+        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
+    }

@@ -21,9 +21,10 @@ from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
+from canvax.pipelines.encoding import Encoding, ids_of, is_plain
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
-from canvax.pipelines.texts import Encoding, ids_of, is_plain, read_texts
+from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.types import Array
 

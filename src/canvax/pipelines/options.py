@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -17,6 +14,19 @@ from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
+from canvax.pipelines.option_checks import (
+    check_callback,
+    check_hires,
+    check_kinds_of_guidance,
+    check_noise,
+    is_number,
+    is_whole,
+    numbers_of,
+    pair_of,
+    plain_value,
+    settings_of,
+    sides_of,
+)
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers.strength import StrengthRule
 
@@ -209,56 +219,56 @@ class Options:
                 self, field.name, plain(getattr(self, field.name), field.name)
             )  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval", "freeu"):
-            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, numbers_of(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
             check_count(name, getattr(self, name))
         if self.spacing is not None and not isinstance(self.spacing, str):
             raise InputError(f"spacing={self.spacing!r} is not the name of a spacing, such as trailing")
-        object.__setattr__(self, "sampler_settings", _settings("sampler_settings", self.sampler_settings))
-        object.__setattr__(self, "guidance_settings", _settings("guidance_settings", self.guidance_settings))
-        if not _is_whole(self.clip_skip) or self.clip_skip < 0:
+        object.__setattr__(self, "sampler_settings", settings_of("sampler_settings", self.sampler_settings))
+        object.__setattr__(self, "guidance_settings", settings_of("guidance_settings", self.guidance_settings))
+        if not is_whole(self.clip_skip) or self.clip_skip < 0:
             raise InputError(f"clip_skip={self.clip_skip!r} is not a whole number of at least 0")
-        if self.eta is not None and not (_is_number(self.eta) and 0 <= self.eta <= 1):
+        if self.eta is not None and not (is_number(self.eta) and 0 <= self.eta <= 1):
             raise InputError(f"eta={self.eta!r} is not in 0..1; leave it out for the sampler's own")
-        if not (_is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
+        if not (is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         for name, kind in _CHOICES.items():
             if (value := getattr(self, name)) not in get_args(kind):
                 raise InputError(f"{name}={value!r} is not known; {nearest(str(value), get_args(kind))}")
-        if not (_is_number(self.mask_blur) and 0 <= self.mask_blur <= 1000):
+        if not (is_number(self.mask_blur) and 0 <= self.mask_blur <= 1000):
             raise InputError(f"mask_blur={self.mask_blur!r} is not in 0..1000 pixels; 4 is usual")
-        if (crop := self.padding_mask_crop) is not None and not (_is_whole(crop) and 0 <= crop <= 16384):
+        if (crop := self.padding_mask_crop) is not None and not (is_whole(crop) and 0 <= crop <= 16384):
             raise InputError(f"padding_mask_crop={crop!r} is not a whole number of pixels of at least 0; 32 is usual")
-        object.__setattr__(self, "outpaint", _outpaint(self.outpaint))
-        _check_kinds_of_guidance(self)
-        _check_noise(self)
-        _check_hires(self)
+        object.__setattr__(self, "outpaint", sides_of(self.outpaint))
+        check_kinds_of_guidance(self)
+        check_noise(self)
+        check_hires(self)
         if not isinstance(self.progress, bool) and self.progress != "programs":
             raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")
-        if not (_is_number(self.denoising_start) and _is_number(self.denoising_end)) or not (
+        if not (is_number(self.denoising_start) and is_number(self.denoising_end)) or not (
             0 <= self.denoising_start < self.denoising_end <= 1
         ):
             raise InputError(
                 f"denoising_start={self.denoising_start!r} and denoising_end={self.denoising_end!r} are not in order; "
                 "give 0 <= denoising_start < denoising_end <= 1, 0.8 is usual between base and refiner"
             )
-        _check_callback(self.callback)
+        check_callback(self.callback)
         for name in PAIRS:
-            object.__setattr__(self, name, _pair(name, getattr(self, name)))
+            object.__setattr__(self, name, pair_of(name, getattr(self, name)))
         for name in ("aesthetic_score", "negative_aesthetic_score"):
-            if getattr(self, name) is not None and not _is_number(getattr(self, name)):
+            if getattr(self, name) is not None and not is_number(getattr(self, name)):
                 raise InputError(f"{name}={getattr(self, name)!r} is not a finite number; 6 is usual, 2.5 as negative")
 
     @property
     def settings(self) -> dict[str, Any]:
         """``sampler_settings`` by name."""
         pairs = (setting.partition("=") for setting in self.sampler_settings)
-        return {name: _plain_value(value) for name, _, value in pairs}
+        return {name: plain_value(value) for name, _, value in pairs}
 
     @property
     def guidance_numbers(self) -> dict[str, float]:
         """The numbers of ``guidance_method`` by name, in their order."""
-        given = {name: _plain_value(value) for name, _, value in (one.partition("=") for one in self.guidance_settings)}
+        given = {name: plain_value(value) for name, _, value in (one.partition("=") for one in self.guidance_settings)}
         return {name: given.get(name, usual) for name, (usual, _, _) in METHODS[self.guidance_method].items()}
 
     @property
@@ -284,23 +294,6 @@ def _names() -> list[str]:
     return [field.name for field in dataclasses.fields(Options)]
 
 
-def _check_callback(callback: Any) -> None:
-    """Refuse what cannot be called with one ``Step``, before anything runs."""
-    if callback is None:
-        return
-    if not callable(callback):
-        raise InputError(f"callback={callback!r} is not a function; it is called with a canvax.Step")
-    try:
-        inspect.signature(callback).bind(None)
-    except ValueError:  # a function of C, which does not tell
-        return
-    except TypeError:
-        raise InputError(
-            f"callback={callback!r} cannot be called with one argument, a canvax.Step; "
-            "callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
-        ) from None
-
-
 def check_options(options: Any) -> Options:
     """``options`` or, for None, all defaults.
 
@@ -313,140 +306,3 @@ def check_options(options: Any) -> Options:
     if isinstance(options, Mapping) and options:
         such = ", ".join(f"{name}={value!r}" for name, value in options.items())
     raise InputError(f"options={options!r} is not a canvax.Options; write options=canvax.Options({such})")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _numbers(name: str, value: Any) -> Any:
-    """A list of numbers, also as text with commas, as a tuple; the name of a curve and None as they are."""
-    if isinstance(value, str):
-        if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
-            return value
-        value = value.split(",")
-    if value is None and name != "guidance_interval":
-        return None
-    try:
-        numbers = tuple(float(one) for one in value or ())
-    except (TypeError, ValueError):
-        numbers = ()
-    if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
-        raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
-    if not numbers or not all(math.isfinite(one) for one in numbers):
-        such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
-        raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
-    return numbers
-
-
-def _check_kinds_of_guidance(options: Options) -> None:
-    method, own = options.guidance_method, METHODS[options.guidance_method]
-    for name in (one.partition("=")[0] for one in options.guidance_settings):
-        if name not in own:
-            raise InputError(f"guidance_settings: {method} has no {name!r}; it has {', '.join(own) or 'none'}")
-    for name, value in options.guidance_numbers.items():
-        _, low, high = own[name]
-        if not (_is_number(value) and low <= value <= high):
-            raise InputError(f"guidance_settings: {name}={value!r} is not in {low:g}..{high:g}")
-    for name in ("pag_scale", "pag_adaptive_scale"):
-        if not (_is_number(value := getattr(options, name)) and 0 <= value <= 100):
-            raise InputError(f"{name}={value!r} is not in 0..100; 3 is usual for pag_scale, 0 for none")
-    if options.freeu is not None and (len(options.freeu) != 4 or not all(0 <= x <= 10 for x in options.freeu)):
-        raise InputError(f"freeu={options.freeu!r} is not b1, b2, s1, s2 in 0..10, such as 1.5,1.6,0.9,0.2")
-    if options.guidance_rescale and method != "cfg":
-        raise InputError(f"guidance_rescale with guidance_method={method!r}, which has its own way; leave one out")
-    if options.reuse > 1 and (options.pag_scale or options.freeu):
-        raise InputError("reuse with pag_scale or freeu: deep features are taken as they are; leave one out")
-
-
-def _check_noise(options: Options) -> None:
-    strength, seed = options.variation_strength, options.variation_seed
-    if not (_is_number(strength) and 0 <= strength <= 1):
-        raise InputError(f"variation_strength={strength!r} is not in 0..1; 0.1 changes little")
-    if seed is not None and not (_is_whole(seed) and 0 <= seed < 2**64):
-        raise InputError(f"variation_seed={seed!r} is not a whole number in 0..2**64-1")
-    if strength and seed is None:
-        raise InputError(f"variation_strength={strength:g} without variation_seed: give one, such as 1")
-
-
-def _check_hires(options: Options) -> None:
-    if not (_is_number(options.hires) and 1 <= options.hires <= 8):
-        raise InputError(f"hires={options.hires!r} is not in 1..8, how many times larger; 2 is usual")
-    strength, steps, sampler = options.hires_strength, options.hires_steps, options.hires_sampler
-    if strength is not None and not (_is_number(strength) and 0 < strength <= 1):
-        raise InputError(f"hires_strength={strength!r} is not in 0..1, 0 left out; 0.4 is usual")
-    if steps is not None and not (_is_whole(steps) and steps >= 1):
-        raise InputError(f"hires_steps={steps!r} is not a whole number of at least 1")
-    if sampler is not None and not isinstance(sampler, str):
-        raise InputError(f"hires_sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
-    if options.hires == 1 and (given := [name for name in sorted(options.given()) if name.startswith("hires_")]):
-        raise InputError(f"{given[0]} without hires: give hires=2 as well")
-
-
-_SIDES = ("left", "top", "right", "bottom")
-
-
-def _outpaint(value: Any) -> tuple[int, int, int, int] | None:
-    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
-    if value is None:
-        return None
-    wrong = f"outpaint={value!r} is not pixels by side, such as left=64,right=64, or left, top, right and bottom"
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in value.split(",")]
-        named = "=" in value
-        value = {name.strip(): number for name, _, number in pairs} if named else [name for name, _, _ in pairs]
-    if isinstance(value, Mapping):
-        if value.keys() - set(_SIDES):
-            raise InputError(wrong)
-        value = [value.get(side, 0) for side in _SIDES]
-    try:
-        sides = tuple(int(side) if isinstance(side, str) else side for side in value)
-    except (TypeError, ValueError):
-        raise InputError(wrong) from None
-    if len(sides) != 4 or not all(_is_whole(side) and 0 <= side <= 16384 for side in sides) or not any(sides):
-        raise InputError(wrong)
-    left, top, right, bottom = map(int, sides)
-    return left, top, right, bottom
-
-
-def _settings(name: str, value: Any) -> tuple[str, ...]:
-    """Settings as ``name=value`` texts, the value in JSON."""
-    if isinstance(value, Mapping):
-        value = [f"{key}={json.dumps(one, default=_plain)}" for key, one in value.items()]
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
-        such = "s_churn=10" if name == "sampler_settings" else "norm=2.5"
-        raise InputError(f"{name}={value!r} are not names with values, such as {such}")
-    return tuple(str(one) for one in value)
-
-
-def _plain(value: Any) -> Any:
-    """An array as lists, a numpy scalar as a number, for JSON."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
-
-
-def _plain_value(text: str) -> Any:
-    """A number, true, false, a list with or without its brackets, or a word."""
-    for candidate in (text, f"[{text}]" if "," in text else text):
-        try:
-            return json.loads(candidate)
-        except ValueError:
-            continue
-        except RecursionError:
-            raise InputError(f"sampler_settings: {text[:40]}... is nested too deeply") from None
-    return {"True": True, "False": False}.get(text, text)
-
-
-def _pair(name: str, value: Any) -> tuple[int, int] | None:
-    """A size or a position as two plain integers; metadata gives it back as a list."""
-    if value is None:
-        return None
-    whole = isinstance(value, Sequence | np.ndarray) and all(isinstance(v, int | np.integer) for v in value)
-    lowest = 0 if "crops" in name else 1
-    if not whole or len(value) != 2 or any(isinstance(v, bool) or v < lowest for v in value):
-        order = "(top, left)" if "crops" in name else "(height, width)"
-        raise InputError(f"{name}={value!r} is not {order} in whole pixels of at least {lowest}, such as (1024, 1024)")
-    return int(value[0]), int(value[1])

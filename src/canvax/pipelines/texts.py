@@ -1,13 +1,9 @@
-"""From prompts to what the network is conditioned on: syntax, chunks, encoding, weights, and texts by step.
-
-The text encoder is one program, which reads one chunk of tokens of each image at a time; everything else happens on
-the host. So no syntax, weight, schedule or number of chunks compiles the encoder again.
-"""
+"""From prompts to the chunks that the text encoders read: syntax, weights, and texts by step. On the host alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.families.base import Ids, Model
+from canvax.families.base import Model
 from canvax.models.text import SECOND
 from canvax.pipelines.options import Options
 from canvax.prompts import (
@@ -27,9 +23,7 @@ from canvax.prompts import (
     fragments,
     parts_of,
     schedule_of,
-    weighed,
 )
-from canvax.prompts.chunks import as_arrays
 from canvax.types import HostArray
 
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
@@ -89,7 +83,7 @@ class Texts:
     @cached_property
     def chunks(self) -> int:
         """Chunks that each prompt is repeated or filled up to: one of ``COUNTS`` if that holds them all."""
-        counts = {_count(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
+        counts = {count_of(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
                   for wording in side}  # fmt: skip
         return chunk_count(counts)
 
@@ -197,7 +191,7 @@ def _variants(pieces: list[Fragment], syntax: PromptSyntax) -> list[tuple[list[F
 def _even(wording: Wording, empty: Sequence[Chunk]) -> Wording:
     """As many variants for each encoder, of as many chunks."""
     variants = max(len(of_encoder) for of_encoder in wording)
-    chunks = _count(wording)
+    chunks = count_of(wording)
     return tuple(
         tuple(
             Variant((*variant.chunks, *[blank] * (chunks - len(variant.chunks))), variant.share)
@@ -207,111 +201,9 @@ def _even(wording: Wording, empty: Sequence[Chunk]) -> Wording:
     )
 
 
-def _count(wording: Wording) -> int:
+def count_of(wording: Wording) -> int:
+    """Chunks of a wording."""
     return max(len(variant.chunks) for of_encoder in wording for variant in of_encoder)
-
-
-EncodePass = Callable[[Ids], Mapping[str, Any]]
-"""Features [B, T, D] of one chunk of each image and, for SDXL, the pooled output [B, P], as arrays that can be
-computed with here."""
-
-
-@dataclass
-class Encoding:
-    """Encodes wordings with passes of the text encoder, each distinct pass once.
-
-    Attributes:
-        model: whose text encoders they are for.
-        syntax: what the weights of tokens mean.
-        chunks: how many each text is brought to.
-        encode: one pass.
-        rows: the images that the passes return.
-        xp: numpy, or jax.numpy inside of ``jax.jit``.
-    """
-
-    model: Model
-    syntax: PromptSyntax
-    chunks: int
-    encode: EncodePass
-    rows: Sequence[int]
-    xp: Any = np
-
-    def __post_init__(self) -> None:
-        self._passes: dict[bytes, Mapping[str, Any]] = {}
-        self._empty = [
-            chunked(tokenizer, [("", 1.0)], self.model.text.tokens)[0] for tokenizer in self.model.tokenizers.values()
-        ]
-
-    def __call__(self, wordings: Sequence[Wording]) -> dict[str, Any]:
-        """Conditions of each image: ``text`` [n, chunks * T, D] and, for SDXL, ``pooled`` [n, P]."""
-        counts = [_count(wording) for wording in wordings]
-        variants = [len(wording[0]) for wording in wordings]
-        text: Any = 0.0
-        for v in range(max(variants)):
-            chunks = [self._weighed(wordings, v, c) for c in range(max(counts))]
-            whole = self.xp.stack([self._lengthened(chunks, counts, at) for at in range(len(self.rows))])
-            if max(variants) > 1:
-                shares = [wordings[i][0][v].share if v < variants[i] else 0.0 for i in self.rows]
-                whole = whole * self.xp.asarray(shares, self.xp.float32)[:, None, None]
-            text = whole if v == 0 else text + whole
-        found = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
-        return {**{name: array for name, array in found.items() if name != "text"}, "text": text}
-
-    def _lengthened(self, chunks: list[Any], counts: Sequence[int], at: int) -> Any:
-        """The chunks of one image, repeated, or filled up with empty ones."""
-        count = counts[self.rows[at]]
-        own = [chunk[at] for chunk in chunks[:count]]
-        if self.chunks % count == 0:
-            return self.xp.concatenate(own * (self.chunks // count))
-        return self.xp.concatenate([*own, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
-
-    def _weighed(self, wordings: Sequence[Wording], variant: int, chunk: int) -> Any:
-        """Features of one chunk of one variant of each image, with the weights of its tokens."""
-        chosen = []
-        for wording in wordings:
-            variants = [of_encoder[min(variant, len(of_encoder) - 1)] for of_encoder in wording]
-            chosen.append([one.chunks[min(chunk, len(one.chunks) - 1)] for one in variants])
-        features = self.xp.asarray(self._pass(chosen)["text"], self.xp.float32)
-        weights = np.stack([[encoder[1] for encoder in image] for image in chosen])[list(self.rows)]  # [n, encoders, T]
-        if (weights == 1).all():
-            return features
-        parts, begin, empty = [], 0, self._empty_features(len(chosen))
-        for i, cfg in enumerate(self.model.text.parts.values()):
-            own = slice(begin, begin + cfg.hidden_size)
-            heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
-                            self.syntax)  # fmt: skip
-            plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
-            parts.append(self.xp.where(plain, features[..., own], heavy))
-            begin += cfg.hidden_size
-        return self.xp.concatenate(parts, axis=-1)
-
-    def _empty_features(self, count: int) -> Any:
-        return self.xp.asarray(self._pass([self._empty] * count)["text"], self.xp.float32)
-
-    def _pass(self, chosen: Sequence[Sequence[Chunk]]) -> Mapping[str, Any]:
-        """One pass: a chunk for each encoder, of each image."""
-        names = list(self.model.tokenizers)
-        ids = {name: as_arrays([image[i] for image in chosen])[0] for i, name in enumerate(names)}
-        key = b"".join(array.tobytes() for array in ids.values())
-        if key not in self._passes:
-            self._passes[key] = self.encode(ids)
-        return self._passes[key]
-
-
-def is_plain(wordings: Sequence[Wording], chunks: int) -> bool:
-    """Whether the encoder's output is what the denoiser is given: one chunk each, without weights."""
-    return chunks == 1 and all(
-        len(of_encoder) == 1 and set(of_encoder[0].chunks[0][1]) == {1.0}
-        for wording in wordings
-        for of_encoder in wording
-    )
-
-
-def ids_of(model: Model, wordings: Sequence[Wording]) -> Ids:
-    """Ids [B, T] int32 of the first chunks, for each text encoder."""
-    return {
-        name: as_arrays([wording[i][0].chunks[0] for wording in wordings])[0] for i, name in enumerate(model.tokenizers)
-    }
 
 
 Embeds = dict[str, HostArray]

@@ -1,0 +1,204 @@
+"""Texts on the devices: encoded chunk by chunk, weighed, brought to one length.
+
+The text encoder is one program, which reads one chunk of tokens of each image at a time; everything else happens on
+the host. So no syntax, weight, schedule or number of chunks compiles the encoder again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canvax.compile.programs import Programs
+from canvax.denoise import Composed
+from canvax.engine.batch import Texts, filled
+from canvax.families.base import Ids, Model
+from canvax.models.text import Conditions
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import own_rows, put
+from canvax.params import Params
+from canvax.pipelines.request import Request
+from canvax.pipelines.texts import Embeds, Stage, Wording, count_of
+from canvax.prompts import Chunk, PromptSyntax, chunked, weighed
+from canvax.prompts.chunks import as_arrays
+from canvax.samplers import SamplerTable
+from canvax.types import Array, HostArray
+
+EncodePass = Callable[[Ids], Mapping[str, Any]]
+"""Features [B, T, D] of one chunk of each image and, for SDXL, the pooled output [B, P], as arrays that can be
+computed with here."""
+
+
+@dataclass
+class Encoding:
+    """Encodes wordings with passes of the text encoder, each distinct pass once.
+
+    Attributes:
+        model: whose text encoders they are for.
+        syntax: what the weights of tokens mean.
+        chunks: how many each text is brought to.
+        encode: one pass.
+        rows: the images that the passes return.
+        xp: numpy, or jax.numpy inside of ``jax.jit``.
+    """
+
+    model: Model
+    syntax: PromptSyntax
+    chunks: int
+    encode: EncodePass
+    rows: Sequence[int]
+    xp: Any = np
+
+    def __post_init__(self) -> None:
+        self._passes: dict[bytes, Mapping[str, Any]] = {}
+        self._empty = [
+            chunked(tokenizer, [("", 1.0)], self.model.text.tokens)[0] for tokenizer in self.model.tokenizers.values()
+        ]
+
+    def __call__(self, wordings: Sequence[Wording]) -> dict[str, Any]:
+        """Conditions of each image: ``text`` [n, chunks * T, D] and, for SDXL, ``pooled`` [n, P]."""
+        counts = [count_of(wording) for wording in wordings]
+        variants = [len(wording[0]) for wording in wordings]
+        text: Any = 0.0
+        for v in range(max(variants)):
+            chunks = [self._weighed(wordings, v, c) for c in range(max(counts))]
+            whole = self.xp.stack([self._lengthened(chunks, counts, at) for at in range(len(self.rows))])
+            if max(variants) > 1:
+                shares = [wordings[i][0][v].share if v < variants[i] else 0.0 for i in self.rows]
+                whole = whole * self.xp.asarray(shares, self.xp.float32)[:, None, None]
+            text = whole if v == 0 else text + whole
+        found = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
+        return {**{name: array for name, array in found.items() if name != "text"}, "text": text}
+
+    def _lengthened(self, chunks: list[Any], counts: Sequence[int], at: int) -> Any:
+        """The chunks of one image, repeated, or filled up with empty ones."""
+        count = counts[self.rows[at]]
+        own = [chunk[at] for chunk in chunks[:count]]
+        if self.chunks % count == 0:
+            return self.xp.concatenate(own * (self.chunks // count))
+        return self.xp.concatenate([*own, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
+
+    def _weighed(self, wordings: Sequence[Wording], variant: int, chunk: int) -> Any:
+        """Features of one chunk of one variant of each image, with the weights of its tokens."""
+        chosen = []
+        for wording in wordings:
+            variants = [of_encoder[min(variant, len(of_encoder) - 1)] for of_encoder in wording]
+            chosen.append([one.chunks[min(chunk, len(one.chunks) - 1)] for one in variants])
+        features = self.xp.asarray(self._pass(chosen)["text"], self.xp.float32)
+        weights = np.stack([[encoder[1] for encoder in image] for image in chosen])[list(self.rows)]  # [n, encoders, T]
+        if (weights == 1).all():
+            return features
+        parts, begin, empty = [], 0, self._empty_features(len(chosen))
+        for i, cfg in enumerate(self.model.text.parts.values()):
+            own = slice(begin, begin + cfg.hidden_size)
+            heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
+                            self.syntax)  # fmt: skip
+            plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
+            parts.append(self.xp.where(plain, features[..., own], heavy))
+            begin += cfg.hidden_size
+        return self.xp.concatenate(parts, axis=-1)
+
+    def _empty_features(self, count: int) -> Any:
+        return self.xp.asarray(self._pass([self._empty] * count)["text"], self.xp.float32)
+
+    def _pass(self, chosen: Sequence[Sequence[Chunk]]) -> Mapping[str, Any]:
+        """One pass: a chunk for each encoder, of each image."""
+        names = list(self.model.tokenizers)
+        ids = {name: as_arrays([image[i] for image in chosen])[0] for i, name in enumerate(names)}
+        key = b"".join(array.tobytes() for array in ids.values())
+        if key not in self._passes:
+            self._passes[key] = self.encode(ids)
+        return self._passes[key]
+
+
+def is_plain(wordings: Sequence[Wording], chunks: int) -> bool:
+    """Whether the encoder's output is what the denoiser is given: one chunk each, without weights."""
+    return chunks == 1 and all(
+        len(of_encoder) == 1 and set(of_encoder[0].chunks[0][1]) == {1.0}
+        for wording in wordings
+        for of_encoder in wording
+    )
+
+
+def ids_of(model: Model, wordings: Sequence[Wording]) -> Ids:
+    """Ids [B, T] int32 of the first chunks, for each text encoder."""
+    return {
+        name: as_arrays([wording[i][0].chunks[0] for wording in wordings])[0] for i, name in enumerate(model.tokenizers)
+    }
+
+
+class Encoded(NamedTuple):
+    """What the images of a call are told, on the devices.
+
+    Attributes:
+        first: from the beginning.
+        later: from a row on.
+    """
+
+    first: Texts
+    later: dict[int, Texts]
+
+
+def encode(
+    model: Model,
+    programs: Programs,
+    encoder: Callable[..., Conditions],
+    params: Params,
+    request: Request,
+    table: SamplerTable,
+) -> Encoded:
+    """What each image is conditioned on and what it is guided away from, for each part of the run."""
+    split = over_batch(programs.mesh)
+    batch = padded_batch(len(request.prompts), programs.mesh)
+    text_params, skip = programs.text_params(params), np.int32(request.options.clip_skip)
+    numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
+    rows = own_rows(put(np.zeros((batch, 1), np.float32), split))[0]
+
+    def on_devices(ids: Ids) -> Conditions:
+        placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
+        return encoder(text_params, placed, skip)
+
+    def one_pass(ids: Ids) -> dict[str, HostArray]:
+        return {name: own_rows(array)[1] for name, array in on_devices(ids).items()}
+
+    encoding = Encoding(model, request.texts.syntax, request.chunks, one_pass, rows)
+
+    def spread(array: HostArray, dtype: Any) -> Array:
+        """Rows of this process, at their places."""
+        whole = np.zeros((batch, *array.shape[1:]), dtype)
+        whole[rows] = array.astype(dtype)
+        return put(whole, split)
+
+    def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
+        dtypes = programs.text_dtypes(params, batch, request.chunks)
+        if embeds is not None:
+            times = request.chunks * model.text.tokens // embeds["text"].shape[1]
+            arrays = embeds | {"text": np.tile(embeds["text"], (1, times, 1))}
+            found = {
+                name: put(filled(array.astype(dtypes[name].dtype), batch), split) for name, array in arrays.items()
+            }
+        elif negative and request.zeros:
+            found = {name: put(np.zeros(leaf.shape, leaf.dtype), split) for name, leaf in dtypes.items()}
+        elif is_plain(wordings, request.chunks):
+            found = on_devices(ids_of(model, wordings))
+        else:
+            whole = encoding([*wordings, *[wordings[-1]] * (batch - len(wordings))])
+            found = {name: spread(array, dtypes[name].dtype) for name, array in whole.items()}
+        if model.networks.embeds_guidance:
+            found["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
+        if (row := numbers[negative]) is not None:
+            found["time_ids"] = put(np.tile(row, (batch, 1)), split)
+        return found
+
+    def at(stage: Stage) -> Texts:
+        first, *others = (told(part, request.embeds[0], negative=False) for part in stage.parts)
+        negative = told(stage.negatives, request.embeds[1], negative=True) if request.guided else None
+        weights = put(filled(request.texts.weights, batch), split) if request.composed else None
+        return Texts(first, negative, None if weights is None else Composed(tuple(others), weights))
+
+    first, *rest = request.texts.stages
+    steps = table.step - table.step[0]
+    return Encoded(at(first), {int(np.argmax(steps >= stage.step)): at(stage) for stage in rest})

@@ -1,0 +1,172 @@
+"""Reading and checking the values of ``canvax.Options``: each error names the option, the value and the cure."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.guidance import SETTINGS as METHODS
+
+_SIDES = ("left", "top", "right", "bottom")
+
+
+def check_callback(callback: Any) -> None:
+    """Refuse what cannot be called with one ``Step``, before anything runs."""
+    if callback is None:
+        return
+    if not callable(callback):
+        raise InputError(f"callback={callback!r} is not a function; it is called with a canvax.Step")
+    try:
+        inspect.signature(callback).bind(None)
+    except ValueError:  # a function of C, which does not tell
+        return
+    except TypeError:
+        raise InputError(
+            f"callback={callback!r} cannot be called with one argument, a canvax.Step; "
+            "callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
+        ) from None
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def numbers_of(name: str, value: Any) -> Any:
+    """A list of numbers, also as text with commas, as a tuple; the name of a curve and None as they are."""
+    if isinstance(value, str):
+        if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
+            return value
+        value = value.split(",")
+    if value is None and name != "guidance_interval":
+        return None
+    try:
+        numbers = tuple(float(one) for one in value or ())
+    except (TypeError, ValueError):
+        numbers = ()
+    if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
+        raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
+    if not numbers or not all(math.isfinite(one) for one in numbers):
+        such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
+        raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
+    return numbers
+
+
+def check_kinds_of_guidance(options: Any) -> None:
+    """Refuse methods of guidance with numbers that they do not have."""
+    method, own = options.guidance_method, METHODS[options.guidance_method]
+    for name in (one.partition("=")[0] for one in options.guidance_settings):
+        if name not in own:
+            raise InputError(f"guidance_settings: {method} has no {name!r}; it has {', '.join(own) or 'none'}")
+    for name, value in options.guidance_numbers.items():
+        _, low, high = own[name]
+        if not (is_number(value) and low <= value <= high):
+            raise InputError(f"guidance_settings: {name}={value!r} is not in {low:g}..{high:g}")
+    for name in ("pag_scale", "pag_adaptive_scale"):
+        if not (is_number(value := getattr(options, name)) and 0 <= value <= 100):
+            raise InputError(f"{name}={value!r} is not in 0..100; 3 is usual for pag_scale, 0 for none")
+    if options.freeu is not None and (len(options.freeu) != 4 or not all(0 <= x <= 10 for x in options.freeu)):
+        raise InputError(f"freeu={options.freeu!r} is not b1, b2, s1, s2 in 0..10, such as 1.5,1.6,0.9,0.2")
+    if options.guidance_rescale and method != "cfg":
+        raise InputError(f"guidance_rescale with guidance_method={method!r}, which has its own way; leave one out")
+    if options.reuse > 1 and (options.pag_scale or options.freeu):
+        raise InputError("reuse with pag_scale or freeu: deep features are taken as they are; leave one out")
+
+
+def check_noise(options: Any) -> None:
+    """Refuse variations that are none."""
+    strength, seed = options.variation_strength, options.variation_seed
+    if not (is_number(strength) and 0 <= strength <= 1):
+        raise InputError(f"variation_strength={strength!r} is not in 0..1; 0.1 changes little")
+    if seed is not None and not (is_whole(seed) and 0 <= seed < 2**64):
+        raise InputError(f"variation_seed={seed!r} is not a whole number in 0..2**64-1")
+    if strength and seed is None:
+        raise InputError(f"variation_strength={strength:g} without variation_seed: give one, such as 1")
+
+
+def check_hires(options: Any) -> None:
+    """Refuse second passes that cannot be run."""
+    if not (is_number(options.hires) and 1 <= options.hires <= 8):
+        raise InputError(f"hires={options.hires!r} is not in 1..8, how many times larger; 2 is usual")
+    strength, steps, sampler = options.hires_strength, options.hires_steps, options.hires_sampler
+    if strength is not None and not (is_number(strength) and 0 < strength <= 1):
+        raise InputError(f"hires_strength={strength!r} is not in 0..1, 0 left out; 0.4 is usual")
+    if steps is not None and not (is_whole(steps) and steps >= 1):
+        raise InputError(f"hires_steps={steps!r} is not a whole number of at least 1")
+    if sampler is not None and not isinstance(sampler, str):
+        raise InputError(f"hires_sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
+    if options.hires == 1 and (given := [name for name in sorted(options.given()) if name.startswith("hires_")]):
+        raise InputError(f"{given[0]} without hires: give hires=2 as well")
+
+
+def sides_of(value: Any) -> tuple[int, int, int, int] | None:
+    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
+    if value is None:
+        return None
+    wrong = f"outpaint={value!r} is not pixels by side, such as left=64,right=64, or left, top, right and bottom"
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",")]
+        named = "=" in value
+        value = {name.strip(): number for name, _, number in pairs} if named else [name for name, _, _ in pairs]
+    if isinstance(value, Mapping):
+        if value.keys() - set(_SIDES):
+            raise InputError(wrong)
+        value = [value.get(side, 0) for side in _SIDES]
+    try:
+        sides = tuple(int(side) if isinstance(side, str) else side for side in value)
+    except (TypeError, ValueError):
+        raise InputError(wrong) from None
+    if len(sides) != 4 or not all(is_whole(side) and 0 <= side <= 16384 for side in sides) or not any(sides):
+        raise InputError(wrong)
+    left, top, right, bottom = map(int, sides)
+    return left, top, right, bottom
+
+
+def settings_of(name: str, value: Any) -> tuple[str, ...]:
+    """Settings as ``name=value`` texts, the value in JSON."""
+    if isinstance(value, Mapping):
+        value = [f"{key}={json.dumps(one, default=_plain)}" for key, one in value.items()]
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
+        such = "s_churn=10" if name == "sampler_settings" else "norm=2.5"
+        raise InputError(f"{name}={value!r} are not names with values, such as {such}")
+    return tuple(str(one) for one in value)
+
+
+def _plain(value: Any) -> Any:
+    """An array as lists, a numpy scalar as a number, for JSON."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
+
+
+def plain_value(text: str) -> Any:
+    """A number, true, false, a list with or without its brackets, or a word."""
+    for candidate in (text, f"[{text}]" if "," in text else text):
+        try:
+            return json.loads(candidate)
+        except ValueError:
+            continue
+        except RecursionError:
+            raise InputError(f"sampler_settings: {text[:40]}... is nested too deeply") from None
+    return {"True": True, "False": False}.get(text, text)
+
+
+def pair_of(name: str, value: Any) -> tuple[int, int] | None:
+    """A size or a position as two plain integers; metadata gives it back as a list."""
+    if value is None:
+        return None
+    whole = isinstance(value, Sequence | np.ndarray) and all(isinstance(v, int | np.integer) for v in value)
+    lowest = 0 if "crops" in name else 1
+    if not whole or len(value) != 2 or any(isinstance(v, bool) or v < lowest for v in value):
+        order = "(top, left)" if "crops" in name else "(height, width)"
+        raise InputError(f"{name}={value!r} is not {order} in whole pixels of at least {lowest}, such as (1024, 1024)")
+    return int(value[0]), int(value[1])
