@@ -11,6 +11,7 @@ import canvax
 from canvax.parallel import multihost
 
 PROMPTS = ["a cat", "a dog", "a red apple", "a pear", "a car", "a tree"]
+WEIGHTED = ["a (cat:1.3)", "a dog BREAK a cat", "a [red:green:1] apple", "a pear", "a car AND a cat:0.5", "a tree"]
 INTERVAL = (0.0, 0.7)  # two rows guided, one not
 
 
@@ -28,6 +29,8 @@ def main(process: int, processes: int, port: str, model: int, checkpoint: str, o
     )
     result.save(out / "pictures")
     assert steps == [len(result.indices)] * 3
+    weighted = pipe(WEIGHTED, seed=5, num_inference_steps=2, prompt_syntax="a1111", progress=False)
+    np.savez(out / f"weighted{process}.npz", indices=weighted.indices, latents=weighted.latents)
     # Nobody gave a seed: process 0 chooses one for all.
     free = pipe(PROMPTS, num_inference_steps=1, options=canvax.Options(progress=False))
     print("seeds", {i: one["seed"] for i, one in zip(free.indices, free.metadata, strict=True)})

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from multihost_worker import INTERVAL, PROMPTS
+from multihost_worker import INTERVAL, PROMPTS, WEIGHTED
 from small_checkpoint import write_small_checkpoint
 
 import canvax
@@ -70,6 +70,13 @@ def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_p
         scale = alone.latents.std()
         np.testing.assert_allclose(part["latents"] / scale, alone.latents[indices] / scale, rtol=0, atol=1e-4)
         np.testing.assert_allclose(part["pixels"], alone.pixels[indices], rtol=0, atol=1e-4)
+    whole = canvax.load(checkpoint, mesh=canvax.make_mesh(jax.devices()[:1]))
+    weighted = whole(WEIGHTED, seed=5, num_inference_steps=2, prompt_syntax="a1111", progress=False)
+    for process, indices in enumerate(own):
+        part = np.load(tmp_path / f"weighted{process}.npz")
+        assert part["indices"].astype(int).tolist() == indices
+        scale = weighted.latents.std()
+        np.testing.assert_allclose(part["latents"] / scale, weighted.latents[indices] / scale, rtol=0, atol=1e-4)
     written = [read_metadata(path) for path in (tmp_path / "pictures").glob("*.png")]
     assert sorted((one["seed"], one["prompt"]) for one in written) == [(5 + i, PROMPTS[i]) for i in range(6)]
     # Only the first shows progress, the seeds are those of one choice, and other arguments are refused in both.
@@ -83,7 +90,6 @@ def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_p
     assert [seeds[i] - seeds[0] for i in range(6)] == list(range(6))
     if model < 8:
         again = canvax.load(tmp_path / "saved", mesh=canvax.make_mesh(jax.devices()[:1]))
-        whole = canvax.load(checkpoint, mesh=canvax.make_mesh(jax.devices()[:1]))
         jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
 
 

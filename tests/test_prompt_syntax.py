@@ -14,7 +14,7 @@ from small_sdxl import build
 import canvax
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
-from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of
+from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, weighed
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
 from canvax.samplers.table import DENOISED
@@ -180,6 +180,18 @@ def test_parts() -> None:
     assert parts_of("a cat AND a dog :1.2 AND sky:-.5") == [("a cat", 1), (" a dog", 1.2), (" sky", -0.5)]
     assert parts_of("SAND and LAND") == [("SAND and LAND", 1)]
     assert parts_of("a:b") == [("a:b", 1)]
+
+
+def test_features_of_mean_zero_are_not_blown_up() -> None:
+    """Where a text encoder's features have no mean, bringing it back would divide rounding by rounding."""
+    features = np.random.default_rng(0).standard_normal((1, 77, 8)).astype(np.float32)
+    features -= features.mean(axis=-1, keepdims=True)
+    weights = np.ones((1, 77), np.float32)
+    weights[:, 1] = 1.5
+    got = weighed(features, weights, features, "a1111")
+    np.testing.assert_allclose(got, features * weights[..., None])
+    got = weighed(features + 1, weights, features, "a1111")
+    np.testing.assert_allclose(got.mean(), 1, rtol=1e-5)
 
 
 # Chunks

@@ -25,15 +25,16 @@ def put(array: Any, sharding: Sharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def own_rows(array: Array, count: int | None = None) -> tuple[list[int], HostArray]:
+def own_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
     """The rows of a batch that this process has, and no other one answers for: their indices, and the rows.
 
     Args:
         array: [B, ...], split over the first axis alone.
         count: leave out rows from this one on, which only fill up the batch.
+        shared: those as well that another process answers for.
     """
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    shards.sort(key=lambda shard: shard.index[0].start or 0)
+    found = {shard.index[0].start or 0: shard for shard in array.addressable_shards if shared or shard.replica_id == 0}
+    shards = [found[start] for start in sorted(found)]
     limit = array.shape[0] if count is None else count
     indices: list[int] = []
     rows = [np.zeros((0, *array.shape[1:]), array.dtype)]

@@ -155,19 +155,19 @@ def encode(
     batch = padded_batch(len(request.prompts), programs.mesh)
     text_params, skip = programs.text_params(params), np.int32(request.options.clip_skip)
     numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
-    rows = own_rows(put(np.zeros((batch, 1), np.float32), split))[0]
+    rows = own_rows(put(np.zeros((batch, 1), np.float32), split), shared=True)[0]
 
     def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
         return encoder(text_params, placed, skip)
 
     def one_pass(ids: Ids) -> dict[str, HostArray]:
-        return {name: own_rows(array)[1] for name, array in on_devices(ids).items()}
+        return {name: own_rows(array, shared=True)[1] for name, array in on_devices(ids).items()}
 
     encoding = Encoding(model, request.texts.syntax, request.chunks, one_pass, rows)
 
     def spread(array: HostArray, dtype: Any) -> Array:
-        """Rows of this process, at their places."""
+        """Rows of this process, at their places; nobody here asks for the others."""
         whole = np.zeros((batch, *array.shape[1:]), dtype)
         whole[rows] = array.astype(dtype)
         return put(whole, split)
