@@ -159,7 +159,7 @@ def denoise(
     Returns:
         The state after the last row run, D at that row [B, h, w, C] float32, and ``deep.features`` as they are then.
     """
-    guided, rows, deep = inputs.negative is not None, inputs.rows, inputs.deep
+    rows, deep = inputs.rows, inputs.deep
     conditions, composed = inputs.conditions, inputs.composed
     if inputs.negative is not None:
         several = [inputs.negative, conditions, *(composed.others if composed else ())]
@@ -189,37 +189,12 @@ def denoise(
             output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)
         return output.astype(jnp.float32).reshape(-1, times, *output.shape[1:]), features
 
-    def denoised_of(x: Array, outputs: Array, row: Rows) -> Array:
-        """D, guided."""
-
-        def at(output: Array) -> Array:
-            return _per_image(row["p"]) * x + _per_image(row["q"]) * output
-
-        further: Array | float = 0.0
-        if tuning.pag is not None:
-            scale, outputs, last = tuning.pag, outputs[:, :-1], outputs[:, -1]
-            scale = jnp.maximum(scale[:, 0] - scale[:, 1] * (1000 - row["timestep"]), 0)
-            further = _per_image(scale) * (outputs[:, int(guided)] - last)
-        if not guided:
-            return at(outputs[:, 0] + further)
-        negative, conditional = outputs[:, 0], outputs[:, 1]
-        if composed:
-            conditional = compose(negative, outputs[:, 1:], composed.weights)
-        scale = row["guidance"]
-        if method == "cfg":
-            return at(guide(negative, conditional, scale, row["rescale"], further))
-        numbers = tuning.method[:, 0], tuning.method[:, 1]
-        if method == "cfg_zero":
-            return at(zero_star(negative, conditional, scale, row["row"], numbers[0]) + further)
-        means = {"apg": projected, "threshold": thresholded}[method]
-        return means(at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
-
     def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         state, _, features = carry
         row = {name: jax.lax.dynamic_index_in_dim(column, i, axis=1, keepdims=False) for name, column in rows.items()}
         x = state[:, 0]
         outputs, features = network(x, row, i, features)
-        raw = denoised_of(x, outputs, row)
+        raw = _guided(x, outputs, row, inputs, method)
         denoised = raw if clip is None else _clip(raw, clip)
         if inputs.known is not None:
             denoised = _keep(denoised, inputs.known, row["progress"])
@@ -234,6 +209,33 @@ def denoise(
     with jax.named_scope("denoise"):
         first = (inputs.state, jnp.zeros_like(inputs.state[:, 0]), deep and deep.features)
         return jax.lax.fori_loop(0, inputs.count, step, first)
+
+
+def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Method) -> Array:
+    """D of outputs [B, n, h, w, C]: for the negative prompt, the prompts and the perturbed one, as far as there are."""
+    guided, tuning = inputs.negative is not None, inputs.tuning
+
+    def at(output: Array) -> Array:
+        return _per_image(row["p"]) * x + _per_image(row["q"]) * output
+
+    further: Array | float = 0.0
+    if tuning.pag is not None:
+        outputs, last = outputs[:, :-1], outputs[:, -1]
+        scale = jnp.maximum(tuning.pag[:, 0] - tuning.pag[:, 1] * (1000 - row["timestep"]), 0)
+        further = _per_image(scale) * (outputs[:, int(guided)] - last)
+    if not guided:
+        return at(outputs[:, 0] + further)
+    negative, conditional = outputs[:, 0], outputs[:, 1]
+    if inputs.composed:
+        conditional = compose(negative, outputs[:, 1:], inputs.composed.weights)
+    scale = row["guidance"]
+    if method == "cfg":
+        return at(guide(negative, conditional, scale, row["rescale"], further))
+    numbers = tuning.method[:, 0], tuning.method[:, 1]
+    if method == "cfg_zero":
+        return at(zero_star(negative, conditional, scale, row["row"], numbers[0]) + further)
+    kinds = {"apg": projected, "threshold": thresholded}
+    return kinds[method](at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
 
 
 def _recall(features: Array, full: Array, weights: Array) -> Recall:

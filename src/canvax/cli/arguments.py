@@ -164,25 +164,7 @@ def build_parser() -> Parser:
         formatter_class=plain,
     )
     add_generate(generate)
-    sheet = commands.add_parser(
-        "sheet",
-        usage="canvax sheet PROMPT --x NAME=VALUES [--y NAME=VALUES] [flags]",
-        help="compare settings: a grid over one or two of them, as one image with labels",
-        description="Generate one prompt over the values of one or two settings, with one seed, as one image with "
-        "labels. The other flags are those of canvax generate.",
-        epilog=_SHEET_EXAMPLES,
-        formatter_class=plain,
-    )
-    sheet.add_argument("--x", metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'")
-    sheet.add_argument("--y", metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
-    add_generate(sheet)
-    upscale = commands.add_parser(
-        "upscale",
-        usage="canvax upscale IMAGE [--scale X] [-p PROMPT] [flags]",
-        help="make an image larger, with details that the model adds",
-        description="Make an image larger and go over it tile by tile at the size the model was trained for.",
-    )
-    add_upscale(upscale)
+    _derived(commands, plain)
     _compile(commands.add_parser(
         "compile",
         help="compile a model's programs in advance",
@@ -225,6 +207,29 @@ def build_parser() -> Parser:
     ))  # fmt: skip
     add_train(commands)
     return parser
+
+
+def _derived(commands: Any, plain: Any) -> None:
+    """Commands over ``generate``."""
+    sheet = commands.add_parser(
+        "sheet",
+        usage="canvax sheet PROMPT --x NAME=VALUES [--y NAME=VALUES] [flags]",
+        help="compare settings: a grid over one or two of them, as one image with labels",
+        description="Generate one prompt over the values of one or two settings, with one seed, as one image with "
+        "labels. The other flags are those of canvax generate.",
+        epilog=_SHEET_EXAMPLES,
+        formatter_class=plain,
+    )
+    sheet.add_argument("--x", metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'")
+    sheet.add_argument("--y", metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
+    add_generate(sheet)
+    upscale = commands.add_parser(
+        "upscale",
+        usage="canvax upscale IMAGE [--scale X] [-p PROMPT] [flags]",
+        help="make an image larger, with details that the model adds",
+        description="Make an image larger and go over it tile by tile at the size the model was trained for.",
+    )
+    add_upscale(upscale)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
 from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.request import check_layers, make_request
+from canvax.pipelines.request import Request, check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.translate import translate_call, translate_load
@@ -230,7 +230,7 @@ class StableDiffusion:
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
-        mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
+        spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         with multihost.together("canvax generate") if spread else nullcontext():
             params = self._params(params)
@@ -248,6 +248,11 @@ class StableDiffusion:
                 options=options,
                 image=(image, mask, strength),
             )
+        return self._generate(request, params, seed)
+
+    def _generate(self, request: Request, params: Params, seed: Any) -> Result:
+        """A checked call; ``seed`` is what was asked for."""
+        mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
         if not spread or multihost.leads(mesh):
             give_hints(self.model, request)
         if spread:
