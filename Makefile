@@ -104,6 +104,7 @@ out/emoji.zip: | .venv/train
 .venv/test-yes: pyproject.toml | .venv/bin/python
 	$(PIP) --editable '.[test,reference]'
 	$(PIP) --no-deps k-diffusion==0.1.1.post1  # only its formulas: what it imports for training is not needed
+	$(PIP) --no-deps compel==2.4.0  # only its prompts: not the notebooks that it asks for
 	touch $@ .venv/runtime .venv/test-no
 
 .venv/docs: pyproject.toml | .venv/bin/python
