@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,30 @@ def test_compel(prompt: str, pair: Any) -> None:
     features = theirs(prompt).detach().numpy()[0]
     got = np.asarray(ours.encode(prompt, prompt_syntax="compel")["text"][0])
     np.testing.assert_allclose(got, features, atol=1e-5 * np.abs(features).max())
+
+
+def compel_prompt(rng: random.Random, depth: int = 0) -> str:
+    """A random prompt with signs, numbers and brackets in brackets."""
+    pieces = []
+    for _ in range(rng.randint(1, 4)):
+        word = rng.choice(["cat", "red", "well-known", "tree,", "a"])
+        if depth < 2 and rng.random() < 0.35:
+            word = f"({compel_prompt(rng, depth + 1)})" + rng.choice(["", "+", "--", "1.3", "0.5"])
+        elif word[-1] != "," and rng.random() < 0.4:
+            word += rng.choice(["+", "++", "-", "---"])
+        pieces.append(word)
+    return " ".join(pieces)
+
+
+def test_compel_reads_random_prompts_alike() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        prompt = compel_prompt(rng)
+        (parsed,) = compel.PromptParser().parse_conjunction(prompt).prompts
+        # Letter by letter: spaces and commas between pieces may belong to either.
+        want = [(letter, piece.weight) for piece in parsed.children for letter in piece.text if letter not in " ,"]
+        got = [
+            (letter, weight) for text, weight in fragments(prompt, "compel") for letter in text if letter not in " ,"
+        ]
+        assert [letter for letter, _ in got] == [letter for letter, _ in want], prompt
+        np.testing.assert_allclose([w for _, w in got], [w for _, w in want], rtol=1e-6, err_msg=prompt)
