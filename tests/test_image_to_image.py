@@ -256,7 +256,7 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
     painted.paste((0, 0, 0, 255), (0, 0, 4, 8))
     (mask,) = read_images("mask", painted, 1, grey=True)
     assert (mask.getpixel((0, 0)), mask.getpixel((7, 0))) == (255, 0)
-    for mode in ("1", "L", "P", "CMYK", "I;16", "LA"):
+    for mode in ("1", "L", "P", "I;16", "LA"):
         assert read_images("image", Image.new(mode, (8, 8)), 1)[0].mode == "RGB"
 
 
@@ -317,9 +317,16 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusio
     (tmp_path / "cut.png").write_bytes((tmp_path / "huge.png").read_bytes()[:200])
     Image.new("RGB", (64, 64)).save(tmp_path / "a.gif")
     (tmp_path / "text.png").write_text("hello")
+    frames = [Image.new("RGB", (64, 64), (i, 0, 0)) for i in range(2)]
+    for name in ("two.png", "two.webp"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
+    Image.new("CMYK", (64, 64)).save(tmp_path / "print.jpg")
     for name, message in (
         ("a.gif", "is not a PNG, JPEG or WebP"),
         ("text.png", "is not a PNG"),
+        ("two.png", "is animated; save one"),
+        ("two.webp", "is animated; save one"),
+        ("print.jpg", r"\(CMYK\); convert it"),
         ("cut.png", "decompression"),
     ):
         with pytest.raises(canvax.InputError, match=message):

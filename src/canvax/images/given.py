@@ -63,6 +63,8 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
         raise InputError(f"{name}={value!r} is not an image, a path or an array")
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:
         raise InputError(f"{name} of {image.width} x {image.height} pixels; images of 2 x 2 to {MOST_PIXELS} pixels do")
+    if image.mode == "CMYK":
+        raise InputError(f"{name} has the colours of a printer (CMYK); convert it to RGB with its profile")
     try:
         if not grey:
             return upright_rgb(image)
@@ -78,6 +80,8 @@ def _from_file(name: str, path: Path) -> Image.Image:
         with open_regular(path.expanduser()) as file, Image.open(file, formats=tuple(set(FORMATS.values()))) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise InputError(f"{name}={str(path)!r} has {image.width} x {image.height} pixels, which is too many")
+            if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+                raise InputError(f"{name}={str(path)!r} is animated; save one of its frames as an image")
             image.load()
             return image
     except UnidentifiedImageError:
