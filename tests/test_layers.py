@@ -31,7 +31,7 @@ ROWS: list[set[str]] = [
     {"engine"},
     {"pipelines"},
     {"planning"},
-    {"flax_api", "train"},
+    {"flax_api", "train", "server"},
     {"cli"},
 ]
 FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate", "benchmarks", "recipes", "tests"}

@@ -1,0 +1,321 @@
+"""What the APIs ask of an engine, and what they hear from it. No HTTP, no JAX."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from PIL import Image
+
+Format = Literal["png", "jpeg", "webp"]
+
+MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+
+
+class Refused(Exception):
+    """A request that is not accepted.
+
+    Attributes:
+        status: of HTTP: 400, 404, 413, 429 or 503.
+        code: in a word: ``invalid_value``, ``model_not_found``, ``size_not_ready``, ``queue_full``, ``draining``.
+        message: a sentence for people, which names the cure.
+        param: which argument, if it is one.
+        retry_after: seconds after which it may be tried again.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Images that someone wants. What is None is the model's default.
+
+    Attributes:
+        prompt: what to show.
+        negative_prompt: what to keep away from.
+        model: a name that ``Engine.models`` lists; None for the first.
+        n: images; image i has ``seed + i``.
+        width: pixels.
+        height: pixels.
+        steps: of the sampler.
+        guidance_scale: 1 or less switches guidance off.
+        sampler: any name that ``canvax samplers`` knows.
+        seed: None chooses one.
+        image: what to begin from, decoded and checked for its size in pixels.
+        mask: white is generated anew.
+        strength: 0..1, how much of the run is done.
+        options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
+        format: of the finished images.
+        quality: of JPEG and WebP, 1..100.
+        previews: of each image on its way, at most; 0 for none.
+        metadata: whether settings are written into the images.
+        client: who asks: the id of an API key, or "" for all who have none. Clients share the engine fairly.
+        once: what an Idempotency-Key header said. The same client's next job with it is the first one again.
+        seconds: after which the answer is of no use to anyone; the job fails then.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    model: str | None = None
+    n: int = 1
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    sampler: str | None = None
+    seed: int | None = None
+    image: Image.Image | None = None
+    mask: Image.Image | None = None
+    strength: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    format: Format = "png"
+    quality: int | None = None
+    previews: int = 0
+    metadata: bool = True
+    client: str = ""
+    once: str | None = None
+    seconds: float | None = None
+
+
+class Status(StrEnum):
+    """Of a job, and of each of its images."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self in (Status.DONE, Status.FAILED, Status.CANCELLED)
+
+
+@dataclass
+class Picture:
+    """One image of a job.
+
+    Attributes:
+        index: which one, from 0.
+        seed: that it is generated from.
+        width: pixels.
+        height: pixels.
+        steps: evaluations of the denoiser in all.
+        step: those that are done.
+        status: how far it is.
+        data: the file, once it is done.
+        metadata: the settings that give it again, as in ``canvax.Result.metadata``.
+    """
+
+    index: int
+    seed: int
+    width: int
+    height: int
+    steps: int
+    step: int = 0
+    status: Status = Status.QUEUED
+    data: bytes | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The job's status is another."""
+
+    status: Status
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """An image is further."""
+
+    index: int
+    step: int
+    steps: int
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """How an image looks now: a small JPEG or WebP file, or one in the format that was asked for."""
+
+    index: int
+    step: int
+    steps: int
+    data: bytes
+    media_type: str
+    number: int
+    """Of this image's previews, from 0."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An image is done; ``job.pictures[index].data`` holds it."""
+
+    index: int
+
+
+Event = Changed | Stepped | Previewed | Finished
+
+
+class Job:
+    """An accepted ask. The engine's thread writes it, those who wait read it from the thread of their event loop."""
+
+    def __init__(self, ask: Ask, model: str, pictures: Sequence[Picture], *, cancel: Callable[[Job], None]) -> None:
+        self.id = uuid.uuid4().hex
+        self.ask, self.model, self.pictures = ask, model, list(pictures)
+        self.created = time.time()
+        self.status = Status.QUEUED
+        self.error: tuple[str, str] | None = None
+        """Code and message of a job that failed."""
+        self.ahead = 0
+        """Images that come before it."""
+        self.seconds_left: float | None = None
+        self._cancel = cancel
+        self._lock = threading.Lock()
+        self._watchers: set[_Mailbox] = set()
+
+    def cancel(self) -> None:
+        """Give it up: its images leave the batch before the next step. Does nothing where it is over."""
+        self._cancel(self)
+
+    def tell(self, event: Event) -> None:
+        """Called by the engine, from its thread: tell all who watch."""
+        if isinstance(event, Changed):
+            self.status = event.status
+        with self._lock:
+            watchers = list(self._watchers)
+        for mailbox in watchers:
+            mailbox.post(event)
+
+    async def watch(self) -> AsyncIterator[Event]:
+        """Events from now on, beginning with the present status; ends when the job is over.
+
+        Who reads slowly misses previews and steps, never an image or the end.
+        """
+        mailbox = _Mailbox()
+        with self._lock:
+            self._watchers.add(mailbox)
+        try:
+            status = self.status
+            yield Changed(status)
+            if status.over:
+                return
+            while True:
+                event = await mailbox.next()
+                yield event
+                if isinstance(event, Changed) and event.status.over:
+                    return
+        finally:
+            with self._lock:
+                self._watchers.discard(mailbox)
+
+    async def finished(self) -> None:
+        """Wait until it is over."""
+        async for _ in self.watch():
+            pass
+
+
+class _Mailbox:
+    """Events for one who watches; used on the thread of one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: list[Event] = []
+        self._some = asyncio.Event()
+
+    def post(self, event: Event) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is there any more
+            self._loop.call_soon_threadsafe(self._put, event)
+
+    async def next(self) -> Event:
+        await self._some.wait()
+        event = self._events.pop(0)
+        if not self._events:
+            self._some.clear()
+        return event
+
+    def _put(self, event: Event) -> None:
+        if isinstance(event, Stepped | Previewed):  # in place of one of its kind that nobody has read yet
+            for i, other in enumerate(self._events):
+                if isinstance(other, type(event)) and other.index == event.index:
+                    self._events[i] = event
+                    return
+        self._events.append(event)
+        self._some.set()
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What is told of a model.
+
+    Attributes:
+        id: its name in requests.
+        family: such as "Stable Diffusion".
+        native: width and height that it was trained for.
+        sizes: width and height of those that are ready.
+        any_size: whether others may be asked for, which wait for a compiler.
+        size_step: widths and heights are divisible by it.
+        steps: by default.
+        guidance_scale: by default.
+        sampler: by default.
+        max_images: of one job.
+        max_steps: likewise.
+        tasks: "text-to-image", "image-to-image", "inpainting".
+        examples: prompts that it is good at.
+        created: unix seconds.
+        sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
+    """
+
+    id: str
+    family: str
+    native: tuple[int, int]
+    sizes: tuple[tuple[int, int], ...]
+    any_size: bool
+    size_step: int
+    steps: int
+    guidance_scale: float
+    sampler: str | None
+    max_images: int
+    max_steps: int
+    tasks: tuple[str, ...]
+    examples: tuple[str, ...]
+    created: int
+    sha256: str
+
+
+class Engine(Protocol):
+    """Whatever generates images: the thread that owns the devices, or a stand-in of the tests."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """The models, the default first."""
+        ...
+
+    def submit(self, ask: Ask) -> Job:
+        """Accept a job. Blocks for milliseconds: call it off the event loop.
+
+        Raises:
+            Refused: it cannot be done at all, or not now.
+        """
+        ...
+
+    def job(self, name: str, client: str) -> Job | None:
+        """A job of this client by its id, for ten minutes after it is over."""
+        ...
+
+    def jobs(self) -> Sequence[Job]:
+        """The jobs that are not over, oldest first."""
+        ...
