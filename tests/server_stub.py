@@ -1,4 +1,7 @@
-"""An engine without a model, for tests of the server's protocols: quick images of one colour that the seed decides."""
+"""An engine without a model, for tests of the server's protocols: quick images of one colour that the seed decides.
+
+Its jobs are in the server's own book, so that ids, owners and Idempotency-Keys are as they are with a model.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 from PIL import Image
 
+from canvax.server.book import Book
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Ask,
     Changed,
-    Finished,
     Job,
     ModelCard,
     Picture,
@@ -23,13 +26,17 @@ from canvax.server.jobs import (
     Status,
     Stepped,
 )
+from canvax.server.journal import Journal
+from canvax.server.metrics import Metrics
 
 CARD = ModelCard(
     id="stub", family="Stable Diffusion", native=(64, 64), sizes=((64, 64), (96, 64)), any_size=False, size_step=8,
     steps=4, guidance_scale=7.5, sampler="Euler a", max_images=10, max_steps=150,
-    tasks=("text-to-image", "image-to-image", "inpainting"), examples=("a red apple",), created=1_760_000_000,
-    sha256="ab" * 32,
+    tasks=("text-to-image", "image-to-image", "inpainting", "upscaling"), examples=("a red apple",),
+    created=1_760_000_000, sha256="ab" * 32,
 )  # fmt: skip
+
+LARGEST_SIDE, MOST_IMAGES = 1024, 64
 
 
 class StubEngine:
@@ -37,17 +44,19 @@ class StubEngine:
 
     Attributes:
         asks: what came in.
+        accepted: the jobs of them.
         refusal: raised for the next jobs, if not None.
         pace: seconds of a step.
         fails: what the next jobs fail with, code and message.
     """
 
-    def __init__(self, *, pace: float = 0.0) -> None:
+    def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
         self.asks: list[Ask] = []
+        self.accepted: list[Job] = []
         self.refusal: Refused | None = None
         self.fails: tuple[str, str] | None = None
         self.pace = pace
-        self._jobs: dict[str, Job] = {}
+        self.book = Book(metrics or Metrics(), journal, 600.0, lambda job: None)
 
     def models(self) -> Sequence[ModelCard]:
         return (CARD,)
@@ -62,22 +71,30 @@ class StubEngine:
             )
         steps, seed = ask.steps or CARD.steps, 1234 if ask.seed is None else ask.seed
         width, height = ask.width or 64, ask.height or 64
-        pictures = [Picture(i, seed + i, width, height, steps) for i in range(ask.n)]
+        if ask.upscale and ask.image:
+            width, height = (round(side * ask.upscale) for side in ask.image.size)
+        if max(width, height) > LARGEST_SIDE or ask.n > MOST_IMAGES:
+            raise Refused(400, "invalid_value", f"{ask.n} images of {width}x{height} are too many pixels", param="n")
+        if not 0 <= seed < 2**64:
+            raise Refused(400, "invalid_value", "seed must be in 0..2**64-1", param="seed")
+        pictures = [Picture(i, (seed + i) % 2**64, width, height, steps) for i in range(ask.n)]
         job = Job(ask, CARD.id, pictures, cancel=self._cancel)
-        self._jobs[job.id] = job
+        with self.book.lock:
+            if earlier := self.book.earlier(ask):
+                return earlier
+            self.book.accept(job)
+        self.accepted.append(job)
         threading.Thread(target=self._run, args=(job,), daemon=True).start()
         return job
 
     def job(self, name: str, client: str) -> Job | None:
-        job = self._jobs.get(name)
-        return job if job and job.ask.client == client else None
+        return self.book.get(name, client)
 
     def jobs(self) -> Sequence[Job]:
-        return [job for job in self._jobs.values() if not job.status.over]
+        return self.book.open()
 
     def _cancel(self, job: Job) -> None:
-        if not job.status.over:
-            job.tell(Changed(Status.CANCELLED))
+        self.book.end(job, Status.CANCELLED)
 
     def _run(self, job: Job) -> None:
         time.sleep(self.pace)
@@ -93,15 +110,13 @@ class StubEngine:
                     data = drawn(picture.seed, (16, 16), "jpeg")
                     job.tell(Previewed(picture.index, step + 1, picture.steps, data, "image/jpeg", step))
         if self.fails:
-            job.error = self.fails
-            job.tell(Changed(Status.FAILED))
+            self.book.fail(job, *self.fails)
             return
         for picture in job.pictures:
             picture.data = drawn(picture.seed, (picture.width, picture.height), job.ask.format)
             picture.metadata = {"prompt": job.ask.prompt, "seed": picture.seed, "model": job.model}
             picture.status = Status.DONE
-            job.tell(Finished(picture.index))
-        job.tell(Changed(Status.DONE))
+            self.book.finished(job, picture.index)
 
 
 def drawn(seed: int, size: tuple[int, int], kind: Any) -> bytes:

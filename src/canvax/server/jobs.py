@@ -37,6 +37,11 @@ class Refused(Exception):
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
 
 
+def invalid(param: str | None, message: str) -> Refused:
+    """A value that cannot be used."""
+    return Refused(400, "invalid_value", message, param=param)
+
+
 @dataclass(frozen=True)
 class Ask:
     """Images that someone wants. What is None is the model's default.
@@ -55,6 +60,7 @@ class Ask:
         image: what to begin from, decoded and checked for its size in pixels.
         mask: white is generated anew.
         strength: 0..1, how much of the run is done.
+        upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
@@ -78,6 +84,7 @@ class Ask:
     image: Image.Image | None = None
     mask: Image.Image | None = None
     strength: float | None = None
+    upscale: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "png"
     quality: int | None = None
@@ -173,10 +180,19 @@ Event = Changed | Stepped | Previewed | Finished
 class Job:
     """An accepted ask. The engine's thread writes it, those who wait read it from the thread of their event loop."""
 
-    def __init__(self, ask: Ask, model: str, pictures: Sequence[Picture], *, cancel: Callable[[Job], None]) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(
+        self,
+        ask: Ask,
+        model: str,
+        pictures: Sequence[Picture],
+        *,
+        cancel: Callable[[Job], None],
+        name: str | None = None,
+        created: float | None = None,
+    ) -> None:
+        self.id = name or uuid.uuid4().hex
         self.ask, self.model, self.pictures = ask, model, list(pictures)
-        self.created = time.time()
+        self.created = time.time() if created is None else created
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
@@ -274,7 +290,7 @@ class ModelCard:
         sampler: by default.
         max_images: of one job.
         max_steps: likewise.
-        tasks: "text-to-image", "image-to-image", "inpainting".
+        tasks: "text-to-image", "image-to-image", "inpainting", "upscaling".
         examples: prompts that it is good at.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
@@ -297,11 +313,24 @@ class ModelCard:
     sha256: str
 
 
+class State(StrEnum):
+    """Of an engine."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
 class Engine(Protocol):
     """Whatever generates images: the thread that owns the devices, or a stand-in of the tests."""
 
     def models(self) -> Sequence[ModelCard]:
-        """The models, the default first."""
+        """The models, the default first.
+
+        Raises:
+            Refused: they are not loaded yet.
+        """
         ...
 
     def submit(self, ask: Ask) -> Job:

@@ -1,0 +1,372 @@
+"""Load on ``canvax serve``: how many images, how soon, beside other ways to serve the same model on this machine.
+
+    python -m benchmarks.serve_load                            # batching not at all, by requests, by steps
+    python -m benchmarks.serve_load --peer-path LIBRARIES      # also PyTorch diffusers behind FastAPI (serve_peer.py)
+    python -m benchmarks.serve_load --one                      # one client, beside calls of the pipeline
+    python -m benchmarks.serve_load --closed 8                 # clients who wait for their answers: throughput alone
+    python -m benchmarks.serve_load --url http://127.0.0.1:7860 --rate 2   # a server that runs already
+
+Requests arrive at random, at a rate that rises until the 95th percentile of latency is beyond the last of ``--limits``;
+how many images a second a server gives within each limit is compared. All servers get the same requests at the same
+times: mixed sizes, steps, samplers, one image or two, with guidance and without, from clients with a key each. Every
+server is a process of its own, and is alone on the machine while it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from benchmarks.lab.others import Others
+from benchmarks.lab.traffic import (
+    MIXES,
+    Request,
+    capacity,
+    closed_loop,
+    markdown,
+    most_within,
+    open_loop,
+    requests,
+    summary,
+)
+
+GROWTH = 1.15
+"""From one rate to the next."""
+
+FIRST = 0.5
+"""With ``--rate auto``: the first rate, as a part of what the first server can do."""
+
+LOWER = 12
+"""How many rates below the first are tried, where that is too much already."""
+
+TURN = 6
+"""Requests that a side answers in a row, in ``--one``."""
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of those compared.
+
+    Attributes:
+        name: for people.
+        base: its address.
+        command: that starts it; empty where it runs already.
+        own: whether it is canvax.
+        keys: of the clients.
+        libraries: a folder of more of them for its process.
+        process: its id, if it was started here.
+    """
+
+    name: str
+    base: str
+    command: Sequence[str] = ()
+    own: bool = True
+    keys: Sequence[str] = ()
+    libraries: str = ""
+    process: int | None = None
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask as its first client."""
+        headers = {"Authorization": f"Bearer {self.keys[0]}"} if self.keys else {}
+        return httpx.get(f"{self.base}{path}", headers=headers, timeout=60)
+
+    def counters(self) -> Row:
+        """Compilations, and steps of slots with an image and without."""
+        found = {"compilations": 0.0, "used": 0.0, "padded": 0.0}
+        for line in self.get("/metrics").text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == "canvax_compilations":
+                found["compilations"] = float(value)
+            for state in ("used", "padded"):
+                if name.startswith("canvax_slot_steps_total") and f'state="{state}"' in name:
+                    found[state] += float(value)
+        return found
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """A server in a process of its own, when it is ready."""
+    if not server.command:
+        yield server
+        return
+    paths = [path for path in (server.libraries, os.environ.get("PYTHONPATH")) if path]
+    environment = {**os.environ, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(server.command, stdout=said, stderr=said, env=environment)
+        try:
+            while not _ready(server):
+                if process.poll() is not None:
+                    said.seek(0)
+                    raise SystemExit(f"{' '.join(server.command)} ended:\n{said.read().decode()[-2000:]}")
+                time.sleep(0.25)
+            yield replace(server, process=process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def servers(arguments: argparse.Namespace, folder: Path) -> Iterator[Server]:
+    """Those to compare; the first is what the others are compared with."""
+    if arguments.url:
+        keys = [line.partition(":")[2] for line in arguments.keys.read_text().split()] if arguments.keys else []
+        server = Server(arguments.url.rstrip("/"), arguments.url.rstrip("/"), keys=keys)
+        yield Server(server.name, server.base, own=server.get("/api/models").status_code == 200, keys=keys)
+        return
+    keys, file = [secrets.token_hex(16) for _ in range(max(arguments.clients))], folder / "keys.txt"
+    file.touch(0o600)
+    file.write_text("".join(f"client{i}:{key}\n" for i, key in enumerate(keys)))
+    sizes, batches = [size for size, _ in MIXES[arguments.mix].sizes], ",".join(map(str, arguments.batches))
+    for kind in arguments.batching:
+        port = _free_port()
+        command = [sys.executable, "-m", "canvax", "serve", arguments.model, "--port", str(port), "--keys", str(file)]
+        command += ["-q", "--queue-images", "100000", "--queue-seconds", "100000", "--batching", kind]
+        command += ["--warm", *(f"{size}:{batches}" for size in sizes)]
+        yield Server(f"canvax, {kind}", f"http://127.0.0.1:{port}", command, keys=keys)
+    if arguments.peer_path is not None:
+        import canvax
+
+        model = Path(canvax.__file__).parent / "assets" / "emoji" if arguments.model == "emoji" else arguments.model
+        script, port = Path(__file__).with_name("serve_peer.py"), _free_port()
+        command = [sys.executable, str(script), "--model", str(model), "--port", str(port)]
+        base = f"http://127.0.0.1:{port}"
+        yield Server("diffusers, FastAPI", base, command, own=False, libraries=arguments.peer_path)
+
+
+class Sweep:
+    """Rates of one list of requests, for one server after the other.
+
+    Args:
+        arguments: of the command.
+        clients: who share the requests.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, clients: int) -> None:
+        self._arguments, self._clients = arguments, clients
+        self._first: float | None = None if arguments.rate == "auto" else float(arguments.rate)
+
+    def of(self, server: Server) -> list[Row]:
+        """Rates that rise until latency is beyond every limit; from a lower one where the first is too much already."""
+        if self._first is None:
+            self._first = FIRST * self.capacity(server)
+        worst, rows, number = self._arguments.limits[-1], {}, 0
+        while not _fits(rows.setdefault(number, self.run(server, self._rate(number))), worst) and number > -LOWER:
+            number -= 3
+        while _fits(rows[number], worst):
+            number += 1
+            if number not in rows:
+                rows[number] = self.run(server, self._rate(number))
+        return [rows[number] for number in sorted(rows)]
+
+    def run(self, server: Server, rate: float) -> Row:
+        """One rate. "others" is how many processors something else kept busy: nothing should."""
+        seconds = self._arguments.seconds
+        before = server.counters() if server.own else {}
+        others = Others(server.process) if server.process and sys.platform == "linux" else None
+        answers = asyncio.run(open_loop(server.base, self._due(rate, seconds), server.keys, jobs=server.own))
+        row = summary(answers, rate, seconds)
+        if server.own:
+            change = {name: value - before[name] for name, value in server.counters().items()}
+            row |= {"fill": change["used"] / max(1.0, change["used"] + change["padded"])}
+            row |= {"compilations": int(change["compilations"])}
+        if others:
+            row |= {"others": others.processors()}
+        print(f"{server.name}, {self._clients} clients: {_in_words(row)}", file=sys.stderr)
+        return row
+
+    def capacity(self, server: Server) -> float:
+        """Requests a second that it answers at most."""
+        clients, seconds = self._arguments.closed or 8, min(20.0, self._arguments.seconds)
+        due = self._due(10.0, 100.0)
+        asyncio.run(closed_loop(server.base, due, clients, 3.0, server.keys))  # first calls are slower
+        answers = asyncio.run(closed_loop(server.base, due, clients, seconds, server.keys))
+        if failed := [one.status for one in answers if one.status != 200]:
+            raise SystemExit(f"{server.name}: {len(failed)} of {len(answers)} requests failed, {failed[0]}")
+        return capacity(answers, seconds)
+
+    def _rate(self, number: int) -> float:
+        """The same ones for every server."""
+        assert self._first is not None
+        return self._first * GROWTH**number
+
+    def _due(self, rate: float, seconds: float) -> list[Request]:
+        own = self._arguments
+        return requests(
+            rate, seconds, clients=self._clients, seed=own.seed, mix=MIXES[own.mix], previews=own.previews
+        )  # fmt: skip
+
+
+def one_client(server: Server, arguments: argparse.Namespace) -> Row:
+    """One client back to back, in turns of ``TURN`` requests with calls of the pipeline in this process.
+
+    Returns:
+        The server's seconds over the call's: medians of the ratios, and the ratio of the sums.
+    """
+    import canvax
+
+    pipe, options = canvax.load(arguments.model, progress=False), canvax.Options(progress=False)
+    mix = MIXES[arguments.mix]
+    due = requests(1.0, 5000.0, clients=1, seed=arguments.seed, mix=mix)
+    bodies = [one.body for one in due if (one.body["size"], one.body["n"]) == (mix.sizes[0][0], 1)][: arguments.count]
+    headers = {"Authorization": f"Bearer {server.keys[0]}"} if server.keys else {}
+    took: dict[str, list[float]] = {"server": [], "call": []}
+    with httpx.Client(base_url=server.base, timeout=600, headers=headers) as http:
+
+        def ask(body: dict[str, Any]) -> None:
+            http.post("/v1/images/generations", json=body).raise_for_status()
+
+        def call(body: dict[str, Any]) -> None:
+            images = pipe(
+                body["prompt"], seed=body["seed"], num_inference_steps=body["steps"], sampler=body["sampler"],
+                guidance_scale=body["guidance_scale"], options=options,
+            ).images  # fmt: skip
+            images[0].save(io.BytesIO(), "PNG")  # what comes over the wire
+
+        sides = {"server": ask, "call": call}
+        for body in {(one["sampler"], one["steps"], one["guidance_scale"]): one for one in bodies}.values():
+            for side in sides.values():  # whoever compiles anything does it here
+                side(body)
+        for turn in range(0, len(bodies), TURN):
+            for name in ("server", "call") if turn // TURN % 2 else ("call", "server"):
+                for body in bodies[turn : turn + TURN]:
+                    began = time.perf_counter()
+                    sides[name](body)
+                    took[name].append(time.perf_counter() - began)
+    # The first of each turn wakes a process that was asleep, which is nobody's overhead.
+    counted = [i for i in range(len(bodies)) if i % TURN]
+    ratios = {i: took["server"][i] / took["call"][i] for i in counted}
+    found = {}
+    for steps, _ in mix.steps:
+        if some := [ratios[i] for i in counted if bodies[i]["steps"] == steps]:
+            found[f"{steps} steps"] = statistics.median(some)
+    sums = [sum(took[name][i] for i in counted) for name in ("server", "call")]
+    return found | {"median": statistics.median(ratios.values()), "sums": sums[0] / sums[1]}
+
+
+def report(results: Mapping[str, Sequence[Row]], limits: Sequence[float]) -> Iterator[str]:
+    """Images a second within each limit, against the first server's; then every run, as Markdown."""
+    yield f"| images a second | {' | '.join(f'p95 within {limit:g} s' for limit in limits)} |"
+    yield "|---" * (len(limits) + 1) + "|"
+    base: dict[tuple[str, float], float] = {}
+    for name, rows in results.items():
+        clients, cells = name.rpartition(", ")[2], []
+        for limit in limits:
+            value = most_within(rows, limit)
+            first = base.setdefault((clients, limit), value)
+            cells.append(f"{value:.2f} ({value / first:.2f} x)" if value and first else f"{value:.2f}")
+        yield f"| {name} | {' | '.join(cells)} |"
+    for name, rows in results.items():
+        yield f"\n{name}\n"
+        yield from markdown(rows)
+
+
+def plot(results: Mapping[str, Sequence[Row]], file: Path) -> None:
+    """The 95th percentile of latency over images a second."""
+    from canvax.images.chart import line_chart
+
+    series = {name: [(row["images asked for a second"], row["p95"]) for row in rows] for name, rows in results.items()}
+    line_chart(
+        series, title="Latency under load", x_label="images asked for, a second", y_label="95th percentile, seconds",
+        log_y=True, size=(900, 480),
+    ).save(file)  # fmt: skip
+
+
+def main() -> None:
+    """See the top of the file."""
+    arguments = _parser().parse_args()
+    arguments.limits.sort()
+    results: dict[str, list[Row]] = {}
+    sweeps = {clients: Sweep(arguments, clients) for clients in arguments.clients}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.one and not arguments.url:
+            arguments.batching, arguments.peer_path = ["steps"], None
+        for one in servers(arguments, Path(folder)):
+            with running(one) as server:
+                if arguments.one:
+                    print(json.dumps(one_client(server, arguments)))
+                elif arguments.closed:
+                    rate = sweeps[arguments.clients[0]].capacity(server)
+                    print(f"{server.name}: {rate:.2f} requests a second", flush=True)
+                else:
+                    if server.command:  # its first calls are slower
+                        warm = requests(2.0, 4.0, clients=1, seed=99, mix=MIXES[arguments.mix])
+                        asyncio.run(open_loop(server.base, warm, server.keys, jobs=False))
+                    for clients, sweep in sweeps.items():
+                        results[f"{server.name}, {clients} clients"] = sweep.of(server)
+    if results:
+        print("\n".join(report(results, arguments.limits)))
+    if results and arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    if results and arguments.plot:
+        plot(results, arguments.plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a server that runs already, in place of those that are compared")
+    parser.add_argument("--keys", type=Path, help="with --url: file with its keys, as for canvax serve")
+    parser.add_argument("--model", default="emoji")
+    parser.add_argument("--batching", nargs="*", default=["none", "requests", "steps"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8], help="images at once")
+    parser.add_argument("--peer-path", help="folder with FastAPI, or '': also measure the peer")
+    parser.add_argument("--rate", default="auto", help="requests a second at first (a part of the first one's most)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each rate")
+    parser.add_argument("--limits", nargs="+", type=float, default=[1.0, 2.0], help="seconds of the 95th percentile")
+    parser.add_argument("--clients", nargs="+", type=int, default=[16])
+    parser.add_argument("--mix", choices=list(MIXES), default="default")
+    parser.add_argument("--previews", type=float, default=0.1, help="part of the requests that watch (canvax alone)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one", action="store_true", help="one client, beside calls of the pipeline")
+    parser.add_argument("--count", type=int, default=60, help="requests of --one")
+    parser.add_argument("--closed", type=int, metavar="N", help="N clients who wait for each answer")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--plot", type=Path, help="file for a plot, such as docs/images/serve-load.png")
+    return parser
+
+
+def _fits(row: Row, limit: float) -> bool:
+    return row["p95"] <= limit and not row["refused"] and not row["failed"]
+
+
+def _in_words(row: Row) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in row.items())
+
+
+def _ready(server: Server) -> bool:
+    try:
+        return server.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server that is measured goes, too
+    main()

@@ -1,0 +1,257 @@
+"""``canvax serve`` and ``canvax ui``: the server, and the page in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import re
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.terminal import complain
+from canvax.errors import CanvaxError, InputError
+
+if TYPE_CHECKING:
+    from canvax.server.engine import EngineSettings, ImageEngine
+
+PORT = 7860
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[\w.-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?", re.ASCII)
+_USUAL = {"--allow-host": "draw.example.org, without a port", "--allow-origin": "https://shop.example.org"}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    del report
+    _check_extra()
+    from canvax.server.app import Settings, create_app
+    from canvax.server.engine import ImageEngine
+    from canvax.server.journal import Journal
+    from canvax.server.keys import Keys
+    from canvax.server.metrics import Metrics
+
+    opens_page = arguments.command == "ui"
+    keys = Keys.read(Path(arguments.keys) if arguments.keys else None)
+    if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
+        raise InputError(
+            f"--host {arguments.host}: anyone who reaches it could use this machine; give --keys FILE, or --no-keys if "
+            "that is meant"
+        )
+    names = _names(arguments.models or ["emoji"])
+    settings = _engine_settings(arguments)
+    web = Settings(
+        keys=keys,
+        host=arguments.host,
+        more_hosts=_checked("--allow-host", arguments.allow_host, _NAME)
+        or (("*",) if arguments.host in ("0.0.0.0", "::") and keys else ()),
+        origins=_checked("--allow-origin", [text.rstrip("/") for text in arguments.allow_origin], _ORIGIN),
+        max_body=byte_count("--max-body", arguments.max_body),
+        rate=arguments.rate,
+        page=not arguments.no_page,
+    )
+    port = 0 if opens_page and arguments.port is None else arguments.port
+    with _listen(arguments.host, port) as listener:
+        _log_to_stderr(quiet=arguments.quiet)
+        say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
+        journal = Journal(Path(arguments.journal)) if arguments.journal else None
+        metrics = Metrics()
+        engine = ImageEngine(
+            list(names), settings, metrics, lambda name: _load(names[name], arguments), journal=journal, say=say
+        )
+        app = create_app(engine, web, state=lambda: engine.state, metrics=metrics)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"starting on {url}")
+        engine.start()
+        if opens_page:
+            threading.Thread(target=_open_page, args=(engine, url, say), daemon=True).start()
+        _serve(app, listener, engine, arguments.drain_seconds, say)
+
+
+def byte_count(flag: str, text: str) -> int:
+    """The bytes that a text such as 20GB means.
+
+    Raises:
+        InputError: it means none.
+    """
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
+    count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if count < 1:
+        raise InputError(f"{flag} {text} is not a size; write 20GB or 500MB")
+    return count
+
+
+def _checked(flag: str, values: list[str], form: re.Pattern[str]) -> tuple[str, ...]:
+    """The values in small letters, as browsers send them."""
+    for value in values:
+        if not form.fullmatch(value.lower()):
+            raise InputError(f"{flag} {value} is not such a name; write {_USUAL[flag]}")
+    return tuple(value.lower() for value in values)
+
+
+def _check_extra() -> None:
+    try:
+        import msgspec
+        import prometheus_client
+        import python_multipart
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise InputError(f"canvax serve needs {error.name}; install it: pip install 'canvax[serve]'") from None
+    del msgspec, prometheus_client, python_multipart, starlette, uvicorn
+
+
+def _names(models: list[str]) -> dict[str, str]:
+    """What each model is called in requests -> where it is: of a folder its own name, not the way to it."""
+    names: dict[str, str] = {}
+    for model in models:
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.is_dir() else model
+        if name in names:
+            raise InputError(f"{model}: there is a model {name!r} already; rename one of the folders")
+        names[name] = model
+    return names
+
+
+def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
+    from canvax.server.engine import EngineSettings
+    from canvax.server.served import Warm
+
+    for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "rate"):
+        value = getattr(arguments, flag)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0")
+    if any(count < 1 for count in arguments.chunks):
+        raise InputError(f"--chunks {arguments.chunks} are not whole numbers of at least 1")
+    return EngineSettings(
+        warm=tuple(_warm(text) for text in arguments.warm) if arguments.warm else (Warm(),),
+        chunks=tuple(dict.fromkeys(arguments.chunks)),
+        compile_on_demand=arguments.compile_on_demand,
+        queue_seconds=arguments.queue_seconds,
+        queue_images=arguments.queue_images,
+        keep_seconds=arguments.keep_seconds,
+        memory=byte_count("--memory", arguments.memory) if arguments.memory else None,
+        batching=arguments.batching,
+        log_prompts=arguments.log_prompts,
+    )
+
+
+def _warm(text: str) -> Any:
+    from canvax.server.served import Warm
+
+    found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
+    if not found:
+        raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
+    batches = tuple(int(part) for part in found[3].split(",")) if found[3] else Warm().batches
+    if int(found[1]) == 0 or int(found[2]) == 0:
+        raise InputError(f"--warm {text}: an image has at least a pixel; write 512x512:1,4")
+    if 0 in batches:
+        raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
+    return Warm((int(found[1]), int(found[2])), batches)
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A socket that is bound, so that a port in use is known before a model is loaded."""
+    port = PORT if port is None else port
+    if not 0 <= port < 1 << 16:  # which some C libraries take for another port
+        raise InputError(f"--port {port} is not in 0..65535; choose another port, such as --port 0")
+    listener = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # By its name, or asyncio leaves Nagle's algorithm on, and each answer waits 40 ms for an acknowledgement.
+        listener = socket.socket(found[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(found[4])
+    except (OSError, UnicodeError) as error:
+        if listener:
+            listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--host {host} --port {port}: {reason}; choose another port, such as --port 0") from None
+    return listener
+
+
+def _log_to_stderr(*, quiet: bool) -> None:
+    from canvax.server.logs import JsonLines
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("canvax.server")
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id
+
+
+def _load(model: str, arguments: argparse.Namespace) -> Any:
+    import canvax
+    from canvax.parallel.mesh import mesh_of
+
+    return canvax.load(
+        model,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        revision=arguments.revision,
+        variant=arguments.variant,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        mesh=mesh_of(arguments.mesh),
+        progress=not arguments.quiet,
+    )
+
+
+def _serve(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
+    """Answer until a signal, then finish what was accepted; a second signal ends at once."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=15, lifespan="off",
+        timeout_graceful_shutdown=5, http="h11", ws="none",  # whatever else is installed: it is what the tests attack
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    signals: list[int] = []
+
+    def heard(number: int, _: Any) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            server.force_exit = server.should_exit = True
+
+    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    # In a thread of its own, where uvicorn leaves signals alone.
+    web = threading.Thread(target=server.run, args=([listener],), name="canvax web", daemon=True)
+    web.start()
+    while web.is_alive() and not signals and engine.failure is None:
+        web.join(0.2)
+    if signals:
+        say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
+        draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
+        draining.start()
+        while draining.is_alive() and len(signals) < 2:
+            draining.join(0.2)
+    server.should_exit = True
+    while web.is_alive() and len(signals) < 2:
+        web.join(0.2)
+    engine.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if engine.failure is not None:
+        known = isinstance(engine.failure, CanvaxError)
+        raise engine.failure if known else CanvaxError(f"the server could not start: {engine.failure}")
+
+
+def _open_page(engine: ImageEngine, url: str, say: Callable[[str], None]) -> None:
+    from canvax.server.jobs import State
+
+    while engine.state is State.STARTING:
+        threading.Event().wait(0.2)
+    if engine.state is State.READY and not webbrowser.open(url):
+        say(f"open {url} in a browser")

@@ -1,0 +1,65 @@
+"""Flags of ``canvax serve`` and ``canvax ui``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from canvax.cli.generate_arguments import add_dtype, add_source
+
+SERVE_EXAMPLES = """
+examples:
+  canvax serve                                             the model in the package, on http://127.0.0.1:7860
+  canvax serve ./my-model --warm 512x512:1,4 768x512:1,4   two sizes, one image or four at a time
+  canvax serve owner/name --host 0.0.0.0 --keys keys.txt   for others, who need a key
+  canvax serve owner/name --journal jobs.db                accepted jobs survive a kill
+"""
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Flags of both commands."""
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="emoji (the default), folders, Hub ids owner/name")
+    parser.add_argument(
+        "--warm", nargs="+", metavar="WxH:B,B",
+        help="sizes to make ready, and images at once: 512x512:1,4 (the model's own size, 1 and 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, default=[1], metavar="N",
+        help="lengths of prompts to make ready, in chunks of 75 tokens (1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile-on-demand", action="store_true", help="other sizes too: their first request waits for the compiler"
+    )
+    _network(parser.add_argument_group("network"))
+    _limits(parser.add_argument_group("limits"))
+    model = parser.add_argument_group("model")
+    add_dtype(model)
+    model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
+    add_source(model)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no words on stderr but errors")
+
+
+def _network(group: Any) -> None:
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
+    group.add_argument("--port", type=int, default=None, metavar="N", help="port (7860); 0 for a free one")
+    group.add_argument("--keys", metavar="FILE", help="who may ask: lines id:key (or the variable CANVAX_KEYS)")
+    group.add_argument("--no-keys", action="store_true", help="let everyone in who reaches --host")
+    group.add_argument("--allow-host", nargs="+", default=[], metavar="NAME", help="names that the server is called by")
+    group.add_argument("--allow-origin", nargs="+", default=[], metavar="URL", help="sites whose pages may ask")
+    group.add_argument("--no-page", action="store_true", help="no page, only the APIs")
+
+
+def _limits(group: Any) -> None:
+    group.add_argument("--queue-seconds", type=float, default=600.0, metavar="S", help="work that may wait (600)")
+    group.add_argument("--queue-images", type=int, default=1000, metavar="N", help="images that may wait (1000)")
+    group.add_argument("--rate", type=float, metavar="N", help="images a minute for each key (no limit)")
+    group.add_argument("--max-body", default="32MB", metavar="SIZE", help="bytes of a request with images (32MB)")
+    group.add_argument("--memory", metavar="SIZE", help="weights on each device at a time: 20GB (what is free)")
+    group.add_argument("--keep-seconds", type=float, default=600.0, metavar="S", help="how long results wait (600)")
+    group.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="time to finish at the end (30)")
+    group.add_argument("--journal", metavar="FILE", help="keep accepted jobs in this file, so that a kill loses none")
+    group.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
+    group.add_argument(
+        "--batching", choices=["steps", "requests", "none"], default="steps",
+        help="images join and leave between steps; or, for comparisons, by whole batches, or one by one",
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The images of a checked request in a batch, ready to be denoised: texts encoded, given images too, noise drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from canvax.compile.programs import Programs, Ready
+from canvax.engine.batch import Batch, filled
+from canvax.engine.segments import DeepPlan
+from canvax.families.base import Model
+from canvax.noise import seed_keys
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import put
+from canvax.params import Params
+from canvax.pipelines.encoding import encode
+from canvax.pipelines.request import Request
+from canvax.pipelines.start import begin, encode_images, keep_renoised, noise_of, start, tuning_of
+from canvax.samplers import SamplerTable
+from canvax.types import HostArray
+
+
+class Prepared(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+        batch: its images.
+        keep: changes the latents before a row; None for nothing.
+    """
+
+    batch: Batch
+    keep: Callable[[HostArray, int], HostArray] | None
+
+
+def prepare(
+    model: Model,
+    programs: Programs,
+    params: Params,
+    request: Request,
+    ready: Ready,
+    table: SamplerTable,
+    deep: DeepPlan | None = None,
+) -> Prepared:
+    """A batch of all images of a request; ``ready`` are the programs for as many."""
+    latents = (padded_batch(len(request.prompts), programs.mesh), *request.shape[1:])
+    texts, later = encode(model, programs, ready.encode, params, request, table)
+    jax.block_until_ready(texts.conditions)
+    images, known, masked = request.given and request.given.latents, None, None
+    if ready.encode_image is not None and request.given is not None and request.given.latents is None:
+        encode_image = partial(encode_images, programs, params, request, encoder=ready.encode_image)
+        images, known, masked = begin(model, request, encode_image)
+    if masked is not None:
+        beside = put(filled(masked, latents[0]), over_batch(programs.mesh))
+        for half in (half for told in (texts, *later.values()) for half in told.halves):
+            half["masked"] = beside
+    noise = noise_of(request) if request.latents is None else request.latents
+    keep = None
+    if known is not None and request.options.mask_blend == "renoised":
+        keep, known = partial(keep_renoised, known, noise, table), None
+    if images is not None:
+        images = start(request, images, noise, model.vae.factor)
+    batch = Batch(programs, params, latents, ready.denoisers)
+    batch.fill(
+        noise,
+        texts.conditions,
+        texts.negative,
+        seed_keys(request.seeds),
+        [table] * len(request.prompts),
+        deep,
+        images=images,
+        known=known,
+        composed=texts.composed,
+        later=later,
+        tuning=tuning_of(request),
+    )
+    return Prepared(batch, keep)

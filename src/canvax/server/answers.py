@@ -1,0 +1,309 @@
+"""What the protocols share: bodies that are read and checked, jobs that are waited for, answers that are written."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import anyio
+import anyio.to_thread
+import msgspec
+from anyio.lowlevel import RunVar
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
+
+Body = TypeVar("Body")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+PAUSE = 15.0
+"""Seconds of silence after which a stream says that it is alive: proxies give up after 60."""
+MOST_FILES, MOST_FIELDS, LONGEST_FIELD = 16, 100, 1 << 20
+"""Of a form."""
+
+DECODERS = 4
+"""Images that are decoded at the same time: each may take a few hundred megabytes meanwhile."""
+
+_limits: RunVar[anyio.CapacityLimiter] = RunVar("decoders")
+_CHARSET = re.compile(r"\bcharset\*?\d*\*?\s*=\s*\"?([^\";\s]*)")
+_WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
+_STATUSES = {"cancelled": 409, "timeout": 504, "deadline": 504, "too_late": 504, "out_of_memory": 503, "draining": 503}
+"""Of a job that failed, by its code; 500 for others."""
+
+
+def client_of(request: Request) -> str:
+    """Who asks: the id of an API key, or "" without one."""
+    return getattr(request.state, "client", "")
+
+
+def request_id_of(request: Request) -> str:
+    """What the request is called in logs and answers."""
+    return getattr(request.state, "request_id", "") or uuid.uuid4().hex
+
+
+def answering(error: Callable[[Refused, str], Response], endpoint: Endpoint) -> Endpoint:
+    """The endpoint, whose refusals are answered in the form of its API."""
+
+    @wraps(endpoint)
+    async def answered(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Refused as refused:
+            return error(refused, request_id_of(request))
+        except ClientDisconnect:  # in the middle of its own body, so nobody reads this
+            return Response(status_code=400)
+
+    return answered
+
+
+def once_of(request: Request) -> str | None:
+    """What the header Idempotency-Key says.
+
+    Raises:
+        Refused: it is too long to be compared with others, or cannot be printed.
+    """
+    once = request.headers.get("idempotency-key", "")
+    if len(once) > 128 or not (once.isascii() and once.isprintable()):
+        raise Refused(400, "invalid_value", "Idempotency-Key: at most 128 printable characters of ASCII")
+    return once or None
+
+
+def error_headers(refused: Refused, request_id: str) -> dict[str, str]:
+    """Headers that go with every refusal."""
+    headers = {"x-request-id": request_id}
+    if refused.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after)))
+    if refused.status in (409, 504):  # clients would ask again by themselves, and pay for the image twice
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+async def read_json(request: Request, kind: type[Body], *, status: int = 400, strict: bool = True) -> Body:
+    """The body as a record; fields that it does not have are ignored.
+
+    Args:
+        request: whose body it is.
+        kind: a msgspec.Struct.
+        status: of the refusal where a field is wrong.
+        strict: whether "20" is no number.
+
+    Raises:
+        Refused: it is not JSON, or a field has the wrong type or is out of its range.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        # Browsers send other types across sites without asking first.
+        raise Refused(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
+    body = await request.body()
+    return await run_in_threadpool(_decoded, body, kind, status, strict)
+
+
+def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, status) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Refused(
+            status, "invalid_json", "the body is not JSON that can be read; send an object in UTF-8"
+        ) from None
+
+
+def wrong_field(error: msgspec.ValidationError, status: int = 400) -> Refused:
+    """A refusal that names the field."""
+    text = str(error)
+    where = _WHERE.search(text)
+    said = _WHERE.sub("", text)
+    said = said[:1].lower() + said[1:300]  # it may repeat what was sent
+    param = (where[1].split("[")[0].rstrip(".") or None) if where else None
+    missing = re.search(r"missing required field `([^`]*)`", said)
+    if param is None and missing:
+        param = missing[1]
+    return Refused(status, "invalid_value", f"{param}: {said}" if param else f"the body: {said}", param=param)
+
+
+async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
+    """The text fields of a multipart form, and its files in order by the names of their fields.
+
+    Raises:
+        Refused: it is another kind of body, is damaged or has too many parts.
+    """
+    media_type, _, more = request.headers.get("content-type", "").lower().partition(";")
+    if media_type.strip() != "multipart/form-data":
+        raise Refused(415, "unsupported_media_type", "send a form, with the header Content-Type: multipart/form-data")
+    if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
+        # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
+        raise Refused(415, "unsupported_charset", "send the form in UTF-8")
+    try:
+        async with request.form(max_files=MOST_FILES + 1, max_fields=MOST_FIELDS, max_part_size=LONGEST_FIELD) as form:
+            return await _parts(form)
+    except (MultiPartException, HTTPException) as error:
+        if isinstance(error, HTTPException) and error.status_code != 400:
+            raise
+        reason = error.detail if isinstance(error, HTTPException) else error.message
+        raise Refused(400, "invalid_form", f"the form cannot be read: {reason}") from None
+
+
+async def _parts(form: FormData) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
+    fields: dict[str, str] = {}
+    files: list[tuple[str, bytes]] = []
+    for name, value in form.multi_items():
+        if isinstance(value, UploadFile):
+            files.append((name, await value.read()))
+        elif value:  # an empty field is one that was not filled in
+            fields[name] = value
+    return fields, files
+
+
+def model_named(engine: Engine, name: str | None) -> ModelCard:
+    """The model of this name, or the default: most clients know the names of others alone."""
+    cards = engine.models()
+    return next((card for card in cards if card.id == name), cards[0])
+
+
+def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
+    """Of the sizes (width, height) that are ready, the one with the most similar proportions, then area."""
+
+    def apart(other: tuple[int, int]) -> tuple[float, float]:
+        proportions = abs(math.log(other[0] / other[1] * size[1] / size[0]))
+        return round(proportions, 3), abs(math.log(other[0] * other[1] / (size[0] * size[1])))
+
+    return min(card.sizes or (card.native,), key=apart)
+
+
+async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:
+    """What a function gives that decodes images: off the event loop, and few at a time."""
+    try:
+        limit = _limits.get()
+    except LookupError:
+        _limits.set(limit := anyio.CapacityLimiter(DECODERS))
+    return await anyio.to_thread.run_sync(function, *arguments, limiter=limit)
+
+
+async def submitted(engine: Engine, ask: Ask) -> Job:
+    """The job, accepted.
+
+    Raises:
+        Refused: it was not.
+    """
+    return await run_in_threadpool(engine.submit, ask)
+
+
+def failure(job: Job) -> Refused:
+    """Why a job that is over has no images."""
+    if job.status is Status.CANCELLED:
+        return Refused(409, "cancelled", "the job was cancelled before its images were done")
+    code, message = job.error or ("server_error", "the images could not be generated")
+    return Refused(_STATUSES.get(code, 500), code, message)
+
+
+async def settled(request: Request, job: Job, hear: Callable[[Event], None] | None = None) -> None:
+    """Wait until a job is over; give it up when the client goes, since nobody would read the answer.
+
+    Args:
+        request: whose body was read.
+        job: the job. One with an Idempotency-Key goes on: its client may come back for the answer.
+        hear: told of each event.
+    """
+    # A plain endpoint is not cancelled when its client goes, so that has to be waited for as well.
+    async with anyio.create_task_group() as tasks:
+
+        async def listen() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        try:
+            tasks.start_soon(listen)
+            async with aclosing(_events(job)) as events:
+                async for event in events:
+                    if hear:
+                        hear(event)
+            tasks.cancel_scope.cancel()
+        finally:
+            give_up(job)
+
+
+def give_up(job: Job) -> None:
+    """Cancel a job whose client is gone, unless it is over or may be asked for again."""
+    if not job.status.over and not job.ask.once:
+        job.cancel()
+
+
+def _events(job: Job) -> AsyncGenerator[Event, None]:
+    return cast(AsyncGenerator[Event, None], job.watch())
+
+
+async def watched(job: Job, pause: float | None = None) -> AsyncIterator[Event | None]:
+    """What happens to a job; None after each ``pause`` seconds in which nothing did."""
+    async with aclosing(_events(job)) as events:
+        coming = asyncio.ensure_future(anext(events, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=PAUSE if pause is None else pause)
+                if not done:
+                    yield None
+                    continue
+                event = coming.result()
+                if event is None:
+                    return
+                yield event
+                coming = asyncio.ensure_future(anext(events, None))
+        finally:
+            coming.cancel()
+            with suppress(asyncio.CancelledError):
+                await coming
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a job, which is given up when the client goes."""
+
+    def __init__(self, job: Job, content: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        # Proxies would keep events back until there are many.
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # here, since an iterator that was never begun does not run its own
+            give_up(self._job)
+
+
+def encoded(value: Any) -> bytes:
+    """JSON, where bytes become base64 in one go, in a tenth of the time that text of megabytes takes."""
+    return msgspec.json.encode(value)
+
+
+def data_url(media_type: str, data: bytes) -> msgspec.Raw:
+    """A file as JSON text of a data: URL."""
+    return msgspec.Raw(b'"data:' + media_type.encode() + b";base64," + msgspec.json.encode(data)[1:])
+
+
+async def json_answer(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    """An answer of JSON, written off the event loop."""
+    body = await run_in_threadpool(encoded, value)
+    return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+def first(*values: Any) -> Any:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)
+
+
+def without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Of names and values, those that are given."""
+    return {name: value for name, value in pairs if value is not None}

@@ -1,0 +1,428 @@
+"""The engine: one thread that owns the devices and generates everyone's images, a few rows at a time.
+
+Between two calls of the denoiser images join the batch and leave it, so nobody waits for somebody else's image to end.
+Requests are checked in the threads that bring them, and files are written in threads of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from canvax.errors import CanvaxError, InputError
+from canvax.server.book import Book, reason
+from canvax.server.group import Group
+from canvax.server.jobs import Ask, Changed, Job, ModelCard, Refused, State, Status
+from canvax.server.journal import Journal
+from canvax.server.metrics import Metrics
+from canvax.server.model_set import ModelSet
+from canvax.server.policy import PATIENCE, Queue
+from canvax.server.served import Announcer, Loaded, Served, Warm
+from canvax.server.work import Checked, GroupKey, Item, check
+from canvax.server.writing import Writer
+from canvax.types import HostArray
+
+log = logging.getLogger("canvax.server")
+
+_TELLING = 50
+"""Times as long as telling everybody's place in the queue takes, nobody is told again."""
+
+CHEAP_PREVIEWS = 0.25
+"""Part of an image's own time that its previews may take with the real decoder; else a linear map makes them."""
+
+Batching = Literal["steps", "requests", "none"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an operator decides.
+
+    Attributes:
+        warm: sizes and batches whose programs are made before the first request.
+        chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
+        compile_on_demand: whether a request may wait for a compiler.
+        queue_seconds: work that may wait; more is refused.
+        queue_images: likewise.
+        keep_seconds: how long finished images wait to be fetched.
+        memory: bytes of weights on each device at a time; None for what is free.
+        batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
+            "none", one image after the other.
+        log_prompts: whether the log holds prompts.
+    """
+
+    warm: tuple[Warm, ...] = (Warm(),)
+    chunks: tuple[int, ...] = (1,)
+    compile_on_demand: bool = False
+    queue_seconds: float = 600.0
+    queue_images: int = 1000
+    keep_seconds: float = 600.0
+    memory: int | None = None
+    batching: Batching = "steps"
+    log_prompts: bool = False
+
+
+class ImageEngine:
+    """Generates images for many clients. ``start`` it, and ``drain`` and ``close`` it in the end.
+
+    Args:
+        names: of the models; the first is the default.
+        settings: see there.
+        metrics: told of everything.
+        load: loads a model by its name.
+        journal: where accepted jobs are kept.
+        say: told what it does, for people.
+
+    Attributes:
+        state: what it does at present.
+        failure: why it could not start.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        settings: EngineSettings,
+        metrics: Metrics,
+        load: Callable[[str], Loaded],
+        *,
+        journal: Journal | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.state = State.STARTING
+        self.failure: Exception | None = None
+        self._settings, self._metrics, self._journal, self._say = settings, metrics, journal, say
+        alone = settings.batching == "none"
+        self._models = ModelSet(
+            names,
+            load,
+            warm=[warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm,
+            chunks=settings.chunks,
+            on_demand=settings.compile_on_demand,
+            memory=settings.memory,
+            say=say,
+            announce=Announcer(say, metrics.compiled),
+        )
+        keep, told = settings.keep_seconds, settings.log_prompts
+        self._book = Book(metrics, journal, keep, self._ended, log_prompts=told)
+        self._wake = threading.Condition(self._book.lock)
+        self._queue: Queue[Item] = Queue()
+        self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
+        self._items: dict[str, list[Item]] = {}
+        self._to_decode: list[tuple[Item, HostArray]] = []
+        self._closed, self._tells = False, 0.0
+        self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
+        self._writer = Writer(self._book, metrics)
+
+    def start(self) -> None:
+        """Begin to load; ``state`` says when it is ready."""
+        self._thread.start()
+
+    def models(self) -> Sequence[ModelCard]:
+        """See ``Engine``."""
+        if not self._models.cards:
+            self._check_state()
+        return self._models.cards
+
+    def job(self, name: str, client: str) -> Job | None:
+        """See ``Engine``."""
+        return self._book.get(name, client)
+
+    def jobs(self) -> Sequence[Job]:
+        """See ``Engine``."""
+        return self._book.open()
+
+    def drain(self, seconds: float) -> bool:
+        """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
+        with self._wake:
+            if self.state is not State.FAILED:
+                self.state = State.DRAINING
+            done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
+            for job in self.jobs():
+                message = "the server stopped before the images were done; ask again"
+                self._book.fail(job, "draining", message, resumes=True)
+        return done
+
+    def close(self) -> None:
+        """Stop at once. Jobs that are in a journal go on after the next start."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(60)
+        self._writer.close()
+        if self._journal:
+            self._journal.close()
+
+    def submit(self, ask: Ask) -> Job:
+        """See ``Engine``."""
+        try:
+            return self._submit(ask)
+        except Refused as refused:
+            self._metrics.refused(refused.code)
+            raise
+
+    # Accepting, in the threads of those who ask.
+
+    def _submit(self, ask: Ask) -> Job:
+        self._check_state()
+        if earlier := self._book.earlier(ask):
+            return earlier
+        served = self._models.named(ask.model)
+        checked = check(ask, served.name, served.model)
+        with self._wake:
+            self._check_state()
+            if earlier := self._book.earlier(ask):
+                return earlier
+            own = self._models.expected(checked, self._built)
+            self._check_room(ask, own, checked.images)
+            job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
+            self._book.accept(job)
+            self._add(job, checked, own)
+        self._metrics.submitted(job.model)
+        return job
+
+    def _add(self, job: Job, checked: Checked, own: float) -> None:
+        """Put the images of a job that are not done into the queue; each takes ``own`` seconds."""
+        arrived, job.ahead = time.monotonic(), len(self._queue)
+        self._items[job.id] = items = []
+        for picture in job.pictures:
+            for item in [] if picture.status.over else checked.items(job, picture):
+                item.expected = own
+                item.deadline = arrived + PATIENCE * own * (len(items) + 1)
+                items.append(item)
+                self._queue.add(item)
+        job.seconds_left = self._queue.seconds
+        self._wake.notify_all()
+
+    def _check_state(self) -> None:
+        if self.state is State.STARTING:
+            raise Refused(503, "starting", "the server is still loading its models; try again soon", retry_after=5)
+        if self.state is State.FAILED:
+            raise Refused(503, "failed", "the server could not load its models; its log says why")
+        if self.state is State.DRAINING:
+            raise Refused(503, "draining", "the server is shutting down", retry_after=10)
+
+    def _check_room(self, ask: Ask, own: float, images: int) -> None:
+        """Refuse what would wait for too long."""
+        seconds, count, limit = self._queue.seconds, len(self._queue), self._settings.queue_seconds
+        if count + images > self._settings.queue_images or (count and seconds + own * images > limit):
+            wait = min(max(1.0, seconds / 4), 60.0)
+            raise Refused(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
+        if ask.seconds is not None and own > ask.seconds:
+            why = f"seconds={ask.seconds:g}: an image takes about {own:.1f} s; allow more"
+            raise Refused(400, "too_late", why, param="seconds")
+
+    def _built(self, key: GroupKey, error: str | None) -> None:
+        """Programs that were compiled for a request are there, or are not."""
+        with self._wake:
+            for item in [item for item in self._queued() if item.group == key] if error else []:
+                self._book.fail(item.job, "server_error", error or "")
+            self._wake.notify_all()
+
+    def _cancel(self, job: Job) -> None:
+        self._book.end(job, Status.CANCELLED)
+
+    def _ended(self, job: Job) -> None:
+        """A job is over: its images leave."""
+        for item in self._items.pop(job.id, []):
+            self._queue.remove(item)
+        self._wake.notify_all()
+
+    # The engine's own thread.
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:
+            log.error("the models cannot be loaded", exc_info=not isinstance(error, CanvaxError))
+            with self._wake:
+                self.failure, self.state = error, State.FAILED
+                self._wake.notify_all()
+            return
+        while self._wait():
+            try:
+                self._turn()
+            except Exception:  # nothing that one request does may end the thread that serves all
+                log.exception("a turn of the engine failed")
+                self._start_over()
+
+    def _begin(self) -> None:
+        """Load and warm up, then take up what a journal still holds."""
+        began = time.perf_counter()
+        self._models.begin()
+        with self._wake:
+            for job in self._book.recover(self._cancel):
+                self._resume(job)
+            if self.state is State.STARTING:
+                self.state = State.READY
+            self._wake.notify_all()
+        self._say(f"ready in {time.perf_counter() - began:.1f} s")
+
+    def _resume(self, job: Job) -> None:
+        """Go on with a job of a server that was killed."""
+        try:
+            checked = check(job.ask, job.model, self._models.named(job.model).model)
+            own = self._models.expected(checked, self._built)
+        except Refused as refused:
+            self._book.fail(job, refused.code, str(refused))
+        else:
+            self._add(job, checked, own)
+            if all(picture.status.over for picture in job.pictures):
+                self._book.end(job, Status.DONE)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False when it is time to stop."""
+        with self._wake:
+            while not self._closed and not self._to_decode and self._leader() is None:
+                self._wake.wait(self._book.until_late())
+                self._book.expire()
+            return not self._closed
+
+    def _leader(self) -> Item | None:
+        """The image that decides what is done next."""
+        return self._queue.first(self._models.groups())
+
+    def _queued(self) -> list[Item]:
+        return list(self._queue)
+
+    def _turn(self) -> None:
+        """Some rows of one batch, and one image decoded."""
+        with self._wake:
+            self._book.expire()
+            leader = self._leader()
+        if leader is not None:
+            group, served = self._models.group(leader.group), self._models.put_on(leader.group)
+            if self._seat(group, leader):
+                self._step(group, served)
+        self._decode()
+        self._tell_queue()
+
+    def _seat(self, group: Group, leader: Item) -> bool:
+        """Choose who is in the batch; False if nobody is."""
+        whole = self._settings.batching == "requests" and [item for item in group.seated if not item.over]
+        with self._wake:
+            begun = [item for item in self._queue.begun if item.group == group.key]
+            size = group.size if whole else group.batch_for(len(begun) + self._queue.waiting(group.key))
+            chosen = whole or [leader, *(one for one in self._queue.ranked(begun) if one is not leader)][:size]
+            if leader.turn is None and leader in chosen:
+                self._start(leader)
+            while not whole and len(chosen) < size and (item := self._queue.next(group.key)) is not None:
+                chosen.append(item)
+                self._start(item)
+        ready = [item for item in chosen if self._encoded(group, item)]
+        self._on_devices(group, lambda: group.seat(ready, size))
+        return bool(group.seated)
+
+    def _start(self, item: Item) -> None:
+        """A waiting image begins."""
+        self._queue.begin(item, time.monotonic())
+        item.picture.status = item.shown.status = Status.RUNNING
+        self._metrics.waited(time.time() - item.job.created)
+        if item.job.status is Status.QUEUED:
+            item.job.ahead = 0
+            item.job.tell(Changed(Status.RUNNING))
+
+    def _encoded(self, group: Group, item: Item) -> bool:
+        """Encode an image's prompt; what cannot be done is that job's fault alone."""
+        try:
+            if not item.over:
+                group.begin(item)
+        except Exception as error:
+            if not isinstance(error, InputError):
+                log.exception("encoding failed")
+            self._book.fail(item.job, *reason(error))
+        return not item.over
+
+    def _step(self, group: Group, served: Served) -> None:
+        seated, began = group.seated, time.perf_counter()
+        before = {id(item): item.picture.step for item in seated}
+        finished = self._on_devices(group, group.step)
+        if finished is None:
+            return
+        rows = max(item.picture.step - before[id(item)] for item in seated)
+        self._metrics.stepped(group.key.size, group.size, len(seated), rows, time.perf_counter() - began)
+        done = {id(item) for item, _ in finished}
+        for item in (item for item in seated if not item.over):
+            told = item.told()
+            item.job.seconds_left = told.seconds_left
+            if item.picture.step in item.previews and id(item) not in done:
+                self._preview(group, served, item)
+            item.job.tell(told)
+        with self._wake:
+            for item, _ in finished:
+                self._queue.remove(item)
+        self._to_decode += finished
+
+    def _preview(self, group: Group, served: Served, item: Item) -> None:
+        """How an image looks now: decoded where that costs little, else by colours alone."""
+        latents = group.denoised(item)
+        cheap = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
+        self._writer.preview(served, item, group.decode([latents])[0] if cheap else None, latents)
+
+    def _decode(self) -> None:
+        """The image that waits for it longest; with more devices as many as they take at once."""
+        waiting = [(item, latents) for item, latents in self._to_decode if not item.over]
+        if not waiting:
+            self._to_decode = []
+            return
+        key = waiting[0][0].group
+        group, served = self._models.group(key), self._models.put_on(key)
+        some = [one for one in waiting if one[0].group == key][: group.alone]
+        chosen = {id(item) for item, _ in some}
+        self._to_decode = [one for one in waiting if id(one[0]) not in chosen]
+        began = time.perf_counter()
+        try:
+            pixels = group.decode([latents for _, latents in some])
+        except Exception as error:
+            log.exception("decoding failed")
+            for item, _ in some:
+                self._book.fail(item.job, *reason(error))
+            return
+        self._metrics.decoded(time.perf_counter() - began)
+        for (item, latents), image in zip(some, pixels, strict=True):
+            self._writer.image(served, item, image, latents)
+
+    # Faults, and what everyone is told.
+
+    def _on_devices(self, group: Group, run: Callable[[], Any]) -> Any:
+        """What ``run`` gives; None where the devices failed, and then images begin again, in a smaller batch."""
+        try:
+            return run()
+        except Exception as error:
+            code, message = reason(error)
+            smaller = code == "out_of_memory" and len(group.batches) > 1
+            log.warning("%s: %s", group.key.size, error)
+            for item in group.clear(smaller=smaller):
+                item.faults += 1
+                if not smaller and item.faults > 1:
+                    self._book.fail(item.job, code, message)
+            return None
+
+    def _start_over(self) -> None:
+        """After something unforeseen: everything that has begun fails."""
+        for item in list(self._queue.begun):
+            self._book.fail(item.job, "server_error", "the server failed; ask again")
+        self._to_decode = []
+        self._models.clear()
+
+    def _tell_queue(self) -> None:
+        """How long everyone will wait: once a second, and of a long queue less often, so that it costs little."""
+        if (now := time.monotonic()) < self._tells:
+            return
+        seconds = 0.0
+        with self._wake:
+            for ahead, item in enumerate(self._queued()):
+                job, seconds = item.job, seconds + item.left
+                if job.status is Status.QUEUED and item.picture.index == 0 and job.ahead != ahead:
+                    job.ahead, job.seconds_left = ahead, seconds
+                    job.tell(Changed(Status.QUEUED))
+            self._book.forget()
+        self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
+        self._metrics.models_loaded(self._models.loaded())
+        stats = jax.local_devices()[0].memory_stats() or {}
+        self._metrics.device_memory(stats.get("bytes_in_use", 0))

@@ -1,0 +1,102 @@
+"""An image that is made larger: its tiles are images of the batch like any other, and are put together in the end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+from canvax.families.base import Model
+from canvax.noise import NoiseKind
+from canvax.pipelines.request import Request
+from canvax.pipelines.tiles import STRENGTH, Tiles
+from canvax.server.images_in import MOST_PIXELS
+from canvax.server.jobs import Ask, Picture, invalid
+from canvax.types import HostArray
+
+MOST_TILES = 256
+"""Of one image."""
+
+_NOT_WITH = {
+    "mask": "all of the image is gone over",
+    "width": "the size is that of the image, so many times",
+    "height": "the size is that of the image, so many times",
+}
+_OPTIONS = ("outpaint", "padding_mask_crop", "variation_strength", "seed_size")
+
+
+def cut(ask: Ask, model: Model, seed: int, noise: NoiseKind) -> tuple[Ask, Tiles]:
+    """The tiles of an image, and the ask for the first of them.
+
+    Raises:
+        Refused: naming the field and the cure.
+    """
+    if ask.image is None or ask.upscale is None:
+        raise invalid("upscale", f"upscale={ask.upscale} without an image: send image as well")
+    for name, why in _NOT_WITH.items():
+        if getattr(ask, name) is not None:
+            raise invalid(name, f"{name} does not go with upscale: {why}; leave it out")
+    if ask.n != 1:
+        raise invalid("n", f"n={ask.n} does not go with upscale; send several jobs with other seeds")
+    if unknown := [name for name in _OPTIONS if name in ask.options]:
+        raise invalid("options", f"options.{unknown[0]} does not go with upscale; leave it out")
+    width, height = (round(side * ask.upscale) for side in ask.image.size)
+    if width * height > MOST_PIXELS:
+        size = f"{width} x {height} pixels, more than {MOST_PIXELS}"
+        raise invalid("upscale", f"upscale={ask.upscale:g} makes {size}; use less, or send a smaller image")
+    tiles = Tiles(model, ask.image, scale=ask.upscale, overlap=None, seed=seed, noise=noise)
+    if len(tiles) > MOST_TILES:
+        size = f"{len(tiles)} tiles, more than {MOST_TILES}"
+        raise invalid("upscale", f"upscale={ask.upscale:g} makes {size}; use less, or send a smaller image")
+    strength = STRENGTH if ask.strength is None else ask.strength
+    return replace(ask, image=tiles[0].image, strength=strength), tiles
+
+
+def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
+    """That of a tile, from that of another one."""
+    assert request.given is not None
+    tile = tiles[index]
+    given = replace(request.given, images=[tile.image], whole=([tile.image], []))
+    return replace(request, given=given, latents=tile.noise[None])
+
+
+class Enlarged:
+    """How far the tiles of a job's image are.
+
+    Args:
+        tiles: the image.
+        picture: what is told of it.
+        request: that of any tile.
+        previews: that are wanted on the way.
+
+    Attributes:
+        picture: see there.
+        parts: the same of each tile.
+    """
+
+    def __init__(self, tiles: Tiles, picture: Picture, request: Request, *, previews: int) -> None:
+        steps = picture.steps // len(tiles)
+        self.picture = picture
+        self.parts = [Picture(i, picture.seed, request.width, request.height, steps) for i in range(len(tiles))]
+        self._tiles, self._previews = tiles, previews
+        self._lock, self._added = threading.Lock(), 0
+
+    def count(self) -> None:
+        """Bring up to date what is told."""
+        self.picture.step = sum(part.step for part in self.parts)
+
+    def add(self, part: Picture, pixels: HostArray) -> tuple[bool, int | None]:
+        """Put in a tile [H, W, 3]. Whether it was the last, and the number of the preview that is due now."""
+        self._tiles.add(part.index, pixels)
+        with self._lock:
+            before, self._added = self._added, self._added + 1
+            due, had = (done * (self._previews + 1) // len(self.parts) for done in (self._added, before))
+            return self._added == len(self.parts), due - 1 if had < due <= self._previews else None
+
+    def pixels(self) -> HostArray:
+        """The whole so far [H, W, 3] float32."""
+        return self._tiles.pixels()
+
+    def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Of the whole, from that of a tile."""
+        return self._tiles.recorded(metadata)

@@ -1,0 +1,273 @@
+"""Images of one size in one batch on the devices: seated, moved on, looked at, decoded. Used by the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from canvax.compile.aot import BuildCallback
+from canvax.compile.programs import Kinds, Programs, Ready
+from canvax.denoise import Known
+from canvax.engine.batch import Batch, Carried, filled
+from canvax.families.base import Model
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import put
+from canvax.params import Params
+from canvax.pipelines.prepare import prepare
+from canvax.server.policy import best_batch
+from canvax.server.work import GroupKey, Item
+from canvax.types import HostArray
+
+AT_ONCE = 0.1
+"""Seconds that a call of the denoiser should take: who comes or goes waits for its end. With half of it one client's
+images take 3 % longer."""
+
+_SMOOTH = 0.2
+"""Weight of a new measurement among the old ones."""
+
+
+@dataclass
+class Timings:
+    """Seconds of each thing, as measured.
+
+    Attributes:
+        row: one row of the denoiser at each batch.
+        encode: texts and images of one image.
+        decode: one image.
+    """
+
+    row: dict[int, float] = field(default_factory=dict)
+    encode: float = 0.0
+    decode: float = 0.0
+
+    def image(self, rows: float) -> float:
+        """An image of so many rows by itself."""
+        return self.encode + self.decode + rows * self.row[min(self.row)]
+
+    def learn_row(self, batch: int, seconds: float) -> None:
+        """A new measurement of a row."""
+        self.row[batch] += _SMOOTH * (seconds - self.row[batch])
+
+    def learn_decode(self, seconds: float) -> None:
+        """A new measurement of decoding."""
+        self.decode += (_SMOOTH if self.decode else 1.0) * (seconds - self.decode)
+
+
+class Group:
+    """The programs of a key and the images that they are run for.
+
+    Args:
+        key: what the programs are for.
+        model: the model.
+        programs: its programs.
+        params: gives its parameters, which are on the devices while the group runs.
+        batches: images at once, for each of which there are denoisers; multiples of the mesh's ``data`` axis.
+
+    Attributes:
+        timings: what was measured.
+        alone: images at once that are encoded and decoded: one for each part of the mesh.
+        used: when it last ran, on the engine's clock.
+    """
+
+    def __init__(
+        self, key: GroupKey, model: Model, programs: Programs, params: Callable[[], Params], batches: Sequence[int]
+    ) -> None:
+        self.key = key
+        self.timings = Timings()
+        self.used = 0.0
+        self.alone = padded_batch(1, programs.mesh)
+        self.batches = sorted({self.alone, *(padded_batch(batch, programs.mesh) for batch in batches)})
+        self._model, self._programs, self._params = model, programs, params
+        self._ready: Ready | None = None
+        self._denoisers: dict[int, Mapping[bool, Callable[..., Any]]] = {}
+        self._batch: Batch | None = None
+        self._seats: list[Item | None] = []
+
+    def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
+        """Make all programs ready. May run in any thread; ``params`` may be shapes."""
+        kinds, shape = self.key.kinds, self._latents(self.alone)
+        self._ready = self._programs.ready(params, shape, kinds, announce)
+        self._denoisers = {self.alone: self._ready.denoisers}
+        for batch in self.batches[1:]:
+            self._denoisers[batch] = self._programs.denoisers(params, self._latents(batch), kinds, announce)
+
+    def measure(self, carry: Carried, rounds: int = 3) -> None:
+        """Time a row at each batch and forget batches that are no faster than smaller ones."""
+        for batch in self.batches:
+            one = Batch(self._programs, self._params(), self._latents(batch), self._denoisers[batch])
+            one.join(dict.fromkeys(range(batch), carry))
+            one.step()  # the first call of a program is slower
+            rows = min(4, max(1, (len(carry.run.table) - 1) // rounds))
+            took = []
+            for _ in range(rounds):
+                began = time.perf_counter()
+                one.step(rows)
+                took.append((time.perf_counter() - began) / rows)
+            self.timings.row[batch] = sorted(took)[len(took) // 2]
+        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, self.batches[-1] + 1)}
+        self.batches = sorted({self.alone, *useful})
+        self._denoisers = {batch: self._denoisers[batch] for batch in self.batches}
+        self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
+
+    def draw(self, carry: Carried, rows: int) -> tuple[HostArray, bool]:
+        """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
+        one = Batch(self._programs, self._params(), self._latents(self.alone), self._denoisers[self.alone])
+        one.join({0: carry})
+        done: list[int] = []
+        for _ in range(rows):
+            done = done or one.step()
+        return one.take(0), bool(done)
+
+    def begin(self, item: Item) -> Carried:
+        """Encode what an item was given; it can be seated then."""
+        if item.carried is None:
+            assert self._ready is not None
+            prepared = prepare(
+                self._model, self._programs, self._params(), item.request, self._ready._replace(decode=None), item.table
+            )
+            carried = prepared.batch.carried()[0]
+            item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
+        return item.carried
+
+    @property
+    def seated(self) -> list[Item]:
+        """The images in flight."""
+        return [item for item in self._seats if item is not None]
+
+    @property
+    def size(self) -> int:
+        """Of the batch that there is."""
+        return len(self._seats)
+
+    def summary(self) -> str:
+        """For people: what was measured."""
+        rows = ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in self.timings.row.items())
+        decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
+        return f"{self.key.size} is warm: a step of a batch of {rows}; {decode}"
+
+    def scaled(self, key: GroupKey) -> Timings:
+        """What another size of the model may take."""
+        times = key.height * key.width / (self.key.height * self.key.width)
+        own = self.timings
+        return Timings({self.alone: times * own.row[self.alone]}, own.encode, times * own.decode)
+
+    def batch_for(self, count: int) -> int:
+        """The batch that gets so many images done soonest."""
+        return best_batch(self.timings.row, count)
+
+    def seat(self, items: Sequence[Item], size: int) -> None:
+        """Have these images in flight, at most ``size``, and no others; those that leave can come back."""
+        staying = [item for item in self.seated if item in items]
+        leaving = [item for item in self.seated if item not in items and not item.over]
+        coming = [item for item in items if item not in staying]
+        resized = self._batch is None or len(self._seats) != size
+        if self._batch is not None and (leaving or (resized and staying)):
+            held = self._batch.carried()
+            for slot, item in enumerate(self._seats):
+                if item is not None and (item in leaving or resized):
+                    item.carried = held[slot]
+        if resized:
+            self._batch = Batch(self._programs, self._params(), self._latents(size), self._denoisers[size])
+            self._seats = [None] * size
+            coming = [*staying, *coming]
+        else:
+            for slot, item in enumerate(self._seats):
+                if item is not None and item not in staying:
+                    self._leave(slot)
+        free = [slot for slot, item in enumerate(self._seats) if item is None]
+        joining = dict(zip(free, coming, strict=False))
+        if joining:
+            assert self._batch is not None
+            self._batch.join({slot: self.begin(item) for slot, item in joining.items()})
+        for slot, item in joining.items():
+            self._seats[slot] = item
+
+    def step(self) -> list[tuple[Item, HostArray]]:
+        """Some rows of all that are in flight; those that are finished, with their latents [h, w, C]."""
+        assert self._batch is not None
+        self.used = time.monotonic()
+        began, seats = time.perf_counter(), list(enumerate(self._seats))
+        before = {slot: self._batch.left(slot) for slot, item in seats if item}
+        done = self._batch.step(self._rows())
+        took = time.perf_counter() - began
+        ran = 1
+        for slot, item in seats:
+            if item is not None:
+                ran = max(ran, before[slot] - self._batch.left(slot))
+                item.picture.step = len(item.table) - self._batch.left(slot)
+        if any(item.request.guided or item.request.embedded for item in self.seated):
+            self.timings.learn_row(len(self._seats), took / ran)
+        finished = []
+        for slot in done:
+            item = self._seats[slot]
+            assert item is not None
+            finished.append((item, self._batch.take(slot)))
+            self._leave(slot)
+        return finished
+
+    def denoised(self, item: Item) -> HostArray:
+        """How the model sees an image that is in flight [h, w, C] float32."""
+        assert self._batch is not None
+        assert self._batch.denoised is not None
+        return np.asarray(self._batch.denoised)[self._seats.index(item)]
+
+    def decode(self, latents: Sequence[HostArray]) -> HostArray:
+        """Pixels [n, H, W, 3] float32 of at most ``alone`` images."""
+        assert self._ready is not None
+        assert self._ready.decode is not None
+        began = time.perf_counter()
+        sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
+        pixels = np.asarray(jax.block_until_ready(self._ready.decode(self._params()["vae"], sent)))
+        took = time.perf_counter() - began
+        self.timings.decode = (
+            took if not self.timings.decode else self.timings.decode + _SMOOTH * (took - self.timings.decode)
+        )
+        return pixels[: len(latents)]
+
+    def clear(self, *, smaller: bool = False) -> list[Item]:
+        """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
+
+        ``smaller``: never use the present batch again, if there is a smaller one.
+        """
+        items, self._batch = self.seated, None
+        if smaller and len(self._seats) in self.batches[1:]:
+            self.batches.remove(len(self._seats))
+            self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
+        self._seats = []
+        for item in items:
+            item.picture.step = 0 if item.carried is None else item.carried.run.row
+        return items
+
+    def park(self) -> None:
+        """Take all images off the devices; they can come back."""
+        if self._batch is not None:
+            self.seat([], len(self._seats))
+            self._batch, self._seats = None, []
+
+    def _rows(self) -> int:
+        """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""
+        rows = max(1, int(AT_ONCE / max(self.timings.row[len(self._seats)], 1e-6)))
+        steps = [(item.picture.step, item.previews) for item in self.seated]
+        return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
+
+    def _leave(self, slot: int) -> None:
+        assert self._batch is not None
+        self._batch.drop(slot)
+        self._seats[slot] = None
+
+    def _latents(self, batch: int) -> tuple[int, int, int, int]:
+        return self._programs.networks.latent_shape(batch, self.key.height, self.key.width)
+
+
+def _with_known(flight: Any, kinds: Kinds) -> Any:
+    """With a mask by which all is generated, for an image that has none."""
+    if not kinds.known or flight.known is not None:
+        return flight
+    latents = flight.state[:, 0]
+    whole = Known(np.ones((*latents.shape[:3], 1), np.float32), np.zeros_like(latents), np.zeros(1, bool))
+    return flight._replace(known=whole)

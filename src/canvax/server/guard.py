@@ -1,0 +1,234 @@
+"""What stands before all routes: who may ask, from where, how much and how often. One line of log for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from canvax.server.jobs import Refused
+from canvax.server.keys import Keys
+from canvax.server.logs import now
+from canvax.server.metrics import Metrics
+
+log = logging.getLogger("canvax.server")
+
+LARGEST_QUESTION = 256 << 10
+"""Bytes of a body that holds no image."""
+
+PATIENCE = 30.0
+"""Seconds in which nothing of a body comes, after which nobody waits for the rest."""
+
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_PUBLIC = ("/", "/health", "/ready")
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_POLICY = (
+    "default-src 'self'; img-src 'self' blob: data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": _POLICY,
+}
+_ALLOWED_HEADERS = "authorization, content-type, idempotency-key, x-api-key, x-request-id"
+
+Wrong = Callable[[str], Callable[[Refused, str], Response]]
+"""Gives what answers refusals of a path."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is allowed.
+
+    Attributes:
+        keys: None lets everyone in.
+        hosts: names that the server is called by; "*" for any.
+        origins: other sites whose pages may ask.
+        max_body: bytes of a body with images.
+        with_images: paths that may have one, by their beginnings.
+    """
+
+    keys: Keys | None
+    hosts: tuple[str, ...]
+    origins: tuple[str, ...]
+    max_body: int
+    with_images: tuple[str, ...]
+
+
+class Guard:
+    """ASGI middleware around the whole app."""
+
+    def __init__(self, app: ASGIApp, rules: Rules, wrong: Wrong, metrics: Metrics) -> None:
+        self._app, self._rules, self._wrong, self._metrics = app, rules, wrong, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, began = Headers(scope=scope), time.perf_counter()
+        sent_id = headers.get("x-request-id", "")
+        name = sent_id if _ID.fullmatch(sent_id) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state |= {"request_id": name, "client": ""}
+        status, whole = 0, False
+
+        async def reply(message: Message) -> None:
+            nonlocal status, whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._mark(answer := MutableHeaders(raw=message["headers"]), headers, name)
+                if status == 408 or ("content-length" in headers and "transfer-encoding" in headers):
+                    answer["connection"] = "close"  # where the next request begins is not known
+            await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        limited = _Limited(receive, self._limit(scope["path"]))
+        try:
+            try:
+                self._check(scope, headers, state)
+                early = self._preflight(scope, headers)
+                await (early or self._app)(scope, limited.receive, reply)
+            except Refused as refused:
+                await self._wrong(scope["path"])(refused, name)(scope, limited.receive, reply)
+            except Exception as error:
+                # The app has answered and logged its own faults, and Starlette raises them again. A half answer must
+                # not look like a whole one: there the connection breaks.
+                if not status:
+                    await failed(error, name, self._wrong(scope["path"]))(scope, limited.receive, reply)
+                elif not whole:
+                    raise
+        finally:
+            seconds = time.perf_counter() - began
+            self._metrics.request(scope["path"], status or 500, seconds)
+            _write_log(scope, state, status or 500, seconds)
+
+    def _check(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
+        """Refuse what may not be.
+
+        Raises:
+            Refused: for another host, another site, without a key, or with too large a body.
+        """
+        rules, path = self._rules, scope["path"]
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy in front may read the other of them, and take a part of the body for the next request.
+            raise Refused(400, "two_lengths", "a request has Content-Length or Transfer-Encoding, not both")
+        host = _host(headers.get("host", ""))
+        if "*" not in rules.hosts and host not in rules.hosts:
+            raise Refused(421, "wrong_host", "this server is not called that; start it with --allow-host NAME")
+        origin = headers.get("origin")
+        if origin is not None and origin not in rules.origins and scope["method"] not in _SAFE:
+            if origin.partition("://")[2].lower() != headers.get("host", "").lower() or "://" not in origin:
+                raise Refused(403, "wrong_origin", "pages of other sites may not ask; see --allow-origin")
+        elif headers.get("sec-fetch-site") == "cross-site" and scope["method"] not in _SAFE and origin is None:
+            raise Refused(403, "wrong_origin", "pages of other sites may not ask; see --allow-origin")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise Refused(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
+        with suppress(ValueError):
+            if int(headers.get("content-length", "0")) > self._limit(path):
+                raise too_large(self._limit(path))
+        preflight = scope["method"] == "OPTIONS"  # browsers and SillyTavern send it without a key
+        if rules.keys is not None and not (_is_public(scope) or preflight):
+            client = rules.keys.client(headers.get("authorization", ""), headers.get("x-api-key", ""))
+            if client is None:
+                raise Refused(401, "invalid_api_key", "this needs an API key: Authorization: Bearer KEY")
+            state["client"] = client
+
+    def _limit(self, path: str) -> int:
+        return self._rules.max_body if path.startswith(self._rules.with_images) or path == "/" else LARGEST_QUESTION
+
+    def _preflight(self, scope: Scope, headers: Headers) -> Response | None:
+        """What a browser asks first, for pages of sites that are allowed."""
+        asked = headers.get("access-control-request-method")
+        if scope["method"] == "OPTIONS" and asked and headers.get("origin") in self._rules.origins:
+            methods = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
+            return Response(None, 204, {**methods, "Access-Control-Allow-Headers": _ALLOWED_HEADERS})
+        return None
+
+    def _mark(self, answer: MutableHeaders, headers: Headers, name: str) -> None:
+        answer["x-request-id"] = name
+        for header, value in _HEADERS.items():
+            answer.setdefault(header, value)
+        if (origin := headers.get("origin")) in self._rules.origins and origin:
+            answer["access-control-allow-origin"] = origin
+            answer["access-control-expose-headers"] = "location, retry-after, x-request-id, x-canvax-model"
+            answer["cross-origin-resource-policy"] = "cross-origin"
+            answer.add_vary_header("Origin")
+
+
+class _Limited:
+    """Counts a body that does not say how long it is, and does not wait for one that does not come."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._left, self._most, self._whole = receive, most, most, False
+
+    async def receive(self) -> Message:
+        try:
+            async with asyncio.timeout(None if self._whole else PATIENCE):
+                message = await self._receive()
+        except TimeoutError:
+            raise Refused(408, "timeout", f"nothing of the body came for {PATIENCE:g} s; send it again") from None
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise too_large(self._most)
+            self._whole = not message.get("more_body", False)
+        return message
+
+
+def too_large(most: int) -> Refused:
+    """A refusal of a body of more bytes."""
+    return Refused(413, "too_large", f"the body is larger than {most} bytes; send less, or a smaller image")
+
+
+def failed(error: Exception, name: str, wrong: Callable[[Refused, str], Response]) -> Response:
+    """What is answered where nobody foresaw the error; the log alone tells what it was."""
+    log.error("request %s failed", name, exc_info=error)
+    return wrong(Refused(500, "server_error", f"the server failed; its log knows it as {name}"), name)
+
+
+def _is_public(scope: Scope) -> bool:
+    """What browsers and probes read without a key. By the method too: a POST to / generates."""
+    path = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in _PUBLIC or path.startswith("/static/"))
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without the port."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
+    return found[1].lower().rstrip(".") if found else ""
+
+
+def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+    """One JSON object; query strings and headers are left out, since keys may stand there by mistake."""
+    line = {
+        "time": now(),
+        "id": state["request_id"], "client": state["client"], "method": scope["method"], "path": scope["path"][:200],
+        "status": status, "seconds": round(seconds, 4), **state.get("log", {}),
+    }  # fmt: skip
+    log.info(json.dumps(line))
+
+
+def own_hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
+    """Names that a server on ``host`` is called by."""
+    names = ["localhost", "127.0.0.1", "[::1]", *more]
+    if host not in ("0.0.0.0", "::", ""):
+        names.append(f"[{host}]" if ":" in host else host)
+    return tuple(dict.fromkeys(name.lower() for name in names))

@@ -1,0 +1,158 @@
+"""Hugging Face's form of text-to-image and image-to-image: JSON in, the bytes of an image out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+from msgspec import Meta, Struct
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from canvax.server.answers import (
+    answering,
+    client_of,
+    decoding,
+    encoded,
+    error_headers,
+    failure,
+    first,
+    json_answer,
+    read_json,
+    settled,
+    submitted,
+)
+from canvax.server.images_in import colours, image_of_bytes, image_of_text
+from canvax.server.jobs import MEDIA_TYPES, Ask, Engine, Format, Job, Refused, Status
+
+_FORMATS: dict[str, Format] = {media_type: kind for kind, media_type in MEDIA_TYPES.items()}
+_JSON = "application/json"
+_BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR")
+"""Of images as base64: PNG, JPEG, WebP."""
+_FIELDS = {"prompt": "inputs", "steps": "num_inference_steps", "sampler": "scheduler", "image": "inputs"}
+"""What an argument of ``Ask`` is called here."""
+
+Side = Annotated[int, Meta(ge=1, le=16384)]
+Text = Annotated[str, Meta(max_length=32_000)]
+
+
+class Size(Struct):
+    """Pixels."""
+
+    width: Side
+    height: Side
+
+
+class Parameters(Struct):
+    """Settings; ``prompt`` where ``inputs`` is an image."""
+
+    prompt: Text | None = None
+    negative_prompt: Text | None = None
+    width: Side | None = None
+    height: Side | None = None
+    target_size: Size | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    scheduler: Annotated[str, Meta(max_length=100)] | None = None
+    seed: Annotated[int, Meta(ge=-1)] | None = None
+    strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    options: dict[str, Any] | None = None
+
+
+class Body(Struct):
+    """A prompt, or an image as base64."""
+
+    inputs: Annotated[str, Meta(min_length=1)]
+    parameters: Parameters | None = None
+
+
+BODIES = {"/models/{name}": Body, "/hf": Body, "/": Body}
+"""What is sent where, for those who describe the API."""
+
+
+def routes(engine: Engine) -> list[BaseRoute]:
+    """The routes: /models/NAME for a model by its name, /hf and / for the default one."""
+
+    async def generate(request: Request) -> Response:
+        name = request.path_params.get("name")
+        media_type = _accepted(request.headers.get("accept", ""))
+        ask = await _ask(request, name, _FORMATS.get(media_type, "png"))
+        job = await submitted(engine, ask)
+        await settled(request, job)
+        if job.status is not Status.DONE:
+            raise failure(job)
+        return await _answer(job, as_json=media_type == _JSON)
+
+    endpoint = answering(error, generate)
+    return [Route(path, endpoint, methods=["POST"]) for path in ("/models/{name:path}", "/hf/{name:path}", "/hf", "/")]
+
+
+def error(refused: Refused, request_id: str) -> Response:
+    """A refusal as Hugging Face's clients read it."""
+    headers = error_headers(refused, request_id)
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    param = _FIELDS.get(refused.param or "", refused.param)
+    told = {"error": refused.message, "error_type": refused.code, "param": param}
+    return Response(encoded(told), refused.status, headers, media_type=_JSON)
+
+
+def _accepted(accept: str) -> str:
+    """The type to answer with: PNG, unless another one is asked for by its name and liked better."""
+    best, liked = "image/png", 0.0
+    for part in accept.split(","):
+        media_type, *parameters = (word.strip().lower() for word in part.split(";"))
+        weight = next((word[2:] for word in parameters if word.startswith("q=")), "1")
+        try:
+            quality = float(weight)
+        except ValueError:
+            continue
+        if (media_type == _JSON or media_type in _FORMATS) and quality > liked:
+            best, liked = media_type, quality
+    return best
+
+
+async def _ask(request: Request, name: str | None, kind: Format) -> Ask:
+    client = client_of(request)
+    if request.headers.get("content-type", "").lower().startswith("image/"):  # an image to image without parameters
+        image = await decoding(_image, await request.body())
+        return Ask("", model=name or None, image=image, format=kind, client=client)
+    body = await read_json(request, Body, status=422, strict=False)
+    given = body.parameters or Parameters()
+    image, prompt = None, body.inputs
+    if given.prompt is not None or body.inputs.startswith(_BEGINNINGS):
+        image, prompt = await decoding(_image, body.inputs), given.prompt or ""
+    if len(prompt) > 32_000:
+        raise Refused(422, "invalid_value", "inputs: more than 32000 characters", param="inputs")
+    size = given.target_size
+    return Ask(
+        prompt,
+        negative_prompt=given.negative_prompt,
+        model=name or None,
+        width=first(given.width, size and size.width),
+        height=first(given.height, size and size.height),
+        steps=given.num_inference_steps,
+        guidance_scale=given.guidance_scale,
+        sampler=given.scheduler or None,
+        seed=None if given.seed == -1 else given.seed,
+        image=image,
+        strength=given.strength,
+        options=given.options or {},
+        format=kind,
+        client=client,
+    )
+
+
+def _image(content: str | bytes) -> Image.Image:
+    if isinstance(content, str):
+        return colours("inputs", image_of_text("inputs", content))
+    return colours("inputs", image_of_bytes("inputs", content))
+
+
+async def _answer(job: Job, *, as_json: bool) -> Response:
+    picture = job.pictures[0]
+    headers = {"x-canvax-model": job.model, "x-canvax-seed": str(picture.seed)}
+    if as_json:
+        return await json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
+    return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.ask.format])

@@ -1,0 +1,129 @@
+"""Images that clients send: PNG, JPEG or WebP by their content, small enough to decode, and never by a URL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from io import BytesIO
+
+from PIL import Image, ImageChops, ImageOps, UnidentifiedImageError
+
+from canvax.errors import InputError
+from canvax.images.formats import FORMATS
+from canvax.images.given import read_images
+from canvax.server.jobs import Refused
+
+MOST_PIXELS = 1 << 24
+"""Pixels of the largest image that is decoded, 4096 x 4096: a file of a few bytes may claim any number."""
+
+_DATA_URL = re.compile(r"data:[\w.+-]{0,40}/?[\w.+-]{0,40}(?:;[\w.+=-]{0,40}){0,4},")
+_SOMEWHERE = re.compile(r"\s*(?:[a-zA-Z][a-zA-Z0-9+.-]{1,20}:|//)")
+
+
+def image_of_bytes(name: str, data: bytes) -> Image.Image:
+    """A file's image, turned upright, with its transparency.
+
+    Args:
+        name: of the field, for errors.
+        data: of a PNG, JPEG or WebP.
+
+    Raises:
+        Refused: it is another kind of file, too large, animated or damaged.
+    """
+    try:
+        with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
+            _check(name, image)
+            image.load()
+            return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:
+        raise _refused(name, "is not a PNG, JPEG or WebP") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_large(name) from None
+    except (OSError, ValueError, SyntaxError, RuntimeError, EOFError, KeyError, IndexError, TypeError, ArithmeticError):
+        # Pillow's own words may hold addresses of memory.
+        raise _refused(name, "is damaged; save it again and send that") from None
+
+
+def _check(name: str, image: Image.Image) -> None:
+    """Look at the header; no pixel is decoded yet."""
+    if image.width * image.height > MOST_PIXELS:
+        raise _too_large(name)
+    if min(image.size) < 2:
+        raise _refused(name, f"has {image.width} x {image.height} pixels; 2 x 2 is the least")
+    if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
+        raise _refused(name, "is animated; save one of its frames as an image")
+
+
+def image_of_text(name: str, text: str) -> Image.Image:
+    """The same of base64, bare or as a data: URL.
+
+    Raises:
+        Refused: also if it is an address of something, which is never fetched or opened.
+    """
+    return image_of_bytes(name, bytes_of_text(name, text))
+
+
+def bytes_of_text(name: str, text: str) -> bytes:
+    """The bytes of base64, bare or as a data: URL.
+
+    Raises:
+        Refused: it is none.
+    """
+    if head := _DATA_URL.match(text):
+        if not head[0].endswith(";base64,"):
+            raise _refused(name, "is a data: URL without base64")
+        text = text[head.end() :]
+    elif _SOMEWHERE.match(text):
+        raise _refused(name, "is an address; nothing is fetched here, so send the file itself as base64")
+    bare = "".join(text.split()).rstrip("=")
+    try:
+        return base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise _refused(name, "is not base64") from None
+
+
+def colours(name: str, image: Image.Image) -> Image.Image:
+    """RGB, what is transparent on white.
+
+    Raises:
+        Refused: it has the colours of a printer.
+    """
+    return _read(name, image, grey=False)
+
+
+def white_mask(name: str, image: Image.Image) -> Image.Image:
+    """A mask as most programs have it: white is generated anew. One that is painted into transparency is read there.
+
+    Raises:
+        Refused: see ``colours``.
+    """
+    return _read(name, image, grey=True)
+
+
+def transparent_mask(name: str, image: Image.Image) -> Image.Image:
+    """The mask of an image whose transparent parts are to be generated anew; there it is white.
+
+    Raises:
+        Refused: nothing of it could be transparent.
+    """
+    if not image.has_transparency_data:
+        raise _refused(name, "has no transparency; make the part transparent that is to be generated anew")
+    return ImageChops.invert(image.convert("RGBA").getchannel("A"))
+
+
+def _read(name: str, image: Image.Image, *, grey: bool) -> Image.Image:
+    try:
+        read = read_images(name, image, 1, grey=grey)[0]
+        read.info = {}  # texts and profiles of the file's: nothing but pixels gets in
+        return read
+    except InputError as error:
+        raise Refused(400, "invalid_image", str(error), param=name) from None
+
+
+def _too_large(name: str) -> Refused:
+    return _refused(name, f"has more than {MOST_PIXELS} pixels; send a smaller one")
+
+
+def _refused(name: str, why: str) -> Refused:
+    return Refused(400, "invalid_image", f"{name} {why}", param=name)

@@ -1,0 +1,219 @@
+"""The journal of a server: accepted jobs and finished images in an SQLite file, so that a kill loses none of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from canvax.errors import CanvaxError, InputError
+from canvax.server.jobs import Ask, Job, Picture, Status
+
+log = logging.getLogger("canvax.server")
+
+APPLICATION, VERSION = 0x63_76_78_6A, 1
+"""What the file says of itself: "cvxj", and the layout of its tables."""
+
+TIDY = 64
+"""Jobs that are forgotten before their space is given back: it means moving pages of the file."""
+
+_IMAGES = ("image", "mask")
+_TABLES = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, created REAL NOT NULL, model TEXT NOT NULL,
+    status TEXT NOT NULL, ask BLOB NOT NULL, pictures BLOB NOT NULL, image BLOB, mask BLOB, code TEXT, message TEXT
+);
+CREATE TABLE images (
+    job TEXT NOT NULL REFERENCES jobs(id) ON DELETE CASCADE, number INTEGER NOT NULL, width INTEGER NOT NULL,
+    height INTEGER NOT NULL, data BLOB NOT NULL, metadata BLOB NOT NULL, PRIMARY KEY (job, number)
+);
+"""
+_SETTINGS = (
+    "locking_mode = EXCLUSIVE",  # until it is closed: two servers would answer for the same jobs
+    "journal_mode = WAL",
+    "journal_size_limit = 16777216",
+    "synchronous = NORMAL",
+    "foreign_keys = ON",
+    "secure_delete = ON",  # what is forgotten is erased
+)
+_VACUUM = "PRAGMA incremental_vacuum"
+
+
+class Journal:
+    """An open journal. Its methods may be called from any thread.
+
+    Attributes:
+        broken: what went wrong with the last thing that could not be written; None if nothing did.
+
+    Raises:
+        InputError: the file is something else, of another version of canvax, or another server's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.broken: str | None = None
+        self._path, self._lock, self._forgotten = path, threading.Lock(), 0
+        try:
+            # SQLite would let others of this machine read it. A file that is there is not opened here: closing it again
+            # would give up the lock of a journal that this process has open.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            self._base = sqlite3.connect(path, timeout=0, check_same_thread=False, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"--journal {path}: cannot be opened ({reason}); name another file") from None
+        try:
+            self._begin()
+        except BaseException:
+            self._base.close()
+            raise
+
+    def accepted(self, job: Job) -> None:
+        """Write a new job; it is on the disk when this returns.
+
+        Raises:
+            CanvaxError: it cannot be written.
+        """
+        ask = {field.name: getattr(job.ask, field.name) for field in fields(Ask) if field.name not in _IMAGES}
+        pictures = [[one.seed, one.width, one.height, one.steps] for one in job.pictures]
+        packed = [self._encoded(ask), self._encoded(pictures), *(_packed(getattr(job.ask, name)) for name in _IMAGES)]
+        row = (job.id, job.created, job.model, str(job.status), *packed)
+        self._write("INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row, waits=True)
+
+    def finished(self, job: Job, index: int) -> None:
+        """Write an image that is done."""
+        one, statement = job.pictures[index], "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
+        with self._tolerant():
+            metadata = self._encoded(dict(one.metadata))
+            self._write(statement, (job.id, index, one.width, one.height, one.data, metadata))
+
+    def over(self, job: Job) -> None:
+        """Write how a job ended."""
+        row = (str(job.status), *(job.error or (None, None)), job.id)
+        with self._tolerant():
+            self._write("UPDATE jobs SET status = ?, code = ?, message = ? WHERE id = ?", row)
+
+    def forget(self, job: Job) -> None:
+        """Remove a job and its images."""
+        self._forgotten += 1
+        with self._tolerant():
+            self._write("DELETE FROM jobs WHERE id = ?", (job.id,))
+            if self._forgotten % TIDY == 0:
+                self._write(_VACUUM, ())
+
+    def recover(self, cancel: Callable[[Job], None]) -> list[Job]:
+        """The jobs that are there, oldest first; ``cancel`` as for ``Job``.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        try:
+            with self._lock, closing(self._base.execute("SELECT * FROM jobs ORDER BY number")) as rows:
+                return [self._job(row, cancel) for row in rows]
+        except (sqlite3.Error, msgspec.DecodeError, TypeError, ValueError, LookupError, OSError, SyntaxError) as error:
+            cure = "move it away to begin anew, or put back a copy"
+            raise InputError(f"--journal {self._path}: is damaged ({error}); {cure}") from None
+
+    def close(self) -> None:
+        """Close the file. What comes later is not written."""
+        with self._lock:
+            self._base.close()
+
+    def _begin(self) -> None:
+        """See whose file it is, take it, and make its tables if it is new."""
+        base, path = self._base, self._path
+        try:
+            found = [base.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            empty = base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+            if not empty and found[0] != APPLICATION:
+                raise InputError(f"--journal {path}: is a database of another program; name another file")
+            if not empty and found[1] != VERSION:
+                raise InputError(f"--journal {path}: is of another version of canvax; name another file")
+            once = ["auto_vacuum = INCREMENTAL"] if empty else []  # before anything is written
+            for setting in (*once, *_SETTINGS):
+                base.execute(f"PRAGMA {setting}").fetchall()
+            marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+            base.executescript(f"BEGIN IMMEDIATE; {_TABLES if empty else ''} {marks} COMMIT;")  # it is locked from here
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise InputError(f"--journal {path}: another server has it; give each a file of its own") from None
+            raise InputError(f"--journal {path}: cannot be written ({error}); name another file") from None
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"--journal {path}: is not a journal of canvax ({error}); name another file") from None
+
+    def _job(self, row: Sequence[Any], cancel: Callable[[Job], None]) -> Job:
+        _, name, created, model, status, ask, pictures, image, mask, code, message = row
+        asked = Ask(**msgspec.json.decode(ask), image=_unpacked(image), mask=_unpacked(mask))
+        made = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
+        job = Job(asked, model, made, cancel=cancel, name=name, created=created)
+        done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
+        for number, width, height, data, metadata in done:
+            one = made[number]
+            one.width, one.height, one.data, one.metadata = width, height, data, msgspec.json.decode(metadata)
+            one.status, one.step = Status.DONE, one.steps
+        job.status = Status(status)
+        if not job.status.over and all(one.data is not None for one in made):  # killed after its last image
+            job.status = Status.DONE
+        if job.status.over:
+            job.error = (code, message) if code else None
+            for one in made:
+                one.status = one.status if one.status.over else job.status
+        return job
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """What is not written now costs work after a kill, and nothing else: nobody fails for it."""
+        try:
+            yield
+        except CanvaxError as error:
+            self.broken = str(error)
+            log.error("%s", error)
+
+    def _write(self, statement: str, row: Sequence[Any], *, waits: bool = False) -> None:
+        """``waits``: for the disk, so that a power cut does not undo it; a kill undoes nothing in any case."""
+        try:
+            with self._lock:
+                if waits:
+                    self._base.execute("PRAGMA synchronous = FULL")
+                try:
+                    if statement == _VACUUM:  # ``execute`` would free one page and stop
+                        self._base.executescript(statement)
+                    else:
+                        self._base.execute(statement, row)
+                finally:
+                    if waits:
+                        self._base.execute("PRAGMA synchronous = NORMAL")
+        except sqlite3.Error as error:
+            raise CanvaxError(f"journal {self._path}: cannot be written ({error})") from None
+
+    def _encoded(self, value: Any) -> bytes:
+        try:
+            return msgspec.json.encode(value, enc_hook=str)
+        except (ValueError, OverflowError, RecursionError) as error:  # not its words: they may be somebody's prompt
+            raise CanvaxError(f"journal {self._path}: cannot be written ({type(error).__name__})") from None
+
+
+def _packed(image: Image.Image | None) -> bytes | None:
+    """An image without loss."""
+    if image is None:
+        return None
+    out = io.BytesIO()
+    image.save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _unpacked(data: bytes | None) -> Image.Image | None:
+    """It again, decoded: several threads read it."""
+    if data is None:
+        return None
+    with Image.open(io.BytesIO(data)) as file:
+        return file.copy()

@@ -1,0 +1,106 @@
+"""API keys: kept as SHA-256 digests, compared in a time that says nothing about them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Self
+
+from canvax.errors import InputError, warn
+
+SHORTEST = 16
+"""Characters of a key."""
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
+_COMMENT = re.compile(r"(?:^|\s)#.*")
+
+
+class Keys:
+    """Who may ask.
+
+    Args:
+        digests: id of each key -> SHA-256 of the key.
+    """
+
+    def __init__(self, digests: dict[str, bytes]) -> None:
+        self._digests = digests
+
+    @classmethod
+    def read(cls, file: Path | None) -> Self | None:
+        """Those of a file, and of the variable CANVAX_KEYS; None if there is neither.
+
+        Lines, or parts between commas, are ``id:key`` or ``id:sha256:HEX``. A comment begins with # at the beginning
+        of a line or behind a space: keys may have one inside.
+
+        Raises:
+            InputError: the file cannot be read, or what it says is none of that, or an id is there twice.
+        """
+        found: dict[str, bytes] = {}
+        if file is not None:
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+                mode = file.stat().st_mode
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not text"
+                raise InputError(f"--keys {file}: cannot be read ({reason})") from None
+            if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+                warn(f"--keys {file}: others on this machine can read it; chmod 600 {file}")
+            for number, line in enumerate(text.splitlines(), 1):
+                if line := _COMMENT.sub("", line).strip():
+                    _add(found, line, f"--keys {file}, line {number}")
+            if not found:
+                raise InputError(f"--keys {file}: holds no key; write lines such as alice:a-long-secret")
+        for part in os.environ.get("CANVAX_KEYS", "").split(","):
+            if part.strip():
+                _add(found, part.strip(), "CANVAX_KEYS")
+        return cls(found) if found else None
+
+    def client(self, authorization: str, key: str) -> str | None:
+        """The id of the key in the headers Authorization or X-API-Key; None if there is none that is right.
+
+        All keys are compared, whichever is right, and digests in place of the keys.
+        """
+        sent = key or _secret(authorization)
+        digest = hashlib.sha256(sent.encode("utf-8", "surrogateescape")).digest()
+        right = [name for name, known in self._digests.items() if hmac.compare_digest(digest, known)]
+        return right[0] if sent and right else None
+
+
+def _add(found: dict[str, bytes], line: str, where: str) -> None:
+    name, colon, secret = line.partition(":")
+    secret = secret.strip()
+    if not colon or not re.fullmatch(r"[\w.@-]{1,64}", name, re.ASCII):
+        raise InputError(f"{where}: is not id:key, where an id is of letters, digits and .-_@")
+    if name in found:
+        raise InputError(f"{where}: there is a key of {name} already; give each key an id of its own")
+    if secret.lower().startswith("sha256:"):
+        digest = _DIGEST.fullmatch(secret)
+        if digest is None:
+            raise InputError(f"{where}: what follows sha256: is not 64 hexadecimal digits; write what sha256sum prints")
+        found[name] = bytes.fromhex(digest[1])
+        return
+    if len(secret) < SHORTEST or not (secret.isascii() and secret.isprintable()):
+        raise InputError(
+            f"{where}: the key of {name} is shorter than {SHORTEST} characters, or has others than ASCII; make a "
+            "longer one of letters and digits"
+        )
+    found[name] = hashlib.sha256(secret.encode()).digest()
+
+
+def _secret(authorization: str) -> str:
+    """What a Bearer header holds, or the password of a Basic one."""
+    kind, _, value = authorization.strip().partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return ""

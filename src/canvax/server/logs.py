@@ -1,0 +1,26 @@
+"""The log: one JSON object a line, whatever is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+
+def now() -> str:
+    """The time as it stands in a line."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+class JsonLines(logging.Formatter):
+    """Lines that are JSON already stay as they are; faults become JSON with their traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See ``logging.Formatter``."""
+        text = record.getMessage()
+        if record.levelno == logging.INFO and text.startswith("{"):
+            return text
+        line = {"time": now(), "level": record.levelname.lower(), "message": text}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)

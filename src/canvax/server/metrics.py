@@ -1,0 +1,139 @@
+"""What a server counts and times, for Prometheus. Labels have few values; no prompt, client or id is among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from canvax._version import __version__
+from canvax.compile import monitor
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200)
+_ROUTES = ("/v1/", "/sdapi/", "/api/", "/models/", "/hf", "/static/", "/health", "/ready", "/metrics", "/images/",
+           "/openai/")  # fmt: skip
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        count, gauge, time = _made(Counter, own), _made(Gauge, own), _made(Histogram, own, buckets=_SECONDS)
+        self._build = gauge("canvax_build_info", "The version that runs.", ["version"])
+        self._build.labels(__version__).set(1)
+        self._requests = count("canvax_requests_total", "HTTP requests.", ["route", "status"])
+        self._request_seconds = time("canvax_request_seconds", "From a request to the end of its answer.", ["route"])
+        self._submitted = count("canvax_jobs_accepted_total", "Jobs that were accepted.", ["model"])
+        self._refused = count("canvax_jobs_refused_total", "Jobs that were not.", ["reason"])
+        self._over = count("canvax_jobs_total", "Jobs that are over.", ["model", "outcome"])
+        self._job_seconds = time("canvax_job_seconds", "From accepting a job to its end.", ["model", "outcome"])
+        self._waiting = time("canvax_queue_seconds", "From accepting an image to its first step.")
+        self._preview = time("canvax_first_preview_seconds", "From accepting an image to its first preview.")
+        self._queued = gauge("canvax_queue_images", "Images that are not done.")
+        self._queue_cost = gauge("canvax_queue_cost_seconds", "Seconds of work in them.")
+        self._steps = count("canvax_steps_total", "Steps of images.", ["size"])
+        self._slots = count("canvax_slot_steps_total", "Steps of slots, with an image or without.", ["size", "state"])
+        self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size"])
+        self._images = count("canvax_images_total", "Images that are done.", ["size"])
+        self._pixels = count("canvax_pixels_total", "Pixels of them.")
+        self._decode = time("canvax_decode_seconds", "Decoding latents.")
+        self._encode = time("canvax_file_seconds", "Writing the file of an image.")
+        self._compiled = count("canvax_programs_compiled_total", "Programs that canvax compiled.", ["program"])
+        self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
+        all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
+        all_compiled.set_function(monitor.compilations)
+        self._memory = gauge("canvax_device_memory_bytes", "In use on the first device, where it tells.")
+        self._models = gauge("canvax_models_loaded", "Models whose weights are on the devices.")
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        """A request was answered."""
+        route = "/" if path == "/" else next((route for route in _ROUTES if path.startswith(route)), "other")
+        self._requests.labels(route, str(status)).inc()
+        self._request_seconds.labels(route).observe(seconds)
+
+    def submitted(self, model: str) -> None:
+        """A job was accepted."""
+        self._submitted.labels(model).inc()
+
+    def refused(self, reason: str) -> None:
+        """A job was not accepted."""
+        self._refused.labels(reason).inc()
+
+    def over(self, model: str, outcome: str, seconds: float) -> None:
+        """A job is over."""
+        self._over.labels(model, outcome).inc()
+        self._job_seconds.labels(model, outcome).observe(seconds)
+
+    def waited(self, seconds: float) -> None:
+        """An image begins."""
+        self._waiting.observe(seconds)
+
+    def first_preview(self, seconds: float) -> None:
+        """Someone can see it for the first time."""
+        self._preview.observe(seconds)
+
+    def watch_queue(self, images: Callable[[], float], seconds: Callable[[], float]) -> None:
+        """Where to read how much is not done, whenever somebody asks."""
+        self._queued.set_function(images)
+        self._queue_cost.set_function(seconds)
+
+    def stepped(self, size: str, slots: int, used: int, rows: int, seconds: float) -> None:
+        """A call of the denoiser: ``rows`` steps of a batch of ``slots``, of which ``used`` hold an image."""
+        self._steps.labels(size).inc(used * rows)
+        self._slots.labels(size, "used").inc(used * rows)
+        self._slots.labels(size, "padded").inc((slots - used) * rows)
+        self._step_seconds.labels(size).observe(seconds / max(1, rows))
+
+    def image(self, size: str, pixels: int) -> None:
+        """An image is done."""
+        self._images.labels(size).inc()
+        self._pixels.inc(pixels)
+
+    def decoded(self, seconds: float) -> None:
+        """Latents became pixels."""
+        self._decode.observe(seconds)
+
+    def encoded(self, seconds: float) -> None:
+        """Pixels became a file."""
+        self._encode.observe(seconds)
+
+    def compiled(self, program: str, seconds: float) -> None:
+        """A program was compiled."""
+        self._compiled.labels(program).inc()
+        self._compile_seconds.labels(program).inc(seconds)
+
+    def device_memory(self, used: int) -> None:
+        """Bytes in use."""
+        self._memory.set(used)
+
+    def models_loaded(self, count: int) -> None:
+        """Models on the devices."""
+        self._models.set(count)
+
+
+def _made(kind: Any, registry: CollectorRegistry, **more: Any) -> Callable[..., Any]:
+    """A constructor with the registry filled in."""
+
+    def make(name: str, text: str, labels: Sequence[str] = ()) -> Any:
+        return kind(name, text, labels, registry=registry, **more)
+
+    return make
+
+
+disable_created_metrics()  # the times at which counters were made: half the text, and nobody's question

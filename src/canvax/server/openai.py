@@ -1,0 +1,319 @@
+"""OpenAI's Images API: what openai-python, litellm, LangChain, n8n, Open WebUI and the AI SDK speak.
+
+Of its fields these do nothing here: ``quality`` and ``style`` (ask for ``steps``), ``moderation``, ``user``,
+``safety_identifier`` and ``input_fidelity``. Beside them stand canvax's own: seed, negative_prompt, steps,
+guidance_scale, sampler, strength, options. A model that is not known is the default one, since many clients know the
+names of OpenAI's alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta, Struct
+from PIL import Image
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from canvax.server.answers import (
+    EventStream,
+    answering,
+    client_of,
+    data_url,
+    decoding,
+    encoded,
+    error_headers,
+    failure,
+    first,
+    json_answer,
+    model_named,
+    nearest_size,
+    once_of,
+    read_form,
+    read_json,
+    settled,
+    submitted,
+    watched,
+    wrong_field,
+)
+from canvax.server.images_in import colours, image_of_bytes, transparent_mask
+from canvax.server.jobs import (
+    MEDIA_TYPES,
+    Ask,
+    Engine,
+    Format,
+    Job,
+    ModelCard,
+    Picture,
+    Previewed,
+    Refused,
+    Status,
+)
+
+_OWN_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
+"""What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
+_PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
+_FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
+"""What an argument of ``Ask`` is called here."""
+_NO_USAGE = {
+    "input_tokens": 0,
+    "output_tokens": 0,
+    "total_tokens": 0,
+    "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
+}
+"""Nothing is counted in tokens here, and clients want the numbers."""
+
+Side = Annotated[int, Meta(ge=1, le=16384)]
+Steps = Annotated[int, Meta(ge=1, le=10_000)]
+Scale = Annotated[float, Meta(ge=0, le=1000)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Generation(Struct):
+    """The body of /images/generations; of /images/edits the fields beside the files."""
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    size: Annotated[str, Meta(max_length=20)] | None = None
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    background: Literal["auto", "opaque", "transparent"] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    # canvax's own, and the names that others have for them
+    seed: Annotated[int, Meta(ge=-1)] | None = None
+    negative_prompt: Annotated[str, Meta(max_length=32_000)] | None = None
+    steps: Steps | None = None
+    num_inference_steps: Steps | None = None
+    guidance_scale: Scale | None = None
+    cfg_scale: Scale | None = None
+    cfg: Scale | None = None
+    sampler: Annotated[str, Meta(max_length=100)] | None = None
+    strength: Fraction | None = None
+    width: Side | None = None
+    height: Side | None = None
+    options: dict[str, Any] | None = None
+
+
+BODIES = {"/v1/images/generations": Generation, "/v1/images/edits": Generation}
+"""What is sent where, for those who describe the API."""
+
+
+def routes(engine: Engine) -> list[BaseRoute]:
+    """The routes, with /v1, without, and under the names of deployments."""
+
+    async def generate(request: Request) -> Response:
+        if request.method == "OPTIONS":  # the sign of life that SillyTavern asks for; no word on other origins
+            return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
+        body = await read_json(request, Generation)
+        ask = _ask(request, engine, body)
+        return await _answer(request, await submitted(engine, ask), body, "image_generation")
+
+    async def edit(request: Request) -> Response:
+        fields, files = await read_form(request)
+        body, image, mask = await decoding(_edit, fields, files)
+        ask = _ask(request, engine, body, image, mask)
+        return await _answer(request, await submitted(engine, ask), body, "image_edit")
+
+    async def vary(_: Request) -> Response:
+        raise Refused(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
+
+    async def models(_: Request) -> Response:
+        return await json_answer({"object": "list", "data": [_described(card) for card in engine.models()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for card in engine.models():
+            if card.id == name:
+                return await json_answer(_described(card))
+        raise Refused(404, "model_not_found", f"the model {name!r:.200} is not served here", param="model")
+
+    found: list[BaseRoute] = []
+    for prefix in _PREFIXES:
+        found += [
+            Route(f"{prefix}/images/generations", answering(error, generate), methods=["POST", "OPTIONS"]),
+            Route(f"{prefix}/images/edits", answering(error, edit), methods=["POST"]),
+            Route(f"{prefix}/images/variations", answering(error, vary), methods=["POST"]),
+        ]
+    for prefix in _PREFIXES[:2]:
+        found += [
+            Route(f"{prefix}/models", answering(error, models), methods=["GET"]),
+            Route(f"{prefix}/models/{{name:path}}", answering(error, model), methods=["GET"]),
+        ]
+    return found
+
+
+def error(refused: Refused, request_id: str) -> Response:
+    """A refusal as OpenAI's clients read it."""
+    headers = error_headers(refused, request_id)
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(encoded({"error": _told(refused)}), refused.status, headers, media_type="application/json")
+
+
+def _told(refused: Refused) -> dict[str, Any]:
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(refused.status, kind)
+    param = _FIELDS.get(refused.param, refused.param) if refused.param else None
+    return {"message": refused.message, "type": kind, "param": param, "code": refused.code}
+
+
+def _described(card: ModelCard) -> dict[str, Any]:
+    return {"id": card.id, "object": "model", "created": card.created, "owned_by": "canvax"}
+
+
+def _ask(
+    request: Request,
+    engine: Engine,
+    body: Generation,
+    image: Image.Image | None = None,
+    mask: Image.Image | None = None,
+) -> Ask:
+    card = model_named(engine, body.model or request.path_params.get("deployment"))
+    width, height = _size(body, card, image)
+    if body.background == "transparent":
+        raise Refused(400, "invalid_value", "background: the models here paint no transparency", param="background")
+    kind: Format = body.output_format or "png"
+    return Ask(
+        body.prompt,
+        negative_prompt=body.negative_prompt,
+        model=card.id,
+        n=body.n or 1,
+        width=width,
+        height=height,
+        steps=first(body.steps, body.num_inference_steps),
+        guidance_scale=first(body.guidance_scale, body.cfg_scale, body.cfg),
+        sampler=body.sampler or None,
+        seed=None if body.seed == -1 else body.seed,
+        image=image,
+        mask=mask,
+        strength=body.strength,
+        options=body.options or {},
+        format=kind,
+        # 100 is the least compression, which others call the best quality
+        quality=max(1, body.output_compression) if body.output_compression is not None and kind != "png" else None,
+        previews=(body.partial_images or 0) if body.stream else 0,
+        client=client_of(request),
+        once=once_of(request),
+    )
+
+
+def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
+    """Width and height to ask for; a size that can only be meant for OpenAI's models becomes the nearest one here."""
+    if body.size in (None, "", "auto"):
+        if image is None or body.width or body.height:
+            return body.width, body.height
+        whole = all(side % card.size_step == 0 for side in image.size)
+        return image.size if image.size in card.sizes or (card.any_size and whole) else nearest_size(card, image.size)
+    found = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
+    if not found or not all(map(int, found.groups())):
+        raise Refused(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
+    size = int(found[1]), int(found[2])
+    known = card.any_size or size in card.sizes or size not in _OWN_SIZES
+    return size if known else nearest_size(card, size)
+
+
+def _edit(
+    fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
+) -> tuple[Generation, Image.Image, Image.Image | None]:
+    """The parts of a form; files are decoded here, so this is done off the event loop."""
+    values: dict[str, Any] = dict(fields)
+    try:
+        if "options" in values:
+            values["options"] = msgspec.json.decode(values["options"])
+        body = msgspec.convert(values, Generation, strict=False)
+    except msgspec.ValidationError as problem:
+        raise wrong_field(problem) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise Refused(400, "invalid_value", "options: is not JSON", param="options") from None
+    images = [data for name, data in files if name in ("image", "image[]")]
+    masks = [data for name, data in files if name == "mask"]
+    if "image" in fields or "image[]" in fields or "mask" in fields:
+        raise Refused(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
+    if len(images) != 1 or len(masks) > 1:
+        raise Refused(
+            400, "invalid_image", f"{len(images)} images and {len(masks)} masks; send one image, and at most one mask",
+            param="image",
+        )  # fmt: skip
+    image = image_of_bytes("image", images[0])
+    if not masks:
+        return body, colours("image", image), None
+    mask = image_of_bytes("mask", masks[0])
+    if mask.size != image.size:
+        raise Refused(
+            400, "invalid_image", f"mask has {mask.width} x {mask.height} pixels, image {image.width} x {image.height}",
+            param="mask",
+        )  # fmt: skip
+    return body, colours("image", image), transparent_mask("mask", mask)
+
+
+async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Response:
+    headers = {"x-canvax-model": job.model}
+    if body.stream:
+        return EventStream(job, _events(job, kind), headers)
+    await settled(request, job)
+    if job.status is not Status.DONE:
+        raise failure(job)
+    # DALL-E's default was a URL, and clients that name it and no format, such as LangChain's, read nothing else.
+    usual = "url" if (body.model or "").startswith("dall-e-") else "b64_json"
+    as_url = (body.response_format or usual) == "url"
+    images = [_image(job, picture, as_url=as_url) for picture in job.pictures]
+    shared = _shared(job, job.pictures[0])
+    return await json_answer({"created": int(job.created), "data": images, **shared, "usage": _NO_USAGE}, headers)
+
+
+def _image(job: Job, picture: Picture, *, as_url: bool) -> dict[str, Any]:
+    # Never both: some clients read the URL first, and cannot fetch it.
+    data = cast(bytes, picture.data)
+    content = {"url": data_url(MEDIA_TYPES[job.ask.format], data)} if as_url else {"b64_json": data}
+    return {**content, "seed": picture.seed}
+
+
+def _shared(job: Job, picture: Picture) -> dict[str, Any]:
+    size = f"{picture.width}x{picture.height}"
+    return {"background": "opaque", "output_format": job.ask.format, "quality": "auto", "size": size}
+
+
+async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
+    """The events of one job: previews and finished images, several of them where n is more than 1."""
+    told: set[int] = set()
+    async for event in watched(job):
+        if event is None:
+            yield b": keepalive\n\n"
+        if isinstance(event, Previewed) and event.index not in told:
+            yield await run_in_threadpool(_partial, job, event, kind)
+        # Not by ``Finished`` alone: images may have been done before anyone watched.
+        for picture in job.pictures:
+            if picture.data and picture.index not in told:
+                told.add(picture.index)
+                yield await run_in_threadpool(_completed, job, picture, kind)
+    if job.status is not Status.DONE:
+        yield _event("error", {"error": _told(failure(job))})
+    yield b"data: [DONE]\n\n"
+
+
+def _partial(job: Job, event: Previewed, kind: str) -> bytes:
+    picture = job.pictures[event.index]
+    shape = event.media_type.removeprefix("image/")  # of the preview, whatever was asked for
+    told = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
+    name = f"{kind}.partial_image"
+    index = {"partial_image_index": event.number, "created_at": int(time.time())}
+    return _event(name, {"type": name, "b64_json": event.data, **index, **told})
+
+
+def _completed(job: Job, picture: Picture, kind: str) -> bytes:
+    name = f"{kind}.completed"
+    told = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
+    return _event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **told})
+
+
+def _event(name: str, value: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"

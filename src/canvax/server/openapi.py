@@ -1,0 +1,93 @@
+"""The OpenAPI description, made from the records that check what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from canvax._version import __version__
+
+_ERRORS = {
+    "400": "An argument cannot be used.",
+    "401": "No API key, or a wrong one.",
+    "403": "A page of another site.",
+    "404": "No such model, job or image.",
+    "408": "The body did not come.",
+    "409": "The job was cancelled.",
+    "413": "The body is too large.",
+    "415": "A kind of body that is not read.",
+    "421": "Another host's name.",
+    "422": "A field is wrong.",
+    "429": "The queue is full, or too many requests: see Retry-After.",
+    "500": "The server failed.",
+    "503": "The server starts, stops or is out of memory: see Retry-After.",
+    "504": "The images were not done in time.",
+}
+_FORMS = ("/v1/images/edits",)
+_FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
+_FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "required": ["image"]}
+"""Of a form, beside its fields."""
+_BYTES = ("/api/inspect",)
+_ACCEPTED = ("/api/jobs",)
+_GETS = {
+    "/api/models": "Models and samplers.",
+    "/api/jobs/{name}": "A job.",
+    "/api/jobs/{name}/events": "Its events, as they happen.",
+    "/api/jobs/{name}/images/{index}": "One of its images.",
+    "/v1/models": "Models, as OpenAI's clients read them.",
+    "/sdapi/v1/progress": "How far A1111's clients are.",
+    "/sdapi/v1/options": "Settings, as A1111's clients read them.",
+    "/sdapi/v1/samplers": "Samplers, as A1111's clients read them.",
+    "/sdapi/v1/schedulers": "Sigma schedules, as A1111's clients read them.",
+    "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
+    "/health": "Whether the server lives.",
+    "/ready": "Whether it can generate.",
+    "/metrics": "Prometheus metrics.",
+}
+_NUMBERS = ("index",)
+
+
+def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document.
+
+    Args:
+        bodies: the record that checks what is posted to each path.
+    """
+    schemas, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for (path, body), schema in zip(bodies.items(), schemas, strict=True):
+        kind = "multipart/form-data" if path in _FORMS else "application/json"
+        posted = _operation((body.__doc__ or "").split("\n")[0], path, "202" if path in _ACCEPTED else "200")
+        schema = {"allOf": [schema, _FILES]} if path in _FORMS else schema
+        posted["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
+        paths[path] = {"post": posted}
+    for path in _BYTES:
+        posted = _operation("How an image was made.", path, "200")
+        posted["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
+        paths[path] = {"post": posted}
+    for path, what in _GETS.items():
+        paths.setdefault(path, {})["get"] = _operation(what, path, "200")
+    paths["/api/jobs/{name}"]["delete"] = _operation("Cancel a job.", "/api/jobs/{name}", "200")
+    security = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "canvax", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": security},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(what: str, path: str, good: str) -> dict[str, Any]:
+    named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    answers = {good: {"description": "Done."}} | {code: {"description": text} for code, text in _ERRORS.items()}
+    return {"summary": what, "parameters": list(_parameters(named)), "responses": answers}
+
+
+def _parameters(names: Iterable[str]) -> Iterable[dict[str, Any]]:
+    for name in names:
+        kind = {"type": "integer", "minimum": 0} if name in _NUMBERS else {"type": "string"}
+        yield {"name": name, "in": "path", "required": True, "schema": kind}

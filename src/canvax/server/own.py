@@ -1,0 +1,310 @@
+"""canvax's own API: submit a job, watch it step by step, fetch its images, cancel it. The page speaks it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from canvax.errors import InputError
+from canvax.images.metadata import metadata_in
+from canvax.samplers.specs import SAMPLERS
+from canvax.server.answers import (
+    answering,
+    client_of,
+    data_url,
+    decoding,
+    encoded,
+    error_headers,
+    json_answer,
+    model_named,
+    nearest_size,
+    once_of,
+    read_json,
+    submitted,
+    watched,
+)
+from canvax.server.images_in import colours, image_of_text, white_mask
+from canvax.server.jobs import (
+    MEDIA_TYPES,
+    Ask,
+    Changed,
+    Engine,
+    Event,
+    Finished,
+    Job,
+    ModelCard,
+    Picture,
+    Previewed,
+    Refused,
+    Stepped,
+)
+
+PREVIEWS = 8
+"""Of an image, where a client wants any."""
+
+_NOT_FOR_TEXT = ("ddim_inverse",)
+_FIELDS = {
+    "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
+    "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
+    "options": "options", "model": "model",
+}  # fmt: skip
+"""What metadata calls the fields of a job."""
+
+
+class NewJob(Struct, forbid_unknown_fields=True):
+    """The body of POST /api/jobs."""
+
+    prompt: Annotated[str, Meta(max_length=16_000)]
+    negative_prompt: Annotated[str, Meta(max_length=16_000)] | None = None
+    model: Annotated[str, Meta(max_length=300)] | None = None
+    n: Annotated[int, Meta(ge=1, le=64)] = 1
+    width: Annotated[int, Meta(ge=1, le=16384)] | None = None
+    height: Annotated[int, Meta(ge=1, le=16384)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=250)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    sampler: Annotated[str, Meta(max_length=100)] | None = None
+    seed: Annotated[int, Meta(ge=-1)] | None = None
+    image: str | None = None
+    mask: str | None = None
+    strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
+    format: Literal["png", "jpeg", "webp"] = "png"
+    quality: Annotated[int, Meta(ge=1, le=100)] | None = None
+    previews: bool = False
+    metadata: bool = True
+    seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    options: dict[str, Any] | None = None
+
+
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
+BODIES = {"/api/jobs": NewJob}
+"""What is sent where, for those who describe the API."""
+
+
+def routes(engine: Engine) -> list[BaseRoute]:
+    """The routes under /api."""
+
+    async def models(_: Request) -> Response:
+        cards = [_card(card, default=i == 0) for i, card in enumerate(engine.models())]
+        samplers = [
+            {"name": spec.name, "label": spec.label, "when": spec.when}
+            for spec in SAMPLERS
+            if spec.name not in _NOT_FOR_TEXT
+        ]
+        return await json_answer({"models": cards, "samplers": samplers})
+
+    async def submit(request: Request) -> Response:
+        body = await read_json(request, NewJob)
+        ask = await decoding(_ask, body, engine, client_of(request), once_of(request))
+        job = await submitted(engine, ask)
+        return await json_answer(told(job), {"Location": f"/api/jobs/{job.id}"}, 202)
+
+    def found(request: Request) -> Job:
+        job = engine.job(request.path_params["name"], client_of(request))
+        if job is None:
+            raise Refused(404, "job_not_found", "there is no such job; results are kept for some minutes")
+        return job
+
+    async def one(request: Request) -> Response:
+        job = found(request)
+        if request.method == "DELETE":
+            job.cancel()
+        return await json_answer(told(job))
+
+    async def image(request: Request) -> Response:
+        job, index = found(request), request.path_params["index"]
+        data = next((picture.data for picture in job.pictures if str(picture.index) == index), None)
+        if data is None:
+            raise Refused(404, "image_not_found", "this image is not there, or not yet")
+        headers = {"Cache-Control": "private, max-age=600, immutable"}
+        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.ask.format])
+
+    async def events(request: Request) -> Response:
+        # The job goes on when its watcher leaves: DELETE is what cancels it.
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(found(request)), headers=headers, media_type="text/event-stream")
+
+    async def inspect(request: Request) -> Response:
+        data = await request.body()
+        return Response(await decoding(_inspected, data), media_type="application/json")
+
+    endpoints = [
+        ("/api/models", models, ["GET"]),
+        ("/api/jobs", submit, ["POST"]),
+        ("/api/jobs/{name}", one, ["GET", "DELETE"]),
+        ("/api/jobs/{name}/images/{index}", image, ["GET"]),
+        ("/api/jobs/{name}/events", events, ["GET"]),
+        ("/api/inspect", inspect, ["POST"]),
+    ]
+    return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
+
+
+def error(refused: Refused, request_id: str) -> Response:
+    """A refusal in this API's form."""
+    headers = error_headers(refused, request_id)
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = {"error": {"message": refused.message, "code": refused.code, "param": refused.param}}
+    return Response(encoded(content), refused.status, headers, media_type="application/json")
+
+
+def told(job: Job) -> dict[str, Any]:
+    """A job as it is sent."""
+    code_message = job.error and {"code": job.error[0], "message": job.error[1]}
+    return {
+        "id": job.id,
+        "status": job.status,
+        "created": job.created,
+        "model": job.model,
+        "ahead": job.ahead,
+        "seconds_left": _rounded(job.seconds_left),
+        "images": [_shown(job, picture) for picture in job.pictures],
+        "error": code_message,
+    }
+
+
+def _shown(job: Job, picture: Picture) -> dict[str, Any]:
+    names = ("index", "status", "step", "steps", "seed", "width", "height")
+    return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
+
+
+def _url(job: Job, picture: Picture) -> str | None:
+    return f"/api/jobs/{job.id}/images/{picture.index}" if picture.data is not None else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else round(seconds, 2)
+
+
+def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
+    names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
+             "max_steps", "tasks", "examples", "family")  # fmt: skip
+    told = {name: getattr(card, name) for name in names}
+    return {"id": card.id, "name": card.id, "default": default, **told}
+
+
+def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
+    """What a body asks for. Decodes its images, so it is called off the event loop."""
+    card = model_named(engine, body.model)
+    image = mask = None
+    if body.image is not None:
+        image = colours("image", image_of_text("image", body.image))
+    if body.mask is not None:
+        mask = white_mask("mask", image_of_text("mask", body.mask))
+        if image is not None and mask.size != image.size:
+            mask = mask.resize(image.size, Image.Resampling.LANCZOS)
+    width, height = body.width, body.height
+    fits = card.any_size or body.upscale is not None
+    if image is not None and (width, height) == (None, None) and not fits and image.size not in card.sizes:
+        width, height = nearest_size(card, image.size)
+    return Ask(
+        body.prompt,
+        negative_prompt=body.negative_prompt,
+        model=body.model or card.id,
+        n=body.n,
+        width=width,
+        height=height,
+        steps=body.steps,
+        guidance_scale=body.guidance_scale,
+        sampler=body.sampler or None,
+        seed=None if body.seed == -1 else body.seed,
+        image=image,
+        mask=mask,
+        strength=body.strength,
+        upscale=body.upscale,
+        options=body.options or {},
+        format=body.format,
+        quality=body.quality,
+        previews=PREVIEWS if body.previews else 0,
+        metadata=body.metadata,
+        client=client,
+        once=once,
+        seconds=body.seconds,
+    )
+
+
+async def _events(job: Job) -> AsyncIterator[bytes]:
+    """Server-sent events; begins with how the job is, and what is done already."""
+    shown: set[int] = set()
+    began = Changed(job.status)
+    yield _event("job", told(job))
+    async for event in watched(job):
+        if event is None:
+            yield b": keepalive\n\n"
+            continue
+        for picture in job.pictures:  # some were done before anyone watched
+            if picture.data is not None and picture.index not in shown:
+                shown.add(picture.index)
+                yield _event("image", _image_told(job, picture))
+        late = isinstance(event, Stepped | Previewed) and event.index in shown
+        if not (late or isinstance(event, Finished) or (event == began and not began.status.over)):
+            yield _as_sent(job, event)
+
+
+def _as_sent(job: Job, event: Event) -> bytes:
+    match event:
+        case Changed(status) if status.over:
+            return _event(str(status), told(job))
+        case Changed():
+            return _event("job", told(job))
+        case Stepped(index, step, steps, left):
+            return _event("step", {"index": index, "step": step, "steps": steps, "seconds_left": _rounded(left)})
+        case Previewed(index, step, steps, data, media_type):
+            where = {"index": index, "step": step, "steps": steps}
+            return _event("preview", {**where, "image": data_url(media_type, data)})
+        case Finished(index):
+            return _event("image", _image_told(job, job.pictures[index]))
+
+
+def _image_told(job: Job, picture: Picture) -> dict[str, Any]:
+    names = ("index", "seed", "width", "height")
+    return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
+
+
+def _event(name: str, value: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
+
+
+def _inspected(data: bytes) -> bytes:
+    """How an image says it was made, as a job that makes it again; no pixel is decoded."""
+    try:
+        metadata = metadata_in(io.BytesIO(data), Path("the image"))
+        grid = metadata.get("grid")
+        one = grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
+        given = {ours: one[name] for name, ours in _FIELDS.items() if one.get(name) not in (None, "", {})}
+        if isinstance(enlarged := one.get("upscale"), dict):  # its size is that of the image, so many times
+            given = {name: value for name, value in given.items() if name not in ("width", "height")}
+            given["upscale"] = enlarged.get("scale")
+        settings = {name: value for name, value in given.items() if _fits(name, value)}
+        missing = [name for name in given if name not in settings]
+        missing += [name for name in ("image", "mask") if f"{name}_sha256" in one]
+        if one.get("noise") == "given":
+            missing.append("latents")
+        other = one.get("other")
+        missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
+        # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
+        return json.dumps({"settings": settings, "missing": missing, "metadata": one}).encode()
+    except InputError as unknown:
+        raise Refused(400, "no_settings", str(unknown)) from None
+    except (ValueError, RecursionError):
+        raise Refused(400, "no_settings", "the image: holds settings that cannot be told") from None
+
+
+def _fits(field: str, value: Any) -> bool:
+    """Whether a job may say so."""
+    try:
+        msgspec.convert(value, _TYPES[field])
+    except msgspec.ValidationError:
+        return False
+    return True

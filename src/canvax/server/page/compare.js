@@ -1,0 +1,48 @@
+// Two images in one place, with a slider between them.
+import { crisp, summary, urlOf } from "./pictures.js";
+import { $, openDialog } from "./ui.js";
+
+let pair = [];
+
+export function compare(left, right) {
+  pair = [left, right];
+  show();
+  openDialog($("compare"));
+  fit();
+  $("compare-range").focus();
+}
+
+function show() {
+  for (const [node, record] of [[$("compare-over"), pair[0]], [$("compare-under"), pair[1]]]) {
+    node.src = urlOf(record);
+    node.alt = record.settings.prompt;
+    crisp(node, record.width);
+  }
+  for (const [side, record] of [["left", pair[0]], ["right", pair[1]]]) {
+    const [title, settings] = side === "left" ? [$("compare-left"), $("compare-left-settings")] : [$("compare-right"), $("compare-right-settings")];
+    title.textContent = record.settings.prompt;
+    settings.textContent = summary(record);
+  }
+  slide();
+}
+
+function slide() {
+  const part = Number($("compare-range").value);
+  $("compare-over").style.clipPath = `inset(0 ${100 - part}% 0 0)`;
+  $("compare-line").style.left = `${part}%`;
+}
+
+function fit() {
+  if (!pair.length) return;
+  const [width, height] = [Math.max(pair[0].width, pair[1].width), Math.max(pair[0].height, pair[1].height)];
+  let scale = Math.min((Math.min(innerWidth, 1000) - 80) / width, (innerHeight - 280) / height);
+  if (width <= 160) scale = Math.max(1, Math.floor(scale));
+  $("compare-stage").style.width = `${width * scale}px`;
+  $("compare-stage").style.height = `${height * scale}px`;
+}
+
+export function prepareCompare() {
+  $("compare-range").addEventListener("input", slide);
+  $("compare-swap").addEventListener("click", () => { pair.reverse(); show(); });
+  addEventListener("resize", fit);
+}

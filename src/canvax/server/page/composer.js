@@ -1,0 +1,293 @@
+// The form: what to draw and how; the input image and its mask.
+import { canvasOf, crisp, fitted, toBlob, toDataUrl } from "./pictures.js";
+import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
+
+let catalogue = { models: [], samplers: [] };
+/** {blob, mask: canvas of the input's size or null} or null. */
+let input = null;
+
+export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
+export const samplers = () => catalogue.samplers;
+export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
+export const currentInput = () => input;
+export const knows = (id) => catalogue.models.some((one) => one.id === id);
+export const hasModels = () => catalogue.models.length > 0;
+
+const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
+
+export function setCatalogue(models) {
+  catalogue = models;
+  $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
+  $("model").value = models.models.find((one) => one.default)?.id ?? models.models[0]?.id;
+  $("model-field").hidden = models.models.length < 2;
+  showModel();
+  apply(remembered("draft", {}));
+  showLock(remembered("lock", false));
+}
+
+function showModel() {
+  const card = model();
+  if (!card) return;
+  const sizes = card.sizes.map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w} × ${h}` }));
+  if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
+  $("size").replaceChildren(...sizes);
+  for (const id of ["width", "height"]) $(id).step = $(id).min = card.size_step;
+  $("count").max = card.max_images;
+  for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
+  $("steps").max = Math.min(card.max_steps, 100);
+  const label = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
+  const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${label(card.sampler)}` : "The model's own" });
+  $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
+  ownSettings();
+}
+
+/** Size, steps, guidance and sampler as the model's card has them. */
+export function ownSettings() {
+  const card = model();
+  setSize(...card.native);
+  setNumber("steps", card.steps);
+  setNumber("guidance", card.guidance_scale);
+  setSampler("");
+}
+
+function setNumber(id, value) {
+  $(`${id}-number`).value = value;
+  $(id).value = value;
+  paintRange($(id));
+}
+
+export function paintRange(range) {
+  range.style.setProperty("--part", `${((range.value - range.min) / (range.max - range.min)) * 100}%`);
+}
+
+function setSize(width, height) {
+  const known = [...$("size").options].some(({ value }) => value === `${width}x${height}`);
+  const card = model();
+  if (!known && !card.any_size) [width, height] = nearest(width, height);
+  $("size").value = known || !card.any_size ? `${width}x${height}` : "other";
+  $("width").value = width;
+  $("height").value = height;
+  showSize();
+}
+
+function showSize() {
+  const other = $("size").value === "other";
+  $("width-field").hidden = $("height-field").hidden = !other;
+  if (!other) [$("width").value, $("height").value] = $("size").value.split("x");
+}
+
+/** Of the sizes that are ready, the one most like it. */
+export function nearest(width, height) {
+  const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
+  return [...model().sizes].sort((a, b) => distance(a) - distance(b))[0] ?? model().native;
+}
+
+function setSampler(name) {
+  const select = $("sampler");
+  const byLabel = catalogue.samplers.find(({ label }) => label === name)?.name;
+  const value = byLabel ?? name ?? "";
+  if (value === model()?.sampler) select.value = "";
+  else {
+    if (![...select.options].some((option) => option.value === value)) select.append(el("option", { value, textContent: value }));
+    select.value = value;
+  }
+  showSampler();
+}
+
+function showSampler() {
+  const name = $("sampler").value || model()?.sampler || "";
+  const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
+    ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
+  $("sampler-when").textContent = found?.when ?? "";
+}
+
+function showLock(locked) {
+  $("seed-lock").ariaPressed = String(locked);
+  setIcon($("seed-lock"), locked ? "lock" : "unlock");
+  remember("lock", locked);
+}
+
+export const seedIsNumber = () => !locked() || /^\d*$/.test($("seed").value.trim());
+export const locked = () => $("seed-lock").ariaPressed === "true";
+export const toggleLock = () => {
+  if (!locked() && !$("seed").value) $("seed").value = randomSeed();
+  showLock(!locked());
+};
+
+/** The form as settings of a job. Without input images. */
+export function settings() {
+  const number = (id, otherwise) => (Number.isFinite(Number.parseFloat($(id).value)) ? Number.parseFloat($(id).value) : otherwise);
+  const card = model();
+  const result = {
+    prompt: $("prompt").value.trim(),
+    n: number("count", 1),
+    width: number("width", card?.native[0]),
+    height: number("height", card?.native[1]),
+    steps: number("steps-number", card?.steps),
+    guidance_scale: number("guidance-number", card?.guidance_scale),
+    format: $("format").value,
+    previews: $("previews").checked,
+  };
+  if ($("negative").value.trim()) result.negative_prompt = $("negative").value.trim();
+  if (catalogue.models.length > 1) result.model = card.id;
+  if ($("sampler").value) result.sampler = $("sampler").value;
+  if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
+  if (input) result.strength = Number.parseFloat($("strength").value);
+  return result;
+}
+
+/** What stands in the form becomes these settings; what they do not say stays. */
+export function apply(given) {
+  if (given.model && catalogue.models.some(({ id }) => id === given.model) && given.model !== $("model").value) {
+    $("model").value = given.model;
+    showModel();
+  }
+  if (given.prompt !== undefined) $("prompt").value = given.prompt;
+  if (given.prompt !== undefined || given.negative_prompt !== undefined) $("negative").value = given.negative_prompt ?? "";
+  if (given.width && given.height && model()) setSize(given.width, given.height);
+  if (given.steps) setNumber("steps", given.steps);
+  if (given.guidance_scale !== undefined && given.guidance_scale !== null) setNumber("guidance", given.guidance_scale);
+  if (given.sampler !== undefined && given.sampler !== null) setSampler(given.sampler);
+  if (given.n) $("count").value = given.n;
+  if (given.format) $("format").value = given.format;
+  if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
+  if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
+  if (given.lock !== undefined) showLock(given.lock);
+  showStrength();
+  showFold();
+  growAll();
+}
+
+function showStrength() {
+  $("strength-out").textContent = Number.parseFloat($("strength").value).toFixed(2);
+  paintRange($("strength"));
+}
+
+/** The text areas are as high as their text. */
+export function growAll() {
+  for (const id of ["prompt", "negative"]) {
+    const area = $(id);
+    area.style.height = "auto";
+    area.style.height = `${Math.min(area.scrollHeight + 2, 240)}px`;
+  }
+}
+
+export const usedSeed = (seed) => { if (!locked()) $("seed").value = seed; };
+
+/** What stands in the folded part, in a line. */
+function showFold() {
+  const { width, height, n, steps, guidance_scale: guidance } = settings();
+  $("fold-text").textContent = `${plural(n, "image")} · ${width} × ${height} · ${steps} steps · guidance ${guidance}`;
+}
+
+export const keepDraft = () => {
+  showFold();
+  const { seed, previews, ...draft } = settings();
+  remember("draft", { ...draft, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
+};
+
+/** Use an image as input, with a mask or without. The size becomes one that is ready. */
+export async function setInput(blob, mask = null) {
+  if (!blob) {
+    input = null;
+  } else {
+    const bitmap = await createImageBitmap(blob);
+    const [width, height] = mask ? [mask.width, mask.height] : nearest(bitmap.width, bitmap.height);
+    setSize(width, height);
+    input = { blob: await fitted(blob, width, height), mask, original: blob };
+  }
+  await showInput();
+}
+
+async function showInput() {
+  $("input").hidden = !input;
+  if (!input) return;
+  const canvas = $("input-canvas");
+  const bitmap = await createImageBitmap(input.blob);
+  [canvas.width, canvas.height] = [bitmap.width, bitmap.height];
+  const context = canvas.getContext("2d");
+  context.drawImage(bitmap, 0, 0);
+  if (input.mask) {
+    context.globalAlpha = 0.6;
+    context.drawImage(tinted(input.mask), 0, 0);
+    context.globalAlpha = 1;
+  }
+  crisp(canvas, bitmap.width);
+  $("input-title").textContent = input.mask ? "Input image and mask" : "Input image";
+  $("input-mask").textContent = input.mask ? "Change the mask" : "Paint a mask";
+  showStrength();
+}
+
+/** The mask in the accent colour. */
+export function tinted(mask) {
+  const canvas = canvasOf(mask.width, mask.height);
+  const context = canvas.getContext("2d");
+  context.drawImage(mask, 0, 0);
+  context.globalCompositeOperation = "source-in";
+  context.fillStyle = "#e2467a";
+  context.fillRect(0, 0, mask.width, mask.height);
+  return canvas;
+}
+
+/** White where the mask is painted, black elsewhere. */
+async function maskBlob(mask, width, height) {
+  const canvas = canvasOf(width, height);
+  const context = canvas.getContext("2d");
+  context.fillStyle = "black";
+  context.fillRect(0, 0, width, height);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(mask, 0, 0, width, height);
+  return toBlob(canvas);
+}
+
+/** The input as files for a job of this size: {} without one. */
+export async function inputFiles({ width, height }) {
+  if (!input) return {};
+  const files = { image: await fitted(input.original, width, height) };
+  if (input.mask) files.mask = await maskBlob(input.mask, width, height);
+  return files;
+}
+
+/** The body of the request. */
+export async function bodyOf(job, files) {
+  const body = { ...job };
+  // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
+  if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
+  for (const [name, blob] of Object.entries(files)) body[name] = await toDataUrl(blob);
+  return body;
+}
+
+export function formError(text, param = null) {
+  $("form-error").textContent = text;
+  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size" }[param];
+  for (const node of $("composer").querySelectorAll("[aria-invalid]")) node.removeAttribute("aria-invalid");
+  if (field) {
+    if ($("fold").contains($(field))) $("fold").open = true;
+    $(field).setAttribute("aria-invalid", "true");
+    $(field).focus();
+  }
+}
+
+export function prepareComposer() {
+  for (const [range, number] of LINKED) {
+    $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
+    $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
+  }
+  const step = (by) => {
+    const value = Math.round(Number($("count").value) + by) || 1;
+    $("count").value = Math.max(1, Math.min(Number($("count").max), value));
+    keepDraft();
+  };
+  $("count-less").addEventListener("click", () => step(-1));
+  $("count-more").addEventListener("click", () => step(1));
+  $("model").addEventListener("change", showModel);
+  $("size").addEventListener("change", showSize);
+  $("sampler").addEventListener("change", showSampler);
+  $("strength").addEventListener("input", showStrength);
+  $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
+  $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
+  $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
+  $("reset").addEventListener("click", () => { ownSettings(); keepDraft(); });
+  $("composer").addEventListener("input", () => { formError(""); growAll(); keepDraft(); });
+  $("input-remove").addEventListener("click", () => { setInput(null); $("prompt").focus(); });
+}

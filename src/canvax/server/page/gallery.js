@@ -1,0 +1,289 @@
+// The images: those that are drawn, above those that are kept. Search, favourites, selection, the arrow keys.
+import { connection, tasks } from "./tasks.js";
+import { images as kept, newId } from "./store.js";
+import { crisp, fileName, forgetUrl, urlOf } from "./pictures.js";
+import { $, announce, button, duration, el, icon, plural, save, setIcon, toast } from "./ui.js";
+
+const PAGE = 60;
+let records = [];
+let shown = PAGE;
+let deleted = [];
+const selected = new Set();
+const busy = new Map();
+/** What a tile's actions do; set by main.js, so that this file needs none of the dialogs. */
+export const actions = { open() {}, compare() {}, again() {} };
+
+const matches = (record) => {
+  if ($("favourites").ariaPressed === "true" && !record.favourite) return false;
+  const { prompt, negative_prompt = "", sampler = "", seed, model = "" } = record.settings;
+  const text = `${prompt} ${negative_prompt} ${sampler} ${seed} ${model}`.toLowerCase();
+  return $("search").value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+};
+
+export const listed = () => records.filter(matches);
+export const byId = (id) => records.find((record) => record.id === id);
+
+export async function loadImages() {
+  try {
+    records = (await kept.all()).sort((a, b) => b.created - a.created);
+  } catch {
+    toast("This browser keeps no images: save what you like.");
+  }
+  render();
+}
+
+/** A finished image of a task: kept, and shown in the place of its tile. */
+export async function addRecord(fields, place = null) {
+  const record = { id: newId(), kind: "image", favourite: false, ...fields };
+  if (byId(record.id)) {  // kept before a reload in the middle of its job
+    place?.remove();
+    return refresh();
+  }
+  records.push(record);
+  records.sort((a, b) => b.created - a.created);
+  const hadFocus = place?.contains(document.activeElement);
+  const tile = matches(record) ? tileOf(record) : null;
+  if (place) place.replaceWith(...(tile ? [tile] : []));
+  if (hadFocus && tile) tile.querySelector(".target").focus();
+  refresh();
+  try {
+    await kept.put(record);
+  } catch {
+    toast("This image could not be kept: the browser's storage is full or off.", [["Save it", () => save(record.blob, fileName(record))]]);
+  }
+  return record;
+}
+
+export async function removeRecords(ids) {
+  const gone = records.filter(({ id }) => ids.includes(id));
+  if (!gone.length) return;
+  const focused = document.activeElement?.closest?.(".tile");
+  const next = focused && ids.includes(focused.dataset.id) ? focused.nextElementSibling ?? focused.previousElementSibling : null;
+  records = records.filter(({ id }) => !ids.includes(id));
+  for (const id of ids) {
+    selected.delete(id);
+    $("tiles").querySelector(`[data-id="${id}"]`)?.remove();
+    await kept.delete(id).catch(() => {});
+  }
+  refresh();
+  (next?.querySelector(".target") ?? (focused ? $("history") : null))?.focus();
+  deleted = gone;
+  toast(`${plural(gone.length, "image")} deleted.`, [["Undo", undoDelete]]);
+}
+
+export async function undoDelete() {
+  const gone = deleted;
+  deleted = [];
+  if (!gone.length) return;
+  records = [...records, ...gone].sort((a, b) => b.created - a.created);
+  for (const record of gone) await kept.put(record).catch(() => {});
+  render();
+  $("toasts").replaceChildren();
+  announce(`${plural(gone.length, "image")} back`);
+  $("tiles").querySelector(`[data-id="${gone[0].id}"] .target`)?.focus();
+}
+
+export async function toggleFavourite(id) {
+  const record = byId(id);
+  record.favourite = !record.favourite;
+  const node = $("tiles").querySelector(`[data-id="${id}"] .favourite`);
+  if (node) node.ariaPressed = String(record.favourite);
+  announce(record.favourite ? "A favourite now" : "No favourite any more");
+  await kept.put(record).catch(() => {});
+}
+
+/** Show all tiles anew: after a search, a reload, more of them. */
+export function render() {
+  const found = listed();
+  const waiting = [...busy.keys()].filter((tile) => tile.isConnected || !tile.dataset.removed);
+  for (const tile of $("tiles").querySelectorAll("[data-id]")) {
+    if (!found.slice(0, shown).some(({ id }) => id === tile.dataset.id)) forgetUrl(tile.dataset.id);
+  }
+  $("tiles").replaceChildren(...waiting, ...found.slice(0, shown).map(tileOf));
+  $("older").hidden = found.length <= shown;
+  refresh();
+}
+
+function refresh() {
+  const any = records.length + busy.size > 0;
+  const tiles = $("tiles").children.length;
+  $("empty").hidden = any;
+  document.body.classList.toggle("nothing", !any);
+  $("no-match").hidden = !any || tiles > 0;
+  $("history-count").textContent = records.length || "";
+  showSelection();
+  if (!$("tiles").querySelector('.target[tabindex="0"]')) setCurrent($("tiles").querySelector(".tile"));
+}
+
+function tileOf(record) {
+  const picture = el("img", { src: urlOf(record), alt: "", loading: "lazy", decoding: "async", width: record.width, height: record.height });
+  crisp(picture, record.kind === "sheet" ? 999 : record.width);
+  const open = el("button", { type: "button", className: "open target", tabIndex: -1, onclick: () => actions.open(record.id) }, picture);
+  const label = `${record.kind === "sheet" ? "Sheet: " : ""}${record.settings.prompt}`;
+  open.setAttribute("aria-label", record.settings.seed === undefined ? label : `${label}, seed ${record.settings.seed}`);
+  const favourite = button("heart", "Favourite", () => toggleFavourite(record.id), { className: "icon favourite" });
+  favourite.ariaPressed = String(record.favourite);
+  const select = button("check", "Select", () => toggleSelected(record.id), { className: "icon select" });
+  select.ariaPressed = String(selected.has(record.id));
+  for (const node of [favourite, select]) node.tabIndex = -1;
+  const tile = el("li", { className: "tile" }, el("div", { className: "frame" }, open, select, favourite),
+    el("p", { className: "caption", textContent: label, title: record.settings.prompt, ariaHidden: "true" }));
+  tile.dataset.id = record.id;
+  tile.classList.toggle("selected", selected.has(record.id));
+  return tile;
+}
+
+// ---- what is being drawn
+
+/** A tile of an image that is not there yet. `task` has status, message, cancel(); `again` asks for it once more. */
+export function addBusy(task, index, label) {
+  const picture = el("img", { alt: "", hidden: true });
+  const bar = el("progress", { max: 1, value: 0, ariaLabel: `Progress: ${label}` });
+  const status = el("p", { className: "status" });
+  const cancel = button("close", "Cancel", () => task.cancel(), { className: "icon cancel target" });
+  const again = button("refresh", "Try again", () => (task.over ? actions.again(task, tile) : task.retry()), { text: true, className: "quiet again" });
+  const remove = button("close", "Remove", () => removeBusy(tile), { className: "icon remove" });
+  again.hidden = remove.hidden = true;
+  const tile = el("li", { className: "tile busy" },
+    el("div", { className: "frame" }, el("div", { className: "waiting-art" }), picture, el("div", { className: "shade" }, status, again), bar, cancel, remove),
+    el("p", { className: "caption", textContent: label, title: label }));
+  busy.set(tile, { task, index });
+  $("tiles").prepend(tile);
+  refresh();
+  return tile;
+}
+
+export function removeBusy(tile) {
+  const next = tile.contains(document.activeElement) ? tile.nextElementSibling ?? tile.previousElementSibling : null;
+  tile.dataset.removed = "yes";
+  busy.delete(tile);
+  tile.remove();
+  refresh();
+  next?.querySelector(".target")?.focus();
+}
+
+export const doneBusy = (tile) => busy.delete(tile);
+
+/** What the tile says of its image: step, time left, why it waits, what went wrong. */
+export function showBusy(tile, preview = null) {
+  const { task, index } = busy.get(tile) ?? {};
+  if (!task) return;
+  const image = task.images[index];
+  const [status, bar, picture] = [tile.querySelector(".status"), tile.querySelector("progress"), tile.querySelector("img")];
+  if (preview) {
+    picture.src = preview;
+    picture.hidden = false;
+    picture.onload = () => crisp(picture, picture.naturalWidth);
+  }
+  const failed = task.status === "failed";
+  tile.classList.toggle("failed", failed);
+  tile.classList.toggle("waits", task.status === "waiting");
+  tile.classList.toggle("drawing", task.status === "running");
+  bar.hidden = task.status !== "running";
+  bar.value = image.steps ? image.step / image.steps : 0;
+  tile.querySelector(".cancel").hidden = failed;
+  tile.querySelector(".cancel").classList.toggle("target", !failed);
+  tile.querySelector(".again").hidden = !failed && task.status !== "waiting";
+  tile.querySelector(".again").classList.toggle("target", failed);
+  tile.querySelector(".again span").textContent = failed ? "Try again" : "Try now";
+  tile.querySelector(".remove").hidden = !failed;
+  status.textContent = textOf(task, image);
+  if (!$("tiles").querySelector('.target[tabindex="0"]')) setCurrent(tile);
+}
+
+function textOf(task, image) {
+  if (task.status === "failed") return task.message || "It failed.";
+  if (task.status === "waiting") {
+    if (task.why === "full") return `The queue is full. Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}.`;
+    return task.why === "key" ? "Waits for an API key." : "Waits for the server.";
+  }
+  if (task.status === "running") {
+    const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;
+    return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : "Begins";
+  }
+  return task.status === "queued" && task.ahead ? `Queued, ${task.ahead} before it` : task.status === "queued" ? "Queued" : "Sending";
+}
+
+/** The line above the tiles, and the title of the window. */
+export function showQueue() {
+  const active = [...tasks].filter((task) => !task.over);
+  const missing = active.reduce((sum, task) => sum + task.images.filter(({ done }) => !done).length, 0);
+  const left = Math.max(...active.filter(({ secondsLeft }) => secondsLeft !== null).map(({ secondsLeft }) => secondsLeft));
+  $("queue").hidden = !active.length;
+  const time = Number.isFinite(left) && !connection.gone ? `, ${duration(left)} left` : "";
+  $("queue-text").textContent = `${plural(missing, "image")} in ${plural(active.length, "job")}${time}`;
+  document.title = active.length ? `(${missing}) canvax` : "canvax";
+}
+
+setInterval(() => {
+  for (const [tile, { task }] of busy) if (task.status === "waiting") showBusy(tile);
+}, 1000);
+
+// ---- selection and keys
+
+export function toggleSelected(id) {
+  if (!selected.delete(id)) selected.add(id);
+  const tile = $("tiles").querySelector(`[data-id="${id}"]`);
+  tile?.classList.toggle("selected", selected.has(id));
+  if (tile) tile.querySelector(".select").ariaPressed = String(selected.has(id));
+  showSelection();
+}
+
+export function selectNone() {
+  for (const id of [...selected]) toggleSelected(id);
+}
+
+function showSelection() {
+  $("selection").hidden = !selected.size;
+  document.body.classList.toggle("selecting", selected.size > 0);
+  $("selection-text").textContent = `${selected.size} selected`;
+  $("selection-compare").disabled = selected.size !== 2;
+  $("selection-compare").title = selected.size === 2 ? "" : "Select two to compare";
+}
+
+export function setCurrent(tile) {
+  if (!tile) return;
+  for (const node of $("tiles").querySelectorAll('[tabindex="0"]')) node.tabIndex = -1;
+  for (const node of tile.querySelectorAll("button")) node.tabIndex = 0;
+}
+
+/** The record under the keyboard's focus, if any. */
+export const currentId = () => document.activeElement?.closest?.(".tile")?.dataset.id ?? null;
+
+export function focusTiles() {
+  const target = $("tiles").querySelector('.target[tabindex="0"]') ?? $("history");
+  target.focus();
+}
+
+function move(tile, key) {
+  const tiles = [...$("tiles").children];
+  const columns = tiles.filter(({ offsetTop }) => offsetTop === tiles[0].offsetTop).length;
+  const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -Infinity, End: Infinity }[key];
+  const to = tiles[Math.max(0, Math.min(tiles.length - 1, tiles.indexOf(tile) + by))];
+  setCurrent(to);
+  to.querySelector(".target")?.focus();
+}
+
+export function prepareGallery() {
+  const anew = () => { shown = PAGE; render(); };
+  $("search").addEventListener("input", anew);
+  $("favourites").addEventListener("click", () => {
+    $("favourites").ariaPressed = String($("favourites").ariaPressed !== "true");
+    anew();
+  });
+  $("older").addEventListener("click", () => { shown += PAGE; render(); });
+  $("tiles").addEventListener("keydown", (event) => {
+    const tile = event.target.closest(".tile");
+    if (tile && /^(Arrow|Home|End)/.test(event.key) && !event.altKey && !event.ctrlKey) {
+      event.preventDefault();
+      move(tile, event.key);
+    }
+  });
+  $("tiles").addEventListener("focusin", (event) => setCurrent(event.target.closest(".tile")));
+  $("selection-clear").addEventListener("click", selectNone);
+  $("selection-delete").addEventListener("click", () => removeRecords([...selected]));
+  $("selection-save").addEventListener("click", () => {
+    for (const id of selected) save(byId(id).blob, fileName(byId(id)));
+  });
+  $("selection-compare").addEventListener("click", () => actions.compare(...selected));
+}

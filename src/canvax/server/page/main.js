@@ -1,0 +1,397 @@
+// The page: what belongs together is put together here.
+import { Gone, Refused, getJson, inspect, key } from "./api.js";
+import * as composer from "./composer.js";
+import { compare, prepareCompare } from "./compare.js";
+import * as gallery from "./gallery.js";
+import { prepareKeys } from "./keys.js";
+import { editMask, prepareMask } from "./mask.js";
+import { fileName, paintedFrom } from "./pictures.js";
+import { openSheet, prepareSheet } from "./sheet.js";
+import { unfinished } from "./store.js";
+import { Task, cancelAll, connection, tasks } from "./tasks.js";
+import { $, announce, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
+import * as viewer from "./viewer.js";
+
+// ---- drawing
+
+const narrow = matchMedia("(max-width: 720px)");
+
+/** On a phone the images are below the form. */
+function showTiles() {
+  document.activeElement?.blur();
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  $("history").scrollIntoView({ block: "start", behavior: calm ? "auto" : "smooth" });
+}
+
+async function draw() {
+  const job = composer.settings();
+  if (!job.prompt) return composer.formError("Write what it should show.", "prompt");
+  if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
+  composer.formError("");
+  if (narrow.matches) showTiles();
+  const files = await composer.inputFiles(job);
+  if (!files.image) delete job.strength;
+  start(job, files);
+}
+
+/** The settings as they are kept with an image: with what the model's card decided. */
+function recorded({ n, previews, ...settings }) {
+  const card = composer.model();
+  return { model: card?.id, sampler: card?.sampler, ...settings };
+}
+
+/** Ask for a job and show its images as they grow. */
+function start(job, files = {}, kept = {}) {
+  const task = new Task(job, files, kept);
+  const tiles = [...task.images].reverse().map(({ index }) => gallery.addBusy(task, index, job.prompt)).reverse();
+  const showAll = () => {
+    for (const tile of tiles) gallery.showBusy(tile);
+    gallery.showQueue();
+  };
+  task.addEventListener("change", () => { showAll(); tellChange(task); });
+  task.addEventListener("progress", ({ detail: { index } }) => {
+    gallery.showBusy(tiles[index], task.images[index].preview);
+    gallery.showQueue();
+  });
+  task.addEventListener("image", ({ detail: { index, blob } }) => {
+    const { seed, width, height } = task.images[index];
+    gallery.doneBusy(tiles[index]);
+    composer.usedSeed(seed - index);
+    const settings = { ...recorded(job), seed, width, height };
+    gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, width, height }, tiles[index]);
+    gallery.showQueue();
+  });
+  task.addEventListener("refused", ({ detail: error }) => {
+    if (task.id) return;
+    for (const tile of tiles) gallery.removeBusy(tile);
+    toast(error.message);
+    composer.formError(error.message, error.param);
+  });
+  tasks.add(task);
+  showAll();
+  task.run(() => composer.bodyOf(job, files)).then(() => over(task, tiles));
+  return task;
+}
+
+function over(task, tiles) {
+  tasks.delete(task);
+  for (const tile of tiles.filter((tile, i) => !task.images[i].done && !tile.dataset.removed)) {
+    if (task.status === "cancelled") gallery.removeBusy(tile);
+    else gallery.showBusy(tile);
+  }
+  gallery.showQueue();
+}
+
+function tellChange(task) {
+  if (task.status === "queued" && task.ahead) announce(`Queued, ${plural(task.ahead, "image")} before it`);
+  if (task.status === "running") announce("Drawing");
+  if (task.status === "done") announce(`${plural(task.images.length, "image")} done`);
+  if (task.status === "cancelled") announce("Cancelled");
+  if (task.status === "failed") announce(`Failed: ${task.message}`);
+  if (task.status !== "waiting") return;
+  if (task.why === "key") askKey(task.message);
+  else announce(task.why === "full" ? "The queue is full. It is tried again." : "The server does not answer. It is tried again.");
+}
+
+async function beginSheet(sheet) {
+  const tile = gallery.addBusy(sheet, 0, `Sheet: ${sheet.base.prompt}`);
+  const picture = tile.querySelector("img");
+  picture.replaceWith(sheet.canvas);
+  tile.append(picture);
+  const changed = () => {
+    gallery.showBusy(tile);
+    gallery.showQueue();
+    if (sheet.status === "waiting" && sheet.why === "key") askKey(sheet.message);
+  };
+  changed();
+  const blob = await sheet.run(changed);
+  gallery.showQueue();
+  if (sheet.status === "cancelled") return gallery.removeBusy(tile);
+  if (!blob) return gallery.showBusy(tile);
+  gallery.doneBusy(tile);
+  const { width, height } = sheet.canvas;
+  await gallery.addRecord({ kind: "sheet", created: sheet.created, settings: sheet.settings, blob, width, height }, tile);
+  announce("The sheet is done");
+}
+
+/** Jobs that were not over when the page was closed. */
+async function resume() {
+  for (const { settings, inputs, ...kept } of await unfinished.all().catch(() => [])) start(settings, inputs, kept);
+}
+
+// ---- what can be done with an image
+
+/** Settings that draw it once more; what was upscaled has the size of its input, so many times. */
+function anew({ settings: { width, height, upscale, ...settings } }) {
+  const model = composer.knows(settings.model) ? settings.model : undefined;
+  const size = upscale ? { upscale } : { width, height };
+  return { ...settings, ...size, model, sampler: settings.sampler ?? undefined, n: 1, previews: true, seed: undefined };
+}
+
+const closeDialogs = () => { for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close(); };
+const canDo = (task) => composer.model()?.tasks.includes(task) ?? false;
+
+const isReady = (width, height) => composer.model()?.sizes.some(([w, h]) => w === width && h === height) ?? false;
+
+/** Tiles have the model's own size. */
+function canUpscale() {
+  const card = composer.model();
+  return canDo("upscaling") && (card.any_size || isReady(...card.native));
+}
+
+Object.assign(viewer.viewerActions, {
+  canUpscale,
+  vary(record) {
+    closeDialogs();
+    start(anew(record), record.inputs);
+  },
+  varyLittle(record) {
+    if (!canDo("image-to-image")) return toast("This model does not begin from images.");
+    closeDialogs();
+    const changed = { ...anew(record), strength: 0.4 };
+    if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
+    start(changed, { image: record.blob });
+  },
+  upscale(record) {
+    if (!canUpscale()) return toast("The size of this model's tiles is not ready on this server.");
+    closeDialogs();
+    start(anew({ settings: { ...record.settings, upscale: 2, strength: undefined } }), { image: record.blob });
+  },
+  async use(record) {
+    closeDialogs();
+    await composer.setInput(record.blob);
+    composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
+    $("prompt").focus();
+    announce("It is the input image now");
+  },
+  async mask(record) {
+    await viewer.viewerActions.use(record);
+    openMask();
+  },
+  compare(record) {
+    const all = gallery.listed().filter(({ kind }) => kind !== "sheet");
+    const place = all.findIndex(({ id }) => id === record.id);
+    const other = all[place + 1] ?? all[place - 1];
+    if (!other) return toast("There is no other image yet.");
+    compare(other, record);
+  },
+  async restore(record) {
+    closeDialogs();
+    const { image, mask } = record.inputs ?? {};
+    await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
+    composer.apply({ ...record.settings, lock: true });
+    composer.keepDraft();
+    $("prompt").focus();
+    announce("Its settings stand in the form");
+  },
+});
+
+function openMask() {
+  const input = composer.currentInput();
+  if (!input) return;
+  editMask(input.blob, input.mask, async (mask) => {
+    await composer.setInput(input.original, mask);
+    $("prompt").focus();
+  });
+}
+
+const act = (name) => (id) => viewer.viewerActions[name](gallery.byId(id));
+const unlessSheet = (action) => (id) => { if (gallery.byId(id).kind !== "sheet") action(id); };
+
+function remove(id) {
+  if (viewer.viewed()) viewer.remove();
+  else gallery.removeRecords([id]);
+}
+
+const onImage = {
+  Delete: remove,
+  Backspace: remove,
+  f: async (id) => { await gallery.toggleFavourite(id); if (viewer.viewed()) viewer.view(id); },
+  x: gallery.toggleSelected,
+  v: unlessSheet(act("vary")), V: unlessSheet(act("varyLittle")), u: unlessSheet(act("use")), p: unlessSheet(act("mask")),
+  e: unlessSheet(act("upscale")), c: unlessSheet(act("compare")), r: unlessSheet(act("restore")),
+  d: (id) => save(gallery.byId(id).blob, fileName(gallery.byId(id))),
+};
+
+// ---- files
+
+async function openImage(file) {
+  if (!file.type.startsWith("image/")) return toast("That is no image.");
+  const asInput = async () => { await composer.setInput(file).catch(() => toast("This browser cannot read that image.")); };
+  try {
+    const { settings } = await inspect(file);
+    const { image, mask, ...rest } = settings;
+    composer.apply({ ...rest, n: 1, lock: settings.seed !== undefined });
+    composer.keepDraft();
+    $("prompt").focus();
+    toast("Its settings stand in the form.", [["Use it as input too", asInput]]);
+  } catch (error) {
+    if (error instanceof Refused && error.status === 401) return askKey(error.message);
+    if (!canDo("image-to-image")) return toast(error.message);
+    await asInput();
+    toast(error instanceof Refused ? "It holds no settings: it is the input image now." : "It is the input image now.");
+  }
+}
+
+function prepareFiles() {
+  let depth = 0;
+  let ours = false;
+  addEventListener("dragstart", () => { ours = true; });
+  addEventListener("dragend", () => { ours = false; });
+  const show = (by) => { depth = Math.max(0, depth + by); $("drop").hidden = !depth; };
+  const holdsFile = (event) => !ours && event.dataTransfer?.types.includes("Files");
+  addEventListener("dragenter", (event) => { if (holdsFile(event)) show(1); });
+  addEventListener("dragleave", (event) => { if (holdsFile(event)) show(-1); });
+  addEventListener("dragover", (event) => { if (holdsFile(event)) event.preventDefault(); });
+  addEventListener("drop", (event) => {
+    if (!holdsFile(event)) return;
+    event.preventDefault();
+    show(-depth);
+    openImage(event.dataTransfer.files[0]);
+  });
+  addEventListener("paste", (event) => {
+    const file = [...(event.clipboardData?.files ?? [])].find(({ type }) => type.startsWith("image/"));
+    if (file) { event.preventDefault(); openImage(file); }
+  });
+  $("open-file").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", () => {
+    if ($("file").files[0]) openImage($("file").files[0]);
+    $("file").value = "";
+  });
+}
+
+// ---- the server, its key, the theme
+
+function aboutModel() {
+  const card = composer.model();
+  return card ? `${card.name} · ${card.family}` : "";
+}
+
+async function loadModels() {
+  try {
+    composer.setCatalogue(await getJson("api/models"));
+    $("about-model").textContent = aboutModel();
+    const examples = composer.model()?.examples ?? [];
+    $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
+      type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
+    }))));
+  } catch (error) {
+    if (error instanceof Gone) connection.lost();
+    else if (error.status === 401) askKey(error.message);
+    else toast(error.message);
+  }
+}
+
+function askKey(text = "") {
+  $("key-error").textContent = key.get() ? text : "";
+  if ($("key").open) return;
+  $("key-text").textContent = text && !key.get() ? "This server wants a key. It is kept in this browser." : "Kept in this browser, sent to this server alone.";
+  $("key-value").value = key.get();
+  openDialog($("key"));
+  $("key-value").focus();
+}
+
+function prepareKey() {
+  const tryAgain = async () => {
+    $("key").close();
+    if (!composer.hasModels()) await loadModels();
+    for (const task of tasks) if (task.why === "key") task.retry();
+  };
+  $("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    key.set($("key-value").value.trim());
+    tryAgain();
+  });
+  $("key-forget").addEventListener("click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
+  $("open-key").addEventListener("click", () => askKey());
+}
+
+function prepareConnection() {
+  const show = () => {
+    $("banner").hidden = !connection.gone;
+    const seconds = Math.max(0, Math.ceil((connection.retryAt - Date.now()) / 1000));
+    if (connection.gone) $("banner-text").textContent = `The server does not answer. ${seconds ? `Next try in ${seconds} s.` : "Trying…"}`;
+  };
+  let before = false;
+  connection.addEventListener("change", () => {
+    show();
+    if (connection.gone && !before) announce("The server does not answer. Your text is kept; it is tried again.");
+    if (!connection.gone && before) {
+      announce("The server is back");
+      if (!composer.hasModels()) loadModels();
+    }
+    before = connection.gone;
+  });
+  $("banner-retry").addEventListener("click", () => connection.now());
+  setInterval(show, 500);
+  setInterval(() => { if (!document.hidden && !connection.gone) connection.check(); }, 15_000);
+}
+
+const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+function showTheme() {
+  setIcon($("open-theme"), isDark() ? "sun" : "moon");
+  $("open-theme").ariaLabel = $("open-theme").title = isDark() ? "Light theme" : "Dark theme";
+}
+
+function switchTheme() {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  remember("theme", document.documentElement.dataset.theme);
+  showTheme();
+}
+
+function prepareForm() {
+  composer.prepareComposer();
+  $("model").addEventListener("change", () => { $("about-model").textContent = aboutModel(); });
+  $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
+  for (const id of ["prompt", "negative"]) {
+    $(id).addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
+      event.preventDefault();
+      draw();
+    });
+  }
+  $("fold").open = !narrow.matches;
+  narrow.addEventListener("change", () => { $("fold").open = !narrow.matches; });
+  for (const id of ["input-mask", "input-open"]) $(id).addEventListener("click", openMask);
+  $("queue-cancel").addEventListener("click", cancelAll);
+  $("open-sheet").addEventListener("click", openSheet);
+  $("open-theme").addEventListener("click", switchTheme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+}
+
+function prepareActions() {
+  Object.assign(gallery.actions, {
+    open: viewer.view,
+    compare: (a, b) => compare(gallery.byId(a), gallery.byId(b)),
+    again(task, tile) {
+      gallery.removeBusy(tile);
+      if (task.again instanceof Function) return beginSheet(task.again());
+      start({ ...task.settings, n: 1, seed: task.images.length > 1 ? undefined : task.settings.seed }, task.inputs);
+    },
+  });
+  prepareKeys({
+    draw, onImage, current: () => viewer.viewed()?.id ?? gallery.currentId(),
+    global: {
+      h: gallery.focusTiles, z: gallery.undoDelete, l: () => composer.toggleLock(), i: () => $("file").click(), m: openSheet, t: switchTheme,
+      Escape: gallery.selectNone,
+    },
+  });
+}
+
+prepareDocument();
+prepareForm();
+prepareFiles();
+prepareKey();
+prepareConnection();
+prepareMask();
+prepareCompare();
+viewer.prepareViewer();
+gallery.prepareGallery();
+prepareSheet(beginSheet);
+prepareActions();
+showTheme();
+await loadModels();
+await gallery.loadImages();
+await resume();
+document.body.dataset.ready = "yes";

@@ -1,0 +1,78 @@
+// Blobs, canvases and texts of images. Without fetch on data: and blob: addresses, which the page's policy forbids.
+
+export function canvasOf(width, height) {
+  const canvas = document.createElement("canvas");
+  canvas.width = width;
+  canvas.height = height;
+  return canvas;
+}
+
+export const toBlob = (canvas) => new Promise((resolve, reject) => {
+  canvas.toBlob((blob) => (blob ? resolve(blob) : reject(new Error("The image is too large."))), "image/png");
+});
+
+export const toDataUrl = (blob) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});
+
+/** The image cut and scaled to fill width x height. */
+export async function fitted(blob, width, height) {
+  const bitmap = await createImageBitmap(blob);
+  if (bitmap.width === width && bitmap.height === height) return blob;
+  const scale = Math.max(width / bitmap.width, height / bitmap.height);
+  const canvas = canvasOf(width, height);
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";
+  context.fillRect(0, 0, width, height);
+  context.imageSmoothingQuality = "high";
+  const [w, h] = [bitmap.width * scale, bitmap.height * scale];
+  context.drawImage(bitmap, (width - w) / 2, (height - h) / 2, w, h);
+  return toBlob(canvas);
+}
+
+/** A black and white mask as the editor has it: white on nothing. */
+export async function paintedFrom(blob) {
+  const bitmap = await createImageBitmap(blob);
+  const canvas = canvasOf(bitmap.width, bitmap.height);
+  const context = canvas.getContext("2d");
+  context.drawImage(bitmap, 0, 0);
+  const pixels = context.getImageData(0, 0, bitmap.width, bitmap.height);
+  for (let i = 0; i < pixels.data.length; i += 4) pixels.data.set([255, 255, 255, pixels.data[i] > 127 ? 255 : 0], i);
+  context.putImageData(pixels, 0, 0);
+  return canvas;
+}
+
+/** Small images are enlarged without smoothing, so that their pixels stay what they are. */
+export function crisp(node, width) {
+  node.classList.toggle("crisp", width <= 160);
+}
+
+const urls = new Map();
+
+/** An address of a blob that the browser keeps, made once for each record. */
+export function urlOf(record) {
+  if (!urls.has(record.id)) urls.set(record.id, URL.createObjectURL(record.blob));
+  return urls.get(record.id);
+}
+
+export function forgetUrl(id) {
+  if (urls.has(id)) URL.revokeObjectURL(urls.get(id));
+  urls.delete(id);
+}
+
+export function fileName(record) {
+  const words = record.settings.prompt.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 48);
+  const kind = record.blob.type.split("/")[1] ?? "png";
+  return `${words || "image"}-${record.kind === "sheet" ? "sheet" : record.settings.seed}.${kind === "jpeg" ? "jpg" : kind}`;
+}
+
+export function summary({ settings, width, height }) {
+  const parts = [`seed ${settings.seed}`, `${width} × ${height}`];
+  if (settings.steps) parts.push(`${settings.steps} steps`);
+  if (settings.guidance_scale) parts.push(`guidance ${settings.guidance_scale}`);
+  if (settings.sampler) parts.push(settings.sampler);
+  return parts.join(" · ");
+}

@@ -1,0 +1,232 @@
+// A sheet: one prompt and seed, two settings that vary, all images on one canvas with labels.
+import { bodyOf, currentInput, inputFiles, model, randomSeed, samplers, settings } from "./composer.js";
+import { canvasOf, toBlob } from "./pictures.js";
+import { Task, tasks } from "./tasks.js";
+import { $, el, openDialog, plural } from "./ui.js";
+
+const AT_ONCE = 4;
+const MOST = 144;
+
+const numbers = (test, what) => (text) => {
+  const value = Number(text);
+  if (text === "" || !Number.isFinite(value) || !test(value)) throw new Error(`${text || "Nothing"} is no ${what}.`);
+  return value;
+};
+
+const whole = (value) => Number.isInteger(value) && value >= 0;
+
+/** What may vary: how a value is read, what is proposed, what it does to the settings of a job. */
+const AXES = {
+  guidance_scale: { label: "Guidance", read: numbers((value) => value >= 0, "guidance"), propose: () => [1, 2, 4, 8] },
+  steps: { label: "Steps", read: numbers((value) => value >= 1 && whole(value), "number of steps"), propose: () => [5, 10, 20, 40].filter((n) => n <= model().max_steps) },
+  seed: { label: "Seed", read: numbers(whole, "seed"), propose: () => [1, 2, 3, 4] },
+  sampler: { label: "Sampler", read: samplerOf, propose: () => samplers().slice(0, 3).map(({ label }) => label) },
+  strength: { label: "Strength", read: numbers((value) => value > 0 && value <= 1, "strength from 0 to 1"), propose: () => [0.3, 0.5, 0.7, 0.9] },
+  words: { label: "Words of the prompt", read: (text) => text, propose: () => [$("prompt").value.trim().split(/\s+/).at(-1) || "apple", "pear", "lemon"] },
+  none: { label: "Nothing", read: (text) => text, propose: () => [""] },
+};
+
+function samplerOf(text) {
+  const found = samplers().find(({ name, label }) => [name, label].some((one) => one.toLowerCase() === text.toLowerCase()));
+  if (!found) throw new Error(`There is no sampler ${text}.`);
+  return found.name;
+}
+
+function valuesOf(axis, id) {
+  if (axis === "none") return [{ text: "", value: null }];
+  const texts = $(id).value.split(",").map((text) => text.trim()).filter(Boolean);
+  if (!texts.length) throw new Error(`Say which values of ${AXES[axis].label.toLowerCase()}, with commas between.`);
+  return texts.map((text) => ({ text, value: AXES[axis].read(text) }));
+}
+
+function planned() {
+  const [x, y] = ["sheet-x", "sheet-y"].map((id) => ({ axis: $(id).value, values: valuesOf($(id).value, `${id}-values`) }));
+  if (x.axis === y.axis) throw new Error("Choose two different settings.");
+  if (x.values.length * y.values.length > MOST) throw new Error(`At most ${MOST} images in a sheet.`);
+  return { x, y };
+}
+
+function vary(job, { axis, values }, i) {
+  if (axis === "none") return job;
+  if (axis !== "words") return { ...job, [axis]: values[i].value };
+  return { ...job, prompt: job.prompt.replaceAll(values[0].text, values[i].text) };
+}
+
+/** The sheet while it is drawn. Looks like a task to the gallery. */
+class Sheet {
+  constructor(plan, base, files) {
+    Object.assign(this, { plan, base, files, created: Date.now(), message: "", ahead: 0, secondsLeft: null, status: "running" });
+    this.cells = plan.y.values.flatMap((_, row) => plan.x.values.map((_, column) => ({ row, column, state: "waits" })));
+    this.images = [{ step: 0, steps: this.cells.length, done: false }];
+    const crisp = base.width <= 160;
+    this.scale = crisp ? Math.max(1, Math.floor(192 / base.width)) : 1;
+    this.cell = [base.width * this.scale, base.height * this.scale];
+    this.prepare();
+  }
+
+  get over() { return ["done", "failed", "cancelled"].includes(this.status); }
+
+  /** The same once more. */
+  again() { return new Sheet(this.plan, this.base, this.files); }
+
+  cancel() {
+    this.status = "cancelled";
+    for (const { task } of this.cells) task?.cancel();
+  }
+
+  retry() { for (const { task } of this.cells) task?.retry(); }
+
+  /** What all its images share, and what varies. */
+  get settings() {
+    const { n, previews, format, ...shared } = this.base;
+    const varied = Object.values(this.plan).filter(({ axis }) => axis !== "none");
+    for (const { axis } of varied) delete shared[axis];
+    return { ...shared, varied: varied.map(({ axis, values }) => [AXES[axis].label, values.map(({ text }) => text).join(", ")]) };
+  }
+
+  /** The canvas with its labels; cells are empty. */
+  prepare() {
+    const { x, y } = this.plan;
+    const size = Math.max(14, Math.round(this.cell[1] / 16));
+    const measure = canvasOf(1, 1).getContext("2d");
+    const font = (weight) => `${weight} ${size}px "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif`;
+    measure.font = font(400);
+    const widest = Math.max(0, ...y.values.map(({ text }) => measure.measureText(text).width));
+    const [gap, margin] = [Math.round(size / 2), size * 1.5];
+    this.left = margin + (y.axis === "none" ? 0 : Math.ceil(Math.max(widest, measure.measureText(AXES[y.axis].label).width * 1.1) + size));
+    this.top = margin + (x.axis === "none" ? 0 : size * 3.4);
+    this.gap = gap;
+    const [columns, rows] = [x.values.length, y.values.length];
+    this.canvas = canvasOf(Math.ceil(this.left + columns * (this.cell[0] + gap) - gap + margin), Math.ceil(this.top + rows * (this.cell[1] + gap) - gap + margin));
+    const pen = this.pen = this.canvas.getContext("2d");
+    pen.fillStyle = "#ffffff";
+    pen.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    pen.fillStyle = "#1f2421";
+    pen.textBaseline = "middle";
+    pen.font = font(600);
+    if (x.axis !== "none") pen.fillText(AXES[x.axis].label, this.left, margin + size / 2);
+    if (y.axis !== "none") pen.fillText(AXES[y.axis].label, margin, this.top - size * 0.9);
+    pen.font = font(400);
+    x.values.forEach(({ text }, i) => pen.fillText(text, this.at(0, i)[0], margin + size * 2.3, this.cell[0]));
+    y.values.forEach(({ text }, i) => pen.fillText(text, margin, this.at(i, 0)[1] + this.cell[1] / 2));
+    for (const { row, column } of this.cells) {
+      pen.fillStyle = "#eef0ec";
+      pen.fillRect(...this.at(row, column), ...this.cell);
+    }
+  }
+
+  at(row, column) {
+    return [this.left + column * (this.cell[0] + this.gap), this.top + row * (this.cell[1] + this.gap)];
+  }
+
+  paint(cell, source) {
+    this.pen.imageSmoothingEnabled = this.scale === 1;
+    this.pen.drawImage(source, ...this.at(cell.row, cell.column), ...this.cell);
+  }
+
+  failed(cell, text) {
+    const [left, top] = this.at(cell.row, cell.column);
+    this.pen.fillStyle = "#9b1c1c";
+    this.pen.fillText(text, left + 8, top + this.cell[1] / 2, this.cell[0] - 16);
+  }
+
+  /** It waits as soon as one of its jobs waits. */
+  look() {
+    if (this.over) return;
+    const waiting = this.cells.find(({ task }) => task?.status === "waiting")?.task;
+    this.status = waiting ? "waiting" : "running";
+    Object.assign(this, { why: waiting?.why, retryAt: waiting?.retryAt, message: waiting?.message ?? "" });
+  }
+
+  async run(changed) {
+    const waiting = [...this.cells];
+    const worker = async () => {
+      while (waiting.length && !this.over) await this.#draw(waiting.shift(), changed);
+    };
+    await Promise.all(Array.from({ length: AT_ONCE }, worker));
+    if (this.over) return null;
+    const failures = this.cells.filter(({ state }) => state === "failed");
+    if (failures.length === this.cells.length) {
+      this.message = failures[0].message;
+      this.status = "failed";
+      return null;
+    }
+    this.status = "done";
+    return toBlob(this.canvas);
+  }
+
+  async #draw(cell, changed) {
+    const { x, y } = this.plan;
+    const job = vary(vary({ ...this.base, n: 1, previews: false, format: "png" }, x, cell.column), y, cell.row);
+    const task = cell.task = new Task(job, this.files, { sheet: this });
+    let painted = null;
+    task.addEventListener("image", ({ detail }) => {
+      painted = createImageBitmap(detail.blob).then((bitmap) => this.paint(cell, bitmap));
+    });
+    task.addEventListener("change", () => { this.look(); changed(); });
+    tasks.add(task);
+    await task.run(() => bodyOf(job, this.files));
+    tasks.delete(task);
+    await painted;
+    cell.state = task.status;
+    cell.message = task.message;
+    if (task.status === "failed") this.failed(cell, "failed");
+    this.images[0].step += 1;
+    changed();
+  }
+}
+
+function describe() {
+  try {
+    const { x, y } = planned();
+    $("sheet-error").textContent = "";
+    $("sheet-count").textContent = `${x.values.length} × ${y.values.length}, ${plural(x.values.length * y.values.length, "image")}`;
+    $("sheet-draw").disabled = false;
+  } catch (error) {
+    $("sheet-error").textContent = error.message;
+    $("sheet-count").textContent = "";
+    $("sheet-draw").disabled = true;
+  }
+}
+
+function chooseAxis(id) {
+  const axis = $(id).value;
+  $(`${id}-values`).value = AXES[axis].propose().join(", ");
+  $(`${id}-values`).hidden = axis === "none";
+  $(`${id}-hint`).textContent = axis === "words" ? "The first is sought in the prompt; the others take its place." : "";
+  describe();
+}
+
+export function openSheet() {
+  const offered = Object.entries(AXES).filter(([name]) => name !== "strength" || currentInput());
+  for (const [id, first] of [["sheet-x", "guidance_scale"], ["sheet-y", "steps"]]) {
+    const chosen = $(id).value || first;
+    $(id).replaceChildren(...offered.map(([value, { label }]) => el("option", { value, textContent: label })));
+    $(id).value = offered.some(([name]) => name === chosen) ? chosen : first;
+    if (!$(`${id}-values`).value) chooseAxis(id);
+  }
+  describe();
+  openDialog($("sheet"));
+}
+
+/** `begin` is given the Sheet that was asked for. */
+export function prepareSheet(begin) {
+  for (const id of ["sheet-x", "sheet-y"]) {
+    $(id).addEventListener("change", () => chooseAxis(id));
+    $(`${id}-values`).addEventListener("input", describe);
+  }
+  $("sheet-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const base = settings();
+    if (!base.prompt) {
+      $("sheet-error").textContent = "Write a prompt first.";
+      return;
+    }
+    base.seed ??= randomSeed();
+    const files = await inputFiles(base);
+    if (!files.image) delete base.strength;
+    const sheet = new Sheet(planned(), base, files);
+    $("sheet").close();
+    begin(sheet);
+  });
+}

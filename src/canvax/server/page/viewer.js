@@ -1,0 +1,107 @@
+// One image, large: its settings and what can be done with it.
+import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
+import { crisp, fileName, urlOf } from "./pictures.js";
+import { $, announce, button, el, openDialog, save, toast } from "./ui.js";
+
+let current = null;
+/** Set by main.js: vary, varyLittle, upscale, use, mask, compare, restore; each is given the record. */
+export const viewerActions = {};
+export const viewed = () => ($("viewer").open ? current : null);
+
+export function view(id) {
+  current = byId(id);
+  if (!current) return $("viewer").close();
+  show();
+  openDialog($("viewer"));
+  fit();
+}
+
+function show() {
+  const { settings, width, height, created, kind } = current;
+  $("viewer-image").src = urlOf(current);
+  $("viewer-image").alt = settings.prompt;
+  crisp($("viewer-image"), kind === "sheet" ? 999 : width);
+  $("viewer-title").textContent = kind === "sheet" ? "Sheet" : "Image";
+  $("viewer-prompt").textContent = settings.prompt;
+  $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
+  const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
+    ["Sampler", settings.sampler], ["Strength", current.inputs?.image ? settings.strength : null],
+    ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
+    ["Drawn", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
+  $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
+    .map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
+  showActions();
+  const all = listed();
+  const place = all.findIndex(({ id }) => id === current.id);
+  $("viewer-previous").disabled = place <= 0;
+  $("viewer-next").disabled = place < 0 || place >= all.length - 1;
+}
+
+function showActions() {
+  const act = (name) => () => viewerActions[name](current);
+  const one = (icon, label, action, key, className = "quiet") => {
+    const node = button(icon, label, action, { text: true, className });
+    if (key) node.setAttribute("aria-keyshortcuts", key);
+    return node;
+  };
+  const picture = [
+    one("vary", "New seed", act("vary"), "v"), one("dice", "Small change", act("varyLittle"), "Shift+V"),
+    one("input", "Use as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
+    one("compare", "Compare", act("compare"), "c"), one("copy", "Take settings", act("restore"), "r"),
+  ];
+  if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", "Upscale 2 ×", act("upscale"), "e"));
+  const favourite = one("heart", "Favourite", async () => {
+    await toggleFavourite(current.id);
+    favourite.ariaPressed = String(current.favourite);
+  }, "f", "quiet favourite");
+  favourite.ariaPressed = String(current.favourite);
+  $("viewer-actions").replaceChildren(
+    ...(current.kind === "sheet" ? [] : picture), el("div", { className: "keeping" }, favourite,
+    one("download", "Save", () => save(current.blob, fileName(current)), "d"), one("trash", "Delete", remove, "Delete")));
+}
+
+/** Whole multiples for small images, so that all pixels are of one size. */
+function fit() {
+  if (!current || !$("viewer").open) return;
+  const stage = $("viewer-image").parentElement;
+  const style = getComputedStyle(stage);
+  const room = [stage.clientWidth - Number.parseFloat(style.paddingLeft) * 2, stage.clientHeight - Number.parseFloat(style.paddingTop) * 2];
+  let scale = Math.min(room[0] / current.width, room[1] / current.height);
+  if (current.width <= 160 && current.kind !== "sheet") scale = Math.max(1, Math.floor(scale));
+  else scale = Math.min(scale, 1);
+  $("viewer-image").style.width = `${current.width * scale}px`;
+  $("viewer-image").style.height = `${current.height * scale}px`;
+}
+
+export function step(by) {
+  const all = listed();
+  const next = all[all.findIndex(({ id }) => id === current?.id) + by];
+  if (!next) return;
+  view(next.id);
+  announce(`${next.settings.prompt}, seed ${next.settings.seed}`);
+}
+
+export async function remove() {
+  const all = listed();
+  const place = all.findIndex(({ id }) => id === current.id);
+  const next = all[place + 1] ?? all[place - 1];
+  const id = current.id;
+  $("viewer").close();
+  await removeRecords([id]);
+  if (next && !document.activeElement?.closest(".tile")) $("tiles").querySelector(`[data-id="${next.id}"] .target`)?.focus();
+}
+
+export function prepareViewer() {
+  $("viewer-previous").addEventListener("click", () => step(-1));
+  $("viewer-next").addEventListener("click", () => step(1));
+  new ResizeObserver(fit).observe($("viewer-image").parentElement);
+  $("viewer").addEventListener("keydown", (event) => {
+    if (event.key === "ArrowLeft") step(-1);
+    if (event.key === "ArrowRight") step(1);
+  });
+  $("viewer").addEventListener("close", () => {
+    $("tiles").querySelector(`[data-id="${current?.id}"] .target`)?.focus();
+  });
+}
+
+export const copied = (text) => toast(text, [], 4);

@@ -1,0 +1,189 @@
+"""Who comes first, and how many at a time. Plain numbers: no JAX, no threads, no clock of its own.
+
+Clients take turns: each has a count of the seconds it was given, and the one that was given least comes first, so a
+client with thousands of images in the queue delays another one's by a turn (start-time fair queueing: Goyal, Vin and
+Cheng 1996). Among one client's images the earliest deadline comes first, and a deadline is some times an image's own
+seconds after its arrival, so that short work passes long work, and long work is passed for a limited time only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+PATIENCE = 3.0
+"""A deadline is so many times an image's own seconds after its arrival, and again after it has begun."""
+
+WORTH_IT = 0.95
+"""A larger batch must take less than this part of the smaller one's time for each image."""
+
+MUCH_SHORTER = 0.5
+"""An image interrupts one that has begun if it needs less than this part of what the other has left."""
+
+
+class Work(Protocol):
+    """One image that is to be generated.
+
+    Attributes:
+        group: images of one group can be in one batch.
+        client: whose it is.
+        deadline: when it should be done.
+        turn: seconds that its client had been given when it began; None while it waits.
+    """
+
+    client: str
+    deadline: float
+    turn: float | None
+
+    @property
+    def group(self) -> Hashable: ...
+
+    @property
+    def left(self) -> float:
+        """Seconds that it still needs."""
+        ...
+
+
+WorkT = TypeVar("WorkT", bound=Work)
+
+
+def best_batch(seconds: Mapping[int, float], waiting: int) -> int:
+    """The batch that gets so many images done soonest; of equal ones the smallest, in which each is done sooner.
+
+    Args:
+        seconds: of one step at each batch that is ready.
+        waiting: images, at least 1.
+    """
+    sizes = sorted(seconds)
+    best = sizes[0]
+    for size in sizes[1:]:
+        if seconds[size] / min(size, waiting) < WORTH_IT * seconds[best] / min(best, waiting):
+            best = size
+    return best
+
+
+@dataclass(eq=False)
+class _Line(Generic[WorkT]):
+    """Images of one client and group that wait, by their deadlines."""
+
+    order: list[tuple[float, int]] = field(default_factory=list)
+    works: dict[tuple[float, int], WorkT] = field(default_factory=dict)
+
+
+class Queue(Generic[WorkT]):
+    """All images that are not done: those that wait, and those that have begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[WorkT] = []
+        self._lines: dict[tuple[str, Hashable], _Line[WorkT]] = {}
+        self._entries: dict[int, tuple[float, int]] = {}
+        self._given: dict[str, float] = {}
+        self._active: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._waiting = 0.0
+
+    def __len__(self) -> int:
+        return len(self.begun) + len(self._entries)
+
+    def __iter__(self) -> Iterator[WorkT]:
+        """Those that have begun, then those that wait, by deadline."""
+        yield from self.begun
+        entries = sorted((entry, line) for line in self._lines.values() for entry in line.order)
+        yield from (line.works[entry] for entry, line in entries)
+
+    @property
+    def seconds(self) -> float:
+        """Of work that is not done."""
+        waiting = max(0.0, self._waiting) if self._entries else 0.0  # sums of floats do not come back to nothing
+        return waiting + sum(work.left for work in self.begun)
+
+    def add(self, work: WorkT) -> None:
+        """One more that waits."""
+        self._waiting += work.left
+        if not self._active.get(work.client):  # time in which it asked for nothing is no credit
+            others = [self._given[client] for client, count in self._active.items() if count]
+            self._given[work.client] = max([self._given.get(work.client, 0.0), *([min(others)] if others else [])])
+        self._active[work.client] = self._active.get(work.client, 0) + 1
+        line = self._lines.setdefault((work.client, work.group), _Line())
+        entry = work.deadline, next(self._numbers)
+        bisect.insort(line.order, entry)
+        line.works[entry] = work
+        self._entries[id(work)] = entry
+
+    def begin(self, work: WorkT, now: float) -> None:
+        """It has a slot now, and its client has had its turn.
+
+        Its deadline is counted from now: that of an image at the end of a long queue is over when it begins, and short
+        work of others would wait for all of it.
+        """
+        self._take_out(work)
+        work.deadline = max(work.deadline, now + PATIENCE * work.left)
+        work.turn = self._given[work.client]
+        self._given[work.client] += work.left
+        self.begun.append(work)
+
+    def remove(self, work: WorkT) -> None:
+        """It is over."""
+        if id(work) in self._entries:
+            self._take_out(work)
+        elif work in self.begun:
+            self.begun.remove(work)
+        else:
+            return
+        self._active[work.client] -= 1
+        if not self._active[work.client]:
+            del self._active[work.client]
+            if not self._active:
+                self._given.clear()
+
+    def first(self, groups: Mapping[Any, bool]) -> WorkT | None:
+        """The image that decides what is done next, of groups that can run; None if there is none.
+
+        Args:
+            groups: those that can run, with whether something has to be loaded before.
+        """
+        heads = [line.works[line.order[0]] for (_, group), line in self._lines.items() if group in groups]
+        works = [work for work in (*self.begun, *heads) if work.group in groups]
+        if not works:
+            return None
+        leader = min(works, key=lambda work: (groups[work.group], self._rank(work)))
+        hasty = [work for work in works if work is not leader and self._interrupts(work, leader, groups)]
+        return min(hasty, key=self._rank) if hasty else leader
+
+    def next(self, group: Hashable) -> WorkT | None:
+        """The one of a group that waits and comes first."""
+        heads = [line.works[line.order[0]] for (_, name), line in self._lines.items() if name == group]
+        return min(heads, key=self._rank, default=None)
+
+    def waiting(self, group: Hashable) -> int:
+        """How many of a group wait."""
+        return sum(len(line.order) for (_, name), line in self._lines.items() if name == group)
+
+    def ranked(self, works: list[WorkT]) -> list[WorkT]:
+        """In the order in which they come."""
+        return sorted(works, key=self._rank)
+
+    def _rank(self, work: WorkT) -> tuple[float, float]:
+        return self._turn(work), work.deadline
+
+    def _turn(self, work: WorkT) -> float:
+        return self._given[work.client] if work.turn is None else work.turn
+
+    def _interrupts(self, work: WorkT, leader: WorkT, groups: Mapping[Any, bool]) -> bool:
+        return (
+            work.left < MUCH_SHORTER * leader.left
+            and work.deadline < leader.deadline
+            and (work.client == leader.client or self._turn(work) <= self._given[leader.client])
+            and not groups[work.group]
+        )
+
+    def _take_out(self, work: WorkT) -> None:
+        self._waiting -= work.left
+        entry = self._entries.pop(id(work))
+        line = self._lines[work.client, work.group]
+        del line.order[bisect.bisect_left(line.order, entry)], line.works[entry]
+        if not line.order:
+            del self._lines[work.client, work.group]

@@ -1,0 +1,81 @@
+"""How many images a minute each key may have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from canvax.server.jobs import Ask, Engine, Job, ModelCard, Refused
+
+
+class Rates:
+    """A bucket for each key, which fills with time and holds one minute's worth.
+
+    Args:
+        per_minute: images of each.
+    """
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_second, self._most = per_minute / 60, max(1.0, per_minute)
+        self._levels: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def wait(self, client: str, images: int = 1) -> float:
+        """Take so many; 0, or the seconds after which there will be enough.
+
+        More than a minute's worth waits for a full bucket, and leaves a debt.
+        """
+        now = time.monotonic()
+        with self._lock:
+            level, needed = self._level(client, now), min(images, self._most)
+            if level < needed:
+                return (needed - level) / self._per_second
+            self._levels[client] = level - images, now
+            return 0.0
+
+    def give_back(self, client: str, images: int) -> None:
+        """What was taken for nothing."""
+        now = time.monotonic()
+        with self._lock:
+            self._levels[client] = min(self._most, self._level(client, now) + images), now
+
+    def _level(self, client: str, now: float) -> float:
+        level, when = self._levels.get(client, (self._most, now))
+        return min(self._most, level + (now - when) * self._per_second)
+
+
+class Rated:
+    """An engine that takes the images of a job from the bucket of its key. Without keys all share one.
+
+    Args:
+        engine: the engine.
+        rates: the buckets.
+    """
+
+    def __init__(self, engine: Engine, rates: Rates) -> None:
+        self._engine, self._rates = engine, rates
+
+    def models(self) -> Sequence[ModelCard]:
+        """See ``Engine``."""
+        return self._engine.models()
+
+    def submit(self, ask: Ask) -> Job:
+        """See ``Engine``."""
+        if wait := self._rates.wait(ask.client, ask.n):
+            raise Refused(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+        accepted = None
+        try:
+            accepted = self._engine.submit(ask)
+            return accepted
+        finally:
+            if accepted is None or accepted.ask is not ask:  # refused, or the job of an earlier try
+                self._rates.give_back(ask.client, ask.n)
+
+    def job(self, name: str, client: str) -> Job | None:
+        """See ``Engine``."""
+        return self._engine.job(name, client)
+
+    def jobs(self) -> Sequence[Job]:
+        """See ``Engine``."""
+        return self._engine.jobs()

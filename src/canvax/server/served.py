@@ -1,0 +1,220 @@
+"""The models of a server: loaded when they are wanted, within the memory there is, and warm before they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import jax
+
+from canvax.compile.aot import Build, BuildCallback
+from canvax.compile.programs import Kinds, Programs
+from canvax.errors import InputError
+from canvax.families.base import Model
+from canvax.parallel.multihost import is_spread
+from canvax.parallel.rules import abstract_params
+from canvax.params import Params
+from canvax.pipelines.checks import check_size
+from canvax.server.files import Colours
+from canvax.server.group import Group
+from canvax.server.jobs import Ask, Job, ModelCard, Refused
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey
+
+MOST_GROUPS = 32
+"""Sizes and kinds of each model; of more, one that nobody uses goes."""
+
+_FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
+
+_KINDS = {
+    "parts": "prompts joined by AND",
+    "method": "options.guidance_method",
+    "tuned": "options.pag_scale and options.freeu",
+    "clip": "the sampler",
+}
+"""What people call what decides programs."""
+
+_MOST_ROWS = 16
+"""Of an image that is generated for its timings alone."""
+
+_EXAMPLES = 12
+
+
+class Warm(NamedTuple):
+    """Programs that are made before the first request.
+
+    Attributes:
+        size: width and height in pixels; None for the model's own.
+        batches: images at once.
+    """
+
+    size: tuple[int, int] | None = None
+    batches: tuple[int, ...] = (1, 4)
+
+
+class Loaded(Protocol):
+    """What ``canvax.load`` gives, as far as a server uses it."""
+
+    model: Model
+    programs: Programs
+    params: Params | None
+
+
+class Served:
+    """A model that can be asked for.
+
+    Args:
+        name: what it is called in requests.
+        load: loads it.
+
+    Attributes:
+        model: everything but its weights.
+        groups: by key, those whose programs are ready or are being made.
+        colours: for previews.
+        used: when it was last run, on the engine's clock.
+        load_seconds: what loading it took.
+    """
+
+    def __init__(self, name: str, load: Callable[[str], Loaded]) -> None:
+        self.name = name
+        self.groups: dict[GroupKey, Group] = {}
+        self.used = 0.0
+        self._load = load
+        began = time.perf_counter()
+        loaded = load(name)
+        self.load_seconds = time.perf_counter() - began
+        self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params
+        self.created = int(time.time())
+        self.colours = Colours(self.model.vae.latent_channels)
+        if is_spread(self.programs.mesh):
+            raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its weights are on the devices."""
+        return self.params is not None
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of its weights, on each device."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self._shapes)
+        )
+
+    @cached_property
+    def _shapes(self) -> Params:
+        """Shapes, dtypes and shardings of its weights."""
+        mesh = self.programs.mesh
+        return {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
+
+    def put_on(self) -> None:
+        """Load its weights."""
+        if self.params is None:
+            self.params = self._load(self.name).params
+
+    def take_off(self) -> None:
+        """Free what it holds on the devices; images on their way can go on later."""
+        for group in list(self.groups.values()):
+            group.park()
+        self.params = None
+
+    def own_params(self) -> Params:
+        """Its weights, which are there."""
+        assert self.params is not None
+        return self.params
+
+    def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+        """Width, height and batches to warm.
+
+        Raises:
+            InputError: the model cannot have such a size.
+        """
+        tall, wide = self.model.native_size
+        factor = self.model.vae.factor
+        for one in warm:
+            width, height = one.size or (wide, tall)
+            check_size("width", width, wide, factor)
+            check_size("height", height, tall, factor)
+            yield (width, height), one.batches
+
+    def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
+        """A group with its programs, compiled or from the cache; in any thread."""
+        group = Group(key, self.model, self.programs, self.own_params, batches)
+        group.compile(self._shapes, announce)
+        self.groups[key] = group
+        return group
+
+    def time(self, asked: Checked, group: Group) -> None:
+        """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted."""
+        ask = Ask(asked.request.prompts[0])
+        job = Job(ask, self.name, asked.pictures(), cancel=lambda job: None)
+        group.begin(asked.item(job, job.pictures[0]))
+        began = time.perf_counter()
+        carried = group.begin(asked.item(job, job.pictures[0]))
+        group.timings.encode = time.perf_counter() - began
+        group.measure(carried)
+        latents, finished = group.draw(carried, _MOST_ROWS)
+        pixels = group.decode([latents])
+        group.timings.decode = 0.0
+        group.decode([latents])
+        if finished:
+            self.colours.learn(latents, pixels[0])
+
+    def refusal(self, wanted: GroupKey) -> Refused:
+        """Why there are no programs for a key, and what to ask for in its place."""
+        keys = list(self.groups)
+        sizes = sorted({key.size for key in keys})
+        if wanted.size not in sizes:
+            message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
+            return Refused(400, "size_not_ready", message, param="size")
+        usual = next(key.kinds for key in keys if key.size == wanted.size)
+        differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
+        if differs == ["chunks"]:
+            message = "prompt: it is longer than the prompts that this server has programs for; shorten it"
+            return Refused(400, "prompt_too_long", message, param="prompt")
+        named = " and ".join(_KINDS.get(name, name) for name in differs)
+        message = f"{named}: this server has no programs for that; leave it out"
+        return Refused(400, "not_compiled", message, param="options")
+
+    def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
+        """What is told of it."""
+        model, (tall, wide) = self.model, self.model.native_size
+        config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
+        concepts = model.concepts.names
+        examples = concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES]
+        tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
+        return ModelCard(
+            id=self.name,
+            family=_FAMILIES.get(model.family.name, model.family.name),
+            native=(wide, tall),
+            sizes=tuple(dict.fromkeys(size for size, _ in self.sizes(warm))),
+            any_size=any_size,
+            size_step=model.vae.factor,
+            steps=model.defaults.num_inference_steps,
+            guidance_scale=model.defaults.guidance_scale,
+            sampler=model.sampler_names(None)[1],
+            max_images=MOST_IMAGES,
+            max_steps=MOST_STEPS,
+            tasks=tasks[1:] if model.is_refiner else tasks,
+            examples=tuple(examples) or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
+            created=self.created,
+            sha256=hashlib.sha256(config.encode()).hexdigest(),
+        )
+
+
+class Announcer:
+    """Tells operators and metrics what is compiled."""
+
+    def __init__(self, say: Callable[[str], None], compiled: Callable[[str, float], None]) -> None:
+        self._say, self._compiled = say, compiled
+
+    def __call__(self, build: Build) -> None:
+        """As ``BuildCallback``."""
+        if build.seconds is not None and not build.cached:
+            self._compiled(build.program, build.seconds)
+            self._say(f"compiled the {build.program} in {build.seconds:.1f} s")

@@ -1,0 +1,282 @@
+"""From what someone asks for to images that can be generated: checked, counted and costed. Runs beside the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from canvax.compile.programs import Kinds
+from canvax.engine.batch import Carried
+from canvax.engine.segments import guided_rows
+from canvax.errors import InputError
+from canvax.families.base import Model
+from canvax.noise import image_seeds, random_seed
+from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.record import metadata
+from canvax.pipelines.request import Request, make_request
+from canvax.pipelines.text_to_image import work
+from canvax.pipelines.tiles import Tiles
+from canvax.samplers import SamplerTable
+from canvax.server.enlarged import Enlarged, cut, tile_request
+from canvax.server.jobs import Ask, Job, Picture, Stepped, invalid
+
+MOST_IMAGES, MOST_STEPS = 64, 250
+"""Of one job."""
+
+MOST_EVALUATIONS = 1000
+"""Of one image: samplers may take several for a step."""
+
+MOST_PARTS = 16
+"""Prompts joined by AND: each costs as much as an image."""
+
+LARGEST_NOISE = 4096
+"""Pixels of a side of ``options.seed_size``: noise is drawn on the engine's thread."""
+
+LONGEST_PROMPT = 16_000
+"""Characters: a prompt is read word by word, in the time of everyone."""
+
+NOT_OFFERED = {
+    "callback": "nothing of a client's is run here",
+    "progress": "watch the job instead",
+    "hires": "send the image again as image, larger",
+    "hires_method": "there is no second pass here",
+    "hires_strength": "there is no second pass here",
+    "hires_steps": "there is no second pass here",
+    "hires_sampler": "there is no second pass here",
+    "hires_prompt": "there is no second pass here",
+    "denoising_start": "latents do not go over the wire",
+    "denoising_end": "latents do not go over the wire",
+    "reuse": "images in a batch stand at different steps",
+    "reuse_layers": "images in a batch stand at different steps",
+    "tiling": "the size decides it",
+}
+"""Options of a call that a server has no place for, and why."""
+
+_lock = threading.Lock()  # tokenizers are not made for several threads
+_NAME = re.compile(r"(?:options\.)?([a-z_0-9]{2,40})(?:=|:| )")
+_NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
+
+
+class GroupKey(NamedTuple):
+    """Images with the same key can be in one batch: it is what decides the compiled programs."""
+
+    model: str
+    height: int
+    width: int
+    kinds: Kinds
+
+    @property
+    def size(self) -> str:
+        """For people and metrics."""
+        return f"{self.width}x{self.height}"
+
+
+@dataclass(eq=False)
+class Item:
+    """One image of a job.
+
+    Attributes:
+        job: whose it is.
+        picture: what the job tells of it.
+        request: a call of this image alone.
+        table: of its sampler.
+        group: what it can be batched with.
+        client: whose it is.
+        deadline: on the engine's clock.
+        expected: seconds that it takes alone.
+        previews: rows after which a preview is wanted.
+        turn: see ``canvax.server.policy.Work``.
+        carried: where it stands, while it has no slot; None before it is encoded.
+        faults: of the devices, that it met.
+        whole: what it is a tile of; None where it is an image by itself. ``picture`` is its own then, not the job's.
+    """
+
+    job: Job
+    picture: Picture
+    request: Request
+    table: SamplerTable
+    group: GroupKey
+    client: str
+    deadline: float = 0.0
+    expected: float = 0.0
+    previews: tuple[int, ...] = ()
+    turn: float | None = None
+    carried: Carried | None = None
+    faults: int = 0
+    whole: Enlarged | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds that it still needs."""
+        return self.expected * (1 - self.picture.step / max(1, len(self.table)))
+
+    @property
+    def over(self) -> bool:
+        """Whether it is done, failed or not wanted any more."""
+        return self.picture.status.over or self.job.status.over
+
+    @property
+    def shown(self) -> Picture:
+        """What the job tells: of the whole where this is a tile."""
+        return self.whole.picture if self.whole else self.picture
+
+    def told(self) -> Stepped:
+        """How far it is, in the job's words."""
+        left = self.left
+        if self.whole:
+            self.whole.count()
+            left = self.expected * sum(1 - part.step / part.steps for part in self.whole.parts)
+        return Stepped(self.shown.index, self.shown.step, self.shown.steps, left)
+
+    def metadata(self, model: Model) -> dict[str, Any]:
+        """What generates it again."""
+        own = metadata(model, self.request)[0]
+        return self.whole.metadata(own) if self.whole else own
+
+
+class Checked(NamedTuple):
+    """An ask that can be carried out."""
+
+    request: Request
+    table: SamplerTable
+    group: GroupKey
+    seeds: list[int]
+    tiles: Tiles | None = None
+
+    @property
+    def images(self) -> int:
+        """Of the images in batches."""
+        return len(self.tiles) if self.tiles else len(self.seeds)
+
+    @property
+    def rows(self) -> float:
+        """Of its table, where one without guidance counts half."""
+        return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)
+
+    def pictures(self) -> list[Picture]:
+        """Of a job."""
+        whole, steps = self.tiles or self.request, len(self.table) * (len(self.tiles) if self.tiles else 1)
+        return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
+
+    def items(self, job: Job, picture: Picture) -> list[Item]:
+        """What is to be drawn for an image of it: itself, or its tiles."""
+        if self.tiles is None:
+            return [self.item(job, picture)]
+        whole = Enlarged(self.tiles, picture, self.request, previews=job.ask.previews)
+        requests = [tile_request(self.request, self.tiles, i) for i in range(len(self.tiles))]
+        return [
+            Item(job, part, request, self.table, self.group, job.ask.client, whole=whole)
+            for part, request in zip(whole.parts, requests, strict=True)
+        ]
+
+    def item(self, job: Job, picture: Picture) -> Item:
+        """One image of it, with its own seeds."""
+        options = self.request.options
+        if options.variation_seed is not None:
+            options = replace(options, variation_seed=(options.variation_seed + picture.index) % 2**64)
+        request = replace(self.request, seeds=[picture.seed], options=options)
+        rows = len(self.table)
+        count = min(job.ask.previews, rows - 1)
+        previews = tuple(sorted({round(rows * (i + 1) / (count + 1)) for i in range(count)}))
+        return Item(job, picture, request, self.table, self.group, job.ask.client, previews=previews)
+
+
+def check(ask: Ask, name: str, model: Model) -> Checked:
+    """What a model is asked for; ``name`` is what it is called here.
+
+    Raises:
+        Refused: naming the field and the cure.
+    """
+    if not 1 <= ask.n <= MOST_IMAGES:
+        raise invalid("n", f"n={ask.n} is not in 1..{MOST_IMAGES}; send several jobs")
+    if ask.steps is not None and ask.steps > MOST_STEPS:
+        raise invalid("steps", f"steps={ask.steps} is more than {MOST_STEPS}")
+    for field in ("prompt", "negative_prompt"):
+        if len(getattr(ask, field) or "") > LONGEST_PROMPT:
+            raise invalid(field, f"{field} is longer than {LONGEST_PROMPT} characters; shorten it")
+    for option in ask.options:
+        if option in NOT_OFFERED:
+            raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
+    seed = random_seed() if ask.seed in (None, -1) else ask.seed
+    try:
+        seeds, tiles = image_seeds(seed, ask.n), None
+        if ask.upscale is not None:
+            ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)
+        with _lock:
+            request = _request(ask, model, seeds[0])
+        table, deep, kinds = work(model, request)
+    except InputError as error:
+        raise invalid(_field_of(str(error)), str(error)) from None
+    if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
+        raise invalid(
+            "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
+            f"{MOST_STEPS} and {MOST_EVALUATIONS}",
+        )  # fmt: skip
+    if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
+        raise invalid("options", f"options.seed_size: a side is longer than {LARGEST_NOISE} pixels")
+    if request.composed and request.texts.parts > MOST_PARTS:
+        raise invalid("prompt", f"prompt: {request.texts.parts} prompts joined by AND are more than {MOST_PARTS}")
+    if request.options.mask_blend != "denoised" or deep is not None:
+        raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
+    # Every size has one set of programs, in which plain images, given ones and masked ones mix.
+    kinds = kinds._replace(
+        guided=(True,) if kinds.parts else (True, False),
+        known=not model.networks.inpaints,
+        image_encoder=kinds.decoder,
+    )
+    if request.embedded:
+        kinds = kinds._replace(guided=(False,))
+    return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles)
+
+
+def sample(name: str, model: Model, width: int, height: int, *, chunks: int = 1, steps: int = 12) -> Checked:
+    """What most people ask for at a size, with a prompt of so many chunks."""
+    concepts = model.concepts.names
+    prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
+    options = {}
+    if chunks > 1:
+        prompt, options = "apple " * (75 * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
+    steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
+    return check(Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options), name, model)
+
+
+def _options(ask: Ask) -> Options:
+    names = {field.name for field in dataclasses.fields(Options)}
+    unknown = [name for name in ask.options if name not in names]
+    if unknown:
+        values: dict[str, Any] = dict.fromkeys(unknown)
+        Options(**values)  # says what was meant
+    return Options(**{**ask.options, "progress": False})
+
+
+def _request(ask: Ask, model: Model, seed: int) -> Request:
+    return make_request(
+        model,
+        ask.prompt,
+        ask.negative_prompt,
+        1,
+        size=(ask.height, ask.width),
+        steps=ask.steps,
+        guidance=ask.guidance_scale,
+        seed=seed,
+        sampler=ask.sampler,
+        latents=None,
+        options=_options(ask),
+        image=(ask.image, ask.mask, ask.strength),
+    )
+
+
+def _field_of(message: str) -> str | None:
+    """The field that an error's sentence begins with."""
+    if message.startswith("canvax.Options"):
+        return "options"
+    found = _NAME.match(message)
+    name = found[1] if found else None
+    fields = {field.name for field in dataclasses.fields(Ask)}
+    if name is None or message.startswith("options.") or name in {f.name for f in dataclasses.fields(Options)}:
+        return None if name is None else "options"
+    name = _NAMES.get(name, name)
+    return name if name in fields else None

@@ -1,0 +1,87 @@
+"""Threads that make files of finished images and of previews, beside the engine's own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from canvax.server.book import Book, reason
+from canvax.server.files import image_file, preview_file
+from canvax.server.jobs import Previewed, Status
+from canvax.server.metrics import Metrics
+from canvax.server.served import Served
+from canvax.server.work import Item
+from canvax.types import HostArray
+
+log = logging.getLogger("canvax.server")
+
+
+class Writer:
+    """Makes files and tells those who wait for them.
+
+    Args:
+        book: told of images that are done, and of those that cannot be.
+        metrics: likewise.
+    """
+
+    def __init__(self, book: Book, metrics: Metrics) -> None:
+        self._book, self._metrics = book, metrics
+        self._threads = ThreadPoolExecutor(2, "canvax files")
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._threads.shutdown(wait=True)
+
+    def image(self, served: Served, item: Item, pixels: HostArray, latents: HostArray) -> None:
+        """Make the file of an image [H, W, 3] that is decoded, or put a tile into the image that it is of."""
+        self._threads.submit(self._image, served, item, pixels, latents)
+
+    def preview(self, served: Served, item: Item, pixels: HostArray | None, latents: HostArray) -> None:
+        """Make a preview of an image: decoded pixels [H, W, 3] where there are any, else colours of its latents."""
+        number = item.previews.index(item.picture.step)
+        if number == 0:
+            self._metrics.first_preview(time.time() - item.job.created)
+        self._threads.submit(self._preview, served, item, pixels, latents, item.told().step, number)
+
+    def _preview(
+        self, served: Served, item: Item, pixels: HostArray | None, latents: HostArray | None, step: int, number: int
+    ) -> None:
+        shown = item.shown
+        if shown.status.over or item.job.status.over:
+            return
+        if pixels is None:
+            assert latents is not None
+            pixels = served.colours.pixels(latents)
+        data = preview_file(pixels, (shown.width, shown.height))
+        item.job.tell(Previewed(shown.index, step, shown.steps, data, "image/jpeg", number))
+
+    def _image(self, served: Served, item: Item, pixels: HostArray, latents: HostArray) -> None:
+        job, shown, began = item.job, item.shown, time.perf_counter()
+        try:
+            served.colours.learn(latents, pixels)
+            if item.request.given is not None:
+                pixels = item.request.given.pasted(pixels[None], [0])[0]
+            if item.whole:
+                item.picture.step, item.picture.status = item.picture.steps, Status.DONE
+                last, number = item.whole.add(item.picture, pixels)
+                pixels = item.whole.pixels() if last or number is not None else pixels
+                if number is not None:
+                    self._preview(served, item, pixels, None, item.told().step, number)
+                if not last:
+                    return
+            metadata = item.metadata(served.model)
+            data = image_file(pixels, job.ask.format, job.ask.quality, metadata if job.ask.metadata else {})
+        except Exception as error:
+            log.exception("an image cannot be written")
+            self._book.fail(job, *reason(error))
+            return
+        self._metrics.encoded(time.perf_counter() - began)
+        with self._book.lock:
+            if shown.status.over or job.status.over:
+                return
+            shown.height, shown.width = pixels.shape[:2]
+            shown.data, shown.metadata = data, metadata
+            shown.step, shown.status = shown.steps, Status.DONE
+            self._metrics.image(item.group.size, shown.width * shown.height)
+            self._book.finished(job, shown.index)

@@ -1,0 +1,80 @@
+"""A server on a free port, in a thread, for tests of what goes over the wire."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import canvax
+from canvax.server.app import Settings, create_app
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import State
+from canvax.server.journal import Journal
+from canvax.server.metrics import Metrics
+
+
+class Named:
+    """Takes the header x-client for the id of an API key, as the server's own checks would find it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            scope.setdefault("state", {})["client"] = headers.get(b"x-client", b"").decode()
+        await self.app(scope, receive, send)
+
+
+@contextmanager
+def served(app: ASGIApp, *, named: bool = True) -> Iterator[str]:
+    """The address of ``app`` while it runs; ``named``: behind ``Named``."""
+    config = uvicorn.Config(
+        Named(app) if named else app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5,
+        http="h11", ws="none",
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def until(true: object, seconds: float = 10.0) -> None:
+    """Wait for something to become true."""
+    assert callable(true)
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+@contextmanager
+def generating(
+    settings: EngineSettings | None = None, web: Settings | None = None, journal: Journal | None = None
+) -> Iterator[tuple[str, ImageEngine]]:
+    """The address of a whole server with the model in the package, and its engine."""
+    metrics = Metrics()
+    engine = ImageEngine(
+        ["emoji"], settings or EngineSettings(), metrics, lambda name: canvax.load(name, progress=False),
+        journal=journal,
+    )  # fmt: skip
+    engine.start()
+    until(lambda: engine.state is not State.STARTING, 300)
+    assert engine.failure is None
+    try:
+        app = create_app(engine, web or Settings(), state=lambda: engine.state, metrics=metrics)
+        with served(app, named=False) as base:
+            yield base, engine
+    finally:
+        engine.close()

@@ -1,0 +1,262 @@
+"""``canvax serve`` and ``canvax ui``: flags and their errors, signals, what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli.arguments import parse
+from canvax.cli.serve import byte_count
+from canvax.errors import InputError
+from tests.serve_process import serving
+from tests.serving import until
+
+KEY = "a-secret-of-alices"
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors come before any model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CANVAX_KEYS", raising=False)
+    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
+    if "slow" not in request.keywords:
+
+        def started(self: Any) -> None:
+            raise AssertionError("the engine was started")
+
+        monkeypatch.setattr("canvax.server.engine.ImageEngine.start", started)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a command is refused with."""
+    code = main(["serve", "--port", "0", *arguments])
+    told = capsys.readouterr()
+    assert (code, told.out) == (BAD_INPUT, ""), told.err
+    lines = [line for line in told.err.splitlines() if not line.startswith("canvax: warning:")]
+    assert lines[0].startswith("canvax: error: "), told.err
+    assert "Traceback" not in told.err
+    return told.err
+
+
+WRONG = [
+    (["--host", "0.0.0.0"], "--keys FILE, or --no-keys"),
+    (["--host", "::"], "--keys FILE, or --no-keys"),
+    (["--host", ""], "--host is empty"),
+    (["--host", "192.0.2.1", "--no-keys"], "192.0.2.1 --port 0: "),
+    (["--host", "no.such.host.invalid", "--no-keys"], "--host no.such.host.invalid"),
+    (["--port", "65536"], "--port 65536 is not in 0..65535"),
+    (["--port", "-1"], "--port -1 is not in 0..65535|expected one argument"),
+    (["--keys", "none.txt"], "none.txt: cannot be read"),
+    (["--keys", "."], "cannot be read"),
+    (["--warm", "512"], "--warm 512 is not WIDTHxHEIGHT"),
+    (["--warm", "512x"], "is not WIDTHxHEIGHT"),
+    (["--warm", "-64x64"], "expected at least one argument|is not WIDTHxHEIGHT"),
+    (["--warm", "64x64:0"], "a batch of 0"),
+    (["--warm", "64x64:1,x"], "is not WIDTHxHEIGHT"),
+    (["--warm", "64x64:"], "is not WIDTHxHEIGHT"),
+    (["--warm", "0x64"], "--warm 0x64"),
+    (["--max-body", "large"], "--max-body large is not a size"),
+    (["--max-body", "0"], "--max-body 0 is not a size"),
+    (["--max-body", "0.1"], "--max-body 0.1 is not a size"),
+    (["--max-body", "-1MB"], "expected one argument|is not a size"),
+    (["--max-body", "1e400"], "is not a size"),
+    (["--memory", "20XB"], "--memory 20XB is not a size"),
+    (["--queue-seconds", "0"], "--queue-seconds 0.0 is not a number above 0"),
+    (["--queue-seconds", "nan"], "--queue-seconds nan is not a number above 0"),
+    (["--queue-images", "0"], "--queue-images 0 is not a number above 0"),
+    (["--keep-seconds", "-5"], "--keep-seconds -5.0 is not a number above 0"),
+    (["--drain-seconds", "0"], "is not a number above 0"),
+    (["--rate", "0"], "--rate 0.0 is not a number above 0"),
+    (["--rate", "inf"], "--rate inf is not a number"),
+    (["--chunks", "0"], "whole numbers of at least 1"),
+    (["--batching", "all"], "invalid choice"),
+    (["--journal", "none/jobs.db"], "--journal none/jobs.db: cannot be opened"),
+    (["--journal", "."], "--journal .: cannot be opened"),
+    (["--allow-origin", "*"], "--allow-origin \\* is not"),
+    (["--allow-origin", "example.org"], "--allow-origin example.org is not"),
+    (["--allow-origin", "https://a.example/page"], "is not"),
+    (["--allow-host", "http://a.example"], "--allow-host http://a.example is not"),
+    (["--allow-host", "a.example:80"], "--allow-host a.example:80 is not"),
+    (["emoji", "emoji"], "there is a model 'emoji' already"),
+    (["--nothing"], "is not a flag of canvax serve"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_flags_that_are_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert re.search(words, refused(capsys, *arguments))
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        told = refused(capsys, "--port", port)
+    assert f"--port {port}: Address already in use; choose another port" in told
+
+
+def test_an_extra_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uvicorn", "starlette", "msgspec", "python_multipart", "prometheus_client"):
+        with monkeypatch.context() as hidden:
+            hidden.setitem(sys.modules, name, None)
+            told = refused(capsys)
+        assert f"canvax serve needs {name}; install it: pip install 'canvax[serve]'" in told
+
+
+@pytest.mark.filterwarnings("default")
+def test_keys_in_a_file_that_others_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text(f"alice:{KEY}\n")
+    file.chmod(0o644)
+    told = refused(capsys, "--keys", str(file), "--max-body", "x")
+    assert "others on this machine can read it" in told
+    assert KEY not in told
+    file.write_text("alice:short\n")
+    file.chmod(0o600)
+    told = refused(capsys, "--keys", str(file))
+    assert "line 1: the key of alice is shorter than 16" in told
+    assert "others on this machine" not in told
+    monkeypatch.setenv("CANVAX_KEYS", KEY)
+    told = refused(capsys)
+    assert "CANVAX_KEYS: is not id:key" in told
+    assert KEY not in told
+
+
+def test_a_journal_that_another_server_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from canvax.server.journal import Journal
+
+    journal = Journal(tmp_path / "jobs.db")
+    assert "another server has it" in refused(capsys, "--journal", "jobs.db")
+    journal.close()
+    (tmp_path / "notes.txt").write_text("not a database\n" * 100)
+    assert "is not a journal" in refused(capsys, "--journal", "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "not a database\n" * 100
+
+
+def test_sizes_in_bytes() -> None:
+    assert [byte_count("x", text) for text in ("1", "2k", "3KB", "1.5 MiB", "20GB")] == [
+        1, 2048, 3072, 1_572_864, 20 << 30,
+    ]  # fmt: skip
+    for text in ("", "GB", "1TB", "1,5GB", "1GBB", "NaN", "١GB", "0.0001"):
+        with pytest.raises(InputError):
+            byte_count("x", text)
+
+
+@pytest.mark.parametrize("command", ["serve", "ui"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    for flag in ("--warm", "--host", "--keys", "--journal", "--drain-seconds", "--allow-origin"):
+        assert flag in told
+    assert parse([command]).host == "127.0.0.1"
+
+
+slow = pytest.mark.slow
+
+
+@slow
+def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
+    with serving(cwd=tmp_path, environment={"CANVAX_KEYS": f"alice:{KEY}"}) as served, served.ready() as http:
+        http.headers["X-API-Key"] = KEY
+        body = {"prompt": "a zebra", "n": 4, "steps": 150, "seed": 1}
+        job = http.post("/api/jobs", json=body, headers={"x-request-id": "mine"}).json()
+        with http.stream("GET", f"/api/jobs/{job['id']}/events") as events:
+            served.send(signal.SIGTERM)
+            until(lambda: http.get("/ready").status_code == 503)
+            assert http.get("/ready").json() == {"status": "draining"}
+            assert http.get("/health").status_code == 200
+            refused = http.post("/api/jobs", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) >= 1
+            told = "".join(events.iter_text())
+        assert told.rpartition("event: ")[2].startswith("done")
+        assert served.ended() == 0
+        assert "SIGTERM: finishing what was accepted" in served.said
+        assert "Traceback" not in served.said
+        assert "zebra" not in served.said
+        assert KEY not in served.said
+        assert "server" not in refused.headers
+        lines = [json.loads(line) for line in served.lines if line.startswith("{")]
+        mine = next(line for line in lines if line.get("id") == "mine")
+        assert (mine["path"], mine["status"], mine["client"]) == ("/api/jobs", 202, "alice")
+        assert next(line for line in lines if "job" in line)["outcome"] == "done"
+
+
+@slow
+def test_a_second_signal_ends_at_once_and_jobs_are_told(tmp_path: Path) -> None:
+    with serving("--drain-seconds", "600", cwd=tmp_path) as served, served.ready() as http:
+        for seed in range(8):
+            http.post("/api/jobs", json={"prompt": "x", "n": 64, "steps": 250, "seed": seed})
+        served.send(signal.SIGINT)
+        until(lambda: http.get("/ready").status_code == 503)
+        assert "SIGINT: finishing" in served.said
+        served.send(signal.SIGINT)
+        assert served.ended(20) == 0
+        assert "Traceback" not in served.said
+
+
+@slow
+def test_a_drain_that_takes_too_long_fails_what_is_left(tmp_path: Path) -> None:
+    with serving("--drain-seconds", "1", "--quiet", "--port", "0", cwd=tmp_path) as served:
+        until(lambda: served.process.poll() is not None or bool(port_of(served.process.pid)), 60)
+        served.lines.append(f"starting on http://127.0.0.1:{port_of(served.process.pid)}\n")  # --quiet does not say it
+        with served.ready() as http:
+            job = http.post("/api/jobs", json={"prompt": "x", "n": 64, "steps": 250}).json()
+            with http.stream("GET", f"/api/jobs/{job['id']}/events") as events:
+                served.send(signal.SIGTERM)
+                told = "".join(events.iter_text()).rpartition("event: ")[2]
+            assert told.startswith("failed")
+            assert "the server stopped before the images were done" in told
+        assert served.ended() == 0
+        assert len(served.lines) == 1  # nothing else was said
+
+
+def port_of(process: int) -> int:
+    """Which a process listens on; 0 for none."""
+    sockets = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            sockets.add(link.readlink().name.removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in sockets:
+            return int(fields[1].partition(":")[2], 16)
+    return 0
+
+
+@slow
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for words in (["./empty"], ["no-such-model"], ["--warm", "65x64"], ["--mesh", "data=3"]):
+        with serving(*words, cwd=tmp_path) as served:
+            assert served.ended() in (BAD_INPUT, FAILED), served.said
+            assert served.lines[-1].startswith("canvax: error: ")
+            assert "Traceback" not in served.said
+
+
+@slow
+def test_ui_opens_the_page(tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(stat.S_IRWXU)
+    with serving("ui", cwd=tmp_path, environment={"BROWSER": str(browser)}) as served, served.ready() as http:
+        until(lambda: (tmp_path / "opened").exists(), 30)
+        assert (tmp_path / "opened").read_text().strip() == served.base
+        assert "<html" in http.get("/").text
+        served.send(signal.SIGTERM)
+        assert served.ended() == 0

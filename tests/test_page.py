@@ -1,0 +1,556 @@
+"""The page of ``canvax serve``: its files, and what it does in a browser."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from PIL import Image
+
+from canvax.server.jobs import Refused
+from tests.page_stub import PAGE, PaintedEngine, Stub
+
+HTML = (PAGE / "index.html").read_text()
+SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+# ---- without a browser
+
+
+class Names(HTMLParser):
+    """Files, ids, references to ids, and what the policy of the page forbids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.inline: list[str] = []
+        self._script = False
+        self.feed(HTML)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.files += [given[name] for name in ("src", "href") if name in given and not given[name].startswith("#")]
+        self.ids += [given["id"]] if "id" in given else []
+        for name in ("for", "aria-labelledby", "aria-describedby"):
+            self.references += given.get(name, "").split()
+        self.inline += [f"{tag} {name}" for name in given if name == "style" or name.startswith("on")]
+        if tag == "style" or (tag == "script" and "src" not in given):
+            self.inline.append(tag)
+
+
+def test_every_file_that_is_named_exists() -> None:
+    imported = [name for text in SCRIPTS.values() for name in re.findall(r'from "\./([^"]+)"', text)]
+    styled = re.findall(r'url\("([^"]+)"\)', (PAGE / "style.css").read_text())
+    named = [file.removeprefix("static/") for file in Names().files]
+    assert {*named, *imported, *styled, "index.html"} == {path.name for path in PAGE.iterdir()}
+
+
+def test_it_is_small() -> None:
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 150_000
+
+
+def test_nothing_is_inline() -> None:
+    assert not Names().inline
+    for name, text in SCRIPTS.items():
+        assert not re.search(r"innerHTML|setAttribute\(\"style\"|eval\(|new Function", text), name
+
+
+def test_no_address_elsewhere() -> None:
+    for path in PAGE.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|[\"'(]//", text), path.name
+
+
+def test_every_id_exists_once() -> None:
+    ids = Names().ids
+    assert len(ids) == len(set(ids))
+    used = {name for text in SCRIPTS.values() for name in re.findall(r'\$\("([^"]+)"\)', text)}
+    assert used | set(Names().references) <= set(ids)
+
+
+def test_every_icon_is_drawn() -> None:
+    drawn = set(re.findall(r"^  (\w+): \"M", SCRIPTS["ui.js"], re.MULTILINE))
+    used = set(re.findall(r'data-icon="(\w+)"', HTML))
+    for text in SCRIPTS.values():
+        used |= set(re.findall(r'\b(?:button|one|icon)\("(\w+)"', text))
+    assert used <= drawn
+
+
+# ---- in a browser
+
+browser_only = pytest.mark.skipif(
+    not CHROMIUM or importlib.util.find_spec("playwright") is None,
+    reason="wants playwright and a chromium (or its path in CHROMIUM)",
+)
+
+
+def thorough(test: Any) -> Any:
+    """Of the browser's tests, those that are no smoke test."""
+    return pytest.mark.slow(browser_only(test))
+
+
+class Site:
+    """The stub behind a port, and a page of it."""
+
+    def __init__(self, stub: Stub, url: str, page: Any) -> None:
+        self.stub, self.url, self.page = stub, url, page
+        self.faults: list[str] = []
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("console", lambda message: "Content Security" in message.text and self.faults.append(message.text))
+        self.open()
+
+    def open(self) -> None:
+        self.page.goto(self.url)
+        self.page.wait_for_selector("body[data-ready]")
+
+    def draw(self, prompt: str, *, wait: bool = True) -> None:
+        self.page.fill("#prompt", prompt)
+        self.page.press("#prompt", "Enter")
+        if wait:
+            self.page.wait_for_selector(".tile.busy", state="attached")
+            self.idle()
+
+    def idle(self) -> None:
+        self.page.wait_for_selector(".tile.busy", state="detached")
+
+    def count(self, selector: str) -> int:
+        return self.page.locator(selector).count()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(chromium: Any) -> Iterator[Site]:
+    stub = Stub(PaintedEngine(pace=0.05))
+    server = uvicorn.Server(uvicorn.Config(stub.app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    context = chromium.new_context()
+    context.set_default_timeout(15_000)
+    site = Site(stub, f"http://127.0.0.1:{port}/", context.new_page())
+    yield site
+    context.close()
+    server.should_exit = True
+    thread.join(10)
+    assert not site.faults
+
+
+def decoded(text: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(text.partition(",")[2])))
+
+
+@browser_only
+def test_draws_with_previews(site: Site) -> None:
+    site.stub.engine.pace = 0.3
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector('.tile.busy img[src^="data:image/jpeg"]', state="visible")
+    assert "/ 4" in site.page.inner_text(".tile.busy .status")
+    site.idle()
+    assert site.count(".tile[data-id] img.crisp") == 1
+    assert site.stub.bodies[0]["previews"] is True
+    assert "seed" not in site.stub.bodies[0]
+
+
+@browser_only
+def test_several_jobs_queue_and_one_is_cancelled(site: Site) -> None:
+    site.stub.engine.pace = 0.4
+    site.draw("a dog", wait=False)
+    site.draw("a cat", wait=False)
+    site.page.wait_for_selector(".tile.drawing")
+    assert "in 2 jobs" in site.page.inner_text("#queue-text")
+    site.page.locator(".tile.busy", has_text="a cat").locator(".cancel").click()
+    site.idle()
+    assert site.page.locator(".tile[data-id] .caption").all_inner_texts() == ["a dog"]
+    assert sorted(job.status for job in site.stub.engine.accepted) == ["cancelled", "done"]
+
+
+@thorough
+def test_ten_jobs_leave_a_connection_for_cancelling(site: Site) -> None:
+    site.stub.engine.pace = 0.2
+    for number in range(10):
+        site.draw(f"dog {number}", wait=False)
+    site.page.wait_for_selector(".tile.busy >> nth=9")
+    site.page.locator(".tile.busy", has_text="dog 9").locator(".cancel").click()
+    started = time.monotonic()
+    while "cancelled" not in [job.status for job in site.stub.engine.accepted]:
+        assert time.monotonic() - started < 1.5
+        site.page.wait_for_timeout(50)
+    site.page.click("#queue-cancel")
+    site.idle()
+    assert all(job.status.over for job in site.stub.engine.accepted)
+
+
+@browser_only
+def test_history_survives_a_reload(site: Site) -> None:
+    for prompt in ("a red apple", "a dog face"):
+        site.draw(prompt)
+    site.page.hover(".tile")
+    site.page.click(".tile .favourite")
+    site.open()
+    assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face", "a red apple"]
+    site.page.fill("#search", "apple")
+    assert site.page.locator(".tile .caption").all_inner_texts() == ["a red apple"]
+    site.page.fill("#search", "")
+    site.page.click("#favourites")
+    assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face"]
+
+
+@thorough
+def test_a_running_job_survives_a_reload(site: Site) -> None:
+    site.stub.engine.pace = 0.5
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector(".tile.drawing")
+    site.open()
+    site.page.wait_for_selector(".tile[data-id]")
+    assert len(site.stub.bodies) == 1
+    assert site.page.input_value("#prompt") == "a red apple"
+
+
+@browser_only
+def test_mask_and_inpaint(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.click(".tile .open")
+    site.page.click("#viewer-actions >> text=Paint a mask")
+    site.page.wait_for_selector("#mask[open]")
+    box = site.page.locator("#mask-canvas").bounding_box()
+    assert box
+    for x, down in ((0.25, True), (0.5, False)):
+        site.page.mouse.move(box["x"] + box["width"] * x, box["y"] + box["height"] / 2, steps=5)
+        if down:
+            site.page.mouse.down()
+    site.page.mouse.up()
+    site.page.click("#mask-use")
+    site.draw("a pear", wait=False)
+    site.page.wait_for_selector(".tile.busy", state="attached")
+    site.idle()
+    body = site.stub.bodies[1]
+    mask = decoded(body["mask"]).convert("L")
+    assert mask.size == decoded(body["image"]).size == (64, 64)
+    assert set(mask.tobytes()) == {0, 255}
+    assert [mask.getpixel(at) for at in ((16, 32), (24, 32), (32, 32), (16, 8), (56, 32))] == [255, 255, 255, 0, 0]
+    assert 0 < body["strength"] <= 1
+    site.page.click("#input-remove")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("r")
+    site.page.wait_for_selector("text=Change the mask")
+    site.draw("a pear")
+    assert decoded(site.stub.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
+    assert site.stub.bodies[2]["seed"] == site.stub.engine.asks[1].seed
+
+
+@thorough
+def test_mask_undo_erase_and_keys(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.focus(".tile .open")
+    press = site.page.keyboard.press
+    press("p")
+    site.page.wait_for_selector("#mask[open]")
+    press("Space")
+    assert site.page.inner_text("#mask-use") == "Use the mask"
+    press("Control+z")
+    assert site.page.inner_text("#mask-use") == "Use without a mask"
+    press("Control+Shift+z")
+    press("e")
+    press("Space")
+    assert site.page.inner_text("#mask-use") == "Use without a mask"
+    press("Escape")
+    assert site.count("dialog[open]") == 0
+
+
+@thorough
+def test_a_dropped_image_brings_its_settings(site: Site) -> None:
+    image, file = Image.new("RGB", (64, 64)), io.BytesIO()
+    image.save(file, "png")
+    site.draw("a red apple")
+    data = site.stub.engine.accepted[0].pictures[0].data
+    site.page.fill("#prompt", "")
+    site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.page.wait_for_selector("text=Its settings stand in the form")
+    assert site.page.input_value("#prompt") == "a red apple"
+    assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
+    drop = """data => {
+        const file = new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], "b.png", {type: "image/png"});
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(file);
+        for (const name of ["dragenter", "dragover", "drop"]) {
+            document.body.dispatchEvent(new DragEvent(name, {dataTransfer, bubbles: true, cancelable: true}));
+        }
+    }"""
+    site.page.evaluate(drop, base64.b64encode(file.getvalue()).decode())
+    site.page.wait_for_selector("#input", state="visible")
+    assert site.page.locator("#drop").is_hidden()
+
+
+@thorough
+def test_vary_and_compare(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("v")
+    site.page.wait_for_selector(".tile[data-id] >> nth=1")
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("Shift+V")
+    site.page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert "image" not in site.stub.bodies[1]
+    assert decoded(site.stub.bodies[2]["image"]).size == (64, 64)
+    for tile in range(2):
+        site.page.locator(".tile .open").nth(tile).focus()
+        site.page.keyboard.press("x")
+    site.page.click("#selection-compare")
+    site.page.keyboard.press("Home")
+    assert site.page.evaluate("document.getElementById('compare-over').style.clipPath") == "inset(0px 100% 0px 0px)"
+
+
+@thorough
+def test_upscale(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.click(".tile .open")
+    site.page.click("#viewer-actions >> text=Upscale 2 ×")
+    site.page.wait_for_selector(".tile[data-id] >> nth=1")
+    first = site.stub.bodies[1]
+    assert (first["upscale"], first.get("width"), decoded(first["image"]).size) == (2, None, (64, 64))
+    assert first["prompt"] == ""  # a part of an apple is no apple
+    assert site.page.inner_text(".tile[data-id] .caption >> nth=0") == "a red apple"
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("e")  # what was upscaled can be again
+    site.page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert decoded(site.stub.bodies[2]["image"]).size == (128, 128)
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("v")  # a new seed begins from the same image
+    site.page.wait_for_selector(".tile[data-id] >> nth=3")
+    assert (site.stub.bodies[3]["upscale"], decoded(site.stub.bodies[3]["image"]).size) == (2, (128, 128))
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("Shift+V")
+    site.page.wait_for_selector(".tile[data-id] >> nth=4")
+    assert (site.stub.bodies[4]["upscale"], decoded(site.stub.bodies[4]["image"]).size) == (1, (256, 256))
+    site.page.click(".tile .open")
+    assert "256 × 256" in site.page.inner_text("#viewer-settings")
+
+
+@thorough
+def test_sheet(site: Site) -> None:
+    site.stub.engine.pace = 0.01
+    site.page.fill("#prompt", "a red apple")
+    site.page.click("#open-sheet")
+    site.page.fill("#sheet-x-values", "1, 4")
+    site.page.fill("#sheet-y-values", "2, 3, 4")
+    site.page.click("#sheet-draw")
+    site.page.wait_for_selector(".tile[data-id]")
+    asked = {(body["guidance_scale"], body["steps"]) for body in site.stub.bodies}
+    assert asked == {(x, y) for x in (1, 4) for y in (2, 3, 4)}
+    assert len({body["seed"] for body in site.stub.bodies}) == 1
+    assert site.page.locator(".tile .caption").inner_text() == "Sheet: a red apple"
+
+
+@thorough
+def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
+    page, engine = site.page, site.stub.engine
+    engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=1)
+    page.fill("#prompt", "a red apple")
+    page.click("#open-sheet")
+    page.fill("#sheet-x-values", "1, 2, 3")
+    page.fill("#sheet-y-values", "2, 3")
+    page.click("#sheet-draw")
+    page.wait_for_selector(".tile.waits >> text=The queue is full.")
+    engine.fails, engine.refusal = ("out_of_memory", "No memory is left."), None
+    page.wait_for_selector(".tile.failed >> text=No memory is left.")
+    engine.fails, engine.pace = None, 0.3
+    page.click("text=Try again")
+    page.wait_for_selector(".tile.drawing")
+    page.click("#queue-cancel")
+    page.wait_for_selector("#empty", state="visible")
+    asked = len(site.stub.bodies)
+    page.wait_for_timeout(1000)
+    assert len(site.stub.bodies) == asked
+
+
+@thorough
+def test_keyboard_only(site: Site) -> None:
+    press = site.page.keyboard.press
+    site.stub.engine.pace = 0.4
+    press("/")
+    site.page.keyboard.type("a red apple")
+    press("Enter")
+    site.page.wait_for_selector(".tile.drawing")
+    press("Control+Enter")
+    site.page.wait_for_selector(".tile.busy >> nth=1")
+    site.page.evaluate("document.activeElement.blur()")
+    press("c")
+    site.idle()
+    assert site.count(".tile[data-id]") == 1
+    press("h")
+    press("Enter")
+    site.page.wait_for_selector("#viewer[open]")
+    press("Escape")
+    press("Delete")
+    site.page.wait_for_selector("#empty", state="visible")
+    press("z")
+    site.page.wait_for_selector(".tile[data-id]")
+    press("Shift+?")
+    assert site.count("#help[open]") == 1
+
+
+@thorough
+def test_a_full_queue_is_tried_again(site: Site) -> None:
+    site.stub.engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=2)
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector("text=The queue is full. Next try in")
+    site.stub.engine.refusal = None
+    site.page.wait_for_selector(".tile[data-id]")
+
+
+@thorough
+def test_a_key_is_asked_for(site: Site) -> None:
+    site.stub.key = "secret"
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector("#key[open]")
+    site.page.fill("#key-value", "secret")
+    site.page.press("#key-value", "Enter")
+    site.page.wait_for_selector(".tile[data-id]")
+    site.open()
+    assert site.count("dialog[open]") == 0
+
+
+@thorough
+def test_the_server_is_gone_and_comes_back(site: Site) -> None:
+    site.page.route("**/*", lambda route: route.abort())
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector("#banner", state="visible")
+    assert site.page.input_value("#prompt") == "a red apple"
+    site.page.unroute("**/*")
+    site.page.wait_for_selector(".tile[data-id]")
+    assert site.page.locator("#banner").is_hidden()
+
+
+@thorough
+def test_a_failed_job_says_why(site: Site) -> None:
+    site.stub.engine.fails = ("out_of_memory", "No memory is left.")
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector(".tile.failed >> text=No memory is left.")
+    site.stub.engine.fails = None
+    site.page.click("text=Try again")
+    site.page.wait_for_selector(".tile[data-id]")
+
+
+@thorough
+@pytest.mark.parametrize("width", [320, 390, 820])
+def test_nothing_is_wider_than_the_window(site: Site, width: int) -> None:
+    page = site.page
+    page.set_viewport_size({"width": width, "height": 700})
+    wide = "document.scrollingElement.scrollWidth > innerWidth"
+    outside = """name => {
+        const box = document.getElementById(name).getBoundingClientRect();
+        return box.left < 0 || box.top < 0 || box.right > innerWidth || box.bottom > innerHeight;
+    }"""
+    cut = "(node => node.scrollWidth > node.clientWidth)(document.querySelector('dialog[open]'))"
+    assert not page.evaluate(wide)
+    site.draw("a very long prompt " * 20 + "w" * 200)
+    site.draw("a dog")
+    assert not page.evaluate(wide)
+    for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
+        page.focus(".tile .open")
+        page.keyboard.press(key)
+        page.wait_for_selector(f"#{name}[open]")
+        assert not page.evaluate(outside, name), name
+        assert not page.evaluate(cut), name
+        page.keyboard.press("Escape")
+
+
+@thorough
+def test_themes(site: Site) -> None:
+    page = site.page
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(paper)
+    page.click("#open-theme")
+    assert page.evaluate(paper) != light
+    site.open()
+    assert page.evaluate(paper) != light
+    assert page.get_attribute("#open-theme", "aria-label") == "Light theme"
+
+
+@thorough
+def test_a_refused_setting_is_pointed_at(site: Site) -> None:
+    site.stub.engine.refusal = Refused(422, "invalid_value", "steps=20 is too many.", param="steps")
+    site.draw("a red apple", wait=False)
+    site.page.wait_for_selector("#form-error >> text=steps=20 is too many.")
+    assert site.page.get_attribute("#steps-number", "aria-invalid") == "true"
+    assert site.page.evaluate("document.activeElement.id") == "steps-number"
+    assert site.count(".tile") == 0
+
+
+def axe_script() -> str | None:
+    """axe-core's file: where AXE says, or in the package axe-playwright-python."""
+    spec = importlib.util.find_spec("axe_playwright_python")
+    found = os.environ.get("AXE") or (spec and spec.origin and Path(spec.origin).parent / "axe.min.js")
+    return Path(found).read_text() if found and Path(found).is_file() else None
+
+
+def findings(page: Any, axe: str) -> list[str]:
+    page.evaluate(axe)
+    results = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']}: {node['target']} {node['failureSummary']}"
+        for one in results["violations"]
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
+
+
+@thorough
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
+    axe = axe_script()
+    if axe is None:
+        pytest.skip("wants axe-core: its file in AXE, or the package axe-playwright-python")
+    page = site.page
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 800})
+    found = {"empty": findings(page, axe)}
+    site.draw("a red apple")
+    site.draw("a dog face")
+    page.evaluate("document.getElementById('more').open = document.getElementById('fold').open = true")
+    found["done"] = findings(page, axe)
+    for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
+        page.focus(".tile .open")
+        page.keyboard.press(key)
+        page.wait_for_selector(f"#{name}[open]")
+        found[name] = findings(page, axe)
+        page.keyboard.press("Escape")
+    site.stub.engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=60)
+    site.draw("a cat", wait=False)
+    page.wait_for_selector(".tile.waits")
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("x")
+    found["waits and selected"] = findings(page, axe)
+    site.stub.engine.refusal = None
+    site.stub.engine.fails = ("out_of_memory", "No memory is left.")
+    site.draw("a fox", wait=False)
+    page.wait_for_selector(".tile.failed")
+    found["failed"] = findings(page, axe)
+    assert not any(found.values()), found

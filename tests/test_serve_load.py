@@ -1,0 +1,254 @@
+"""The load generator: what it sends, what it measures, against an engine without a model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve_load
+from benchmarks.lab.others import Others
+from benchmarks.lab.traffic import (
+    MIXES,
+    Answer,
+    Mix,
+    Request,
+    capacity,
+    closed_loop,
+    markdown,
+    most_within,
+    open_loop,
+    percentile,
+    requests,
+    summary,
+)
+from canvax.samplers.catalog import find
+from canvax.server.app import Settings, create_app
+from canvax.server.jobs import Refused, State
+from canvax.server.keys import Keys
+from canvax.server.metrics import Metrics
+from tests.server_stub import StubEngine
+from tests.serving import served
+
+KEYS = [f"client-{i}-has-a-long-key" for i in range(3)]
+
+
+@contextmanager
+def stub(folder: Path | None = None, *, pace: float = 0.0) -> Iterator[tuple[str, StubEngine]]:
+    """The address of a server without a model, and its engine; with a folder it wants ``KEYS``."""
+    engine, keys = StubEngine(pace=pace), None
+    if folder:
+        (folder / "keys.txt").touch(0o600)
+        (folder / "keys.txt").write_text("\n".join(f"c{i}:{key}" for i, key in enumerate(KEYS)))
+        keys = Keys.read(folder / "keys.txt")
+    app = create_app(engine, Settings(keys=keys), state=lambda: State.READY, metrics=Metrics())
+    with served(app, named=False) as base:
+        yield base, engine
+
+
+# What is sent.
+
+
+def test_the_same_seed_gives_the_same_requests() -> None:
+    one, again, other = (requests(5.0, 60.0, clients=4, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_a_higher_rate_gives_the_same_requests_closer_together() -> None:
+    slow, fast = (requests(rate, 100.0, clients=4, seed=3, previews=0.5) for rate in (2.0, 4.0))
+    assert len(fast) > 1.5 * len(slow)
+    for one, other in zip(slow, fast, strict=False):
+        assert (one.body, one.client, one.watched) == (other.body, other.client, other.watched)
+        assert one.at == pytest.approx(2 * other.at)
+
+
+def test_arrivals_are_poisson() -> None:
+    found = requests(20.0, 1000.0, clients=1, seed=0)
+    gaps = [later.at - one.at for one, later in itertools.pairwise(found)]
+    assert len(found) == pytest.approx(20_000, rel=0.03)
+    assert statistics.mean(gaps) == pytest.approx(0.05, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(0.05, rel=0.03)
+    assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.03)
+    counts = Counter(int(one.at) for one in found)
+    each = [counts[second] for second in range(1000)]
+    assert statistics.variance(each) == pytest.approx(20.0, rel=0.15)
+
+
+def test_the_mix_is_what_it_says() -> None:
+    found = requests(20.0, 500.0, clients=16, seed=0, previews=0.1)
+    for field, name in (("sizes", "size"), ("steps", "steps"), ("samplers", "sampler"), ("counts", "n")):
+        values = dict(getattr(MIXES["default"], field))
+        counts = Counter(one.body[name] for one in found)
+        assert set(counts) == set(values)
+        for value, weight in values.items():
+            assert counts[value] / len(found) == pytest.approx(weight / sum(values.values()), abs=0.02), (name, value)
+    clients = Counter(one.client for one in found)
+    assert set(clients) == set(range(16))
+    assert min(clients.values()) > 0.7 * len(found) / 16
+    assert sum(one.watched for one in found) / len(found) == pytest.approx(0.1, abs=0.02)
+    assert {one.body["n"] for one in requests(9.0, 99.0, clients=1, seed=0, mix=MIXES["alike"])} == {1}
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=list(MIXES))
+def test_canvax_has_the_samplers(mix: Mix) -> None:
+    assert all(find(name) for name, _ in mix.samplers)
+
+
+# What is measured.
+
+
+def test_percentiles_are_values_of_the_list() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert [percentile(values, p) for p in (1, 50, 95, 99, 100)] == [1, 50, 95, 99, 100]
+    assert percentile([3.0], 50) == percentile([3.0], 99) == 3.0
+    assert percentile([1.0, 2.0], 50) == 1.0
+    assert percentile([1.0, 2.0], 51) == 2.0
+    assert percentile([], 95) == math.inf
+
+
+def test_a_run_in_figures() -> None:
+    def answer(at: float, seconds: float, status: int = 200, n: int = 1, preview: float | None = None) -> Answer:
+        return Answer(Request(at, 0, preview is not None, {"n": n}), status, seconds, preview)
+
+    early, late = answer(0.5, 9.0), answer(9.5, 2.0)
+    good = [answer(i, 0.1 * i, n=2, preview=0.05 * i) for i in range(1, 9)]
+    row = summary([early, *good, late, answer(5.0, 0.1, 429), answer(5.0, 0.1, 0)], 1.5, 10.0)
+    assert row["images a second"] == pytest.approx((1 + 8 * 2) / 9)  # what comes in the run's time, from whenever
+    assert row["images asked for a second"] == pytest.approx((8 * 2 + 3) / 9)
+    assert (row["p50"], row["p95"]) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert (row["preview p50"], row["preview p95"]) == (pytest.approx(0.2), pytest.approx(0.4))
+    assert (row["refused"], row["failed"]) == (1, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_work_of_others_is_seen() -> None:
+    spin = [sys.executable, "-c", "import time; end = time.time() + 9\nwhile time.time() < end: pass"]
+    with subprocess.Popen(spin) as process:
+        others, ours = Others(os.getpid()), Others(process.pid)
+        time.sleep(0.5)
+        found = others.processors() - ours.processors()
+        process.kill()
+    assert 0.1 < found < 1.2  # one processor, or what the machine has left of it
+
+
+def test_the_best_rate_within_a_limit_is_compared() -> None:
+    def row(images: float, p95: float, failed: int = 0) -> dict[str, float]:
+        return {"images a second": images, "p95": p95, "refused": 0, "failed": failed}
+
+    slow = [row(1.0, 0.5), row(2.0, 1.5), row(2.1, 9.0)]
+    quick = [row(2.0, 0.5), row(4.0, 0.9), row(5.0, 1.9, failed=1)]
+    assert [most_within(slow, limit) for limit in (0.1, 1.0, 2.0)] == [0.0, 1.0, 2.0]
+    lines = list(serve_load.report({"none, 4 clients": slow, "steps, 4 clients": quick}, [1.0, 2.0]))
+    assert "| none, 4 clients | 1.00 (1.00 x) | 2.00 (1.00 x) |" in lines
+    assert "| steps, 4 clients | 4.00 (4.00 x) | 4.00 (2.00 x) |" in lines
+    assert list(markdown([{"rate": 1.234, "failed": 2}, {"rate": 123.4}]))[2:] == ["| 1.23 | 2 |", "| 123 |  |"]
+
+
+# Against a server.
+
+
+def test_an_open_loop_waits_for_nobody() -> None:
+    due = requests(40.0, 0.5, clients=3, seed=0, mix=MIXES["alike"])
+    with stub(pace=0.01) as (base, engine):  # 20 steps: 0.2 s each
+        answers = asyncio.run(open_loop(base, due))
+    assert [answer.request for answer in answers] == due
+    assert {answer.status for answer in answers} == {200}
+    assert {ask.seed for ask in engine.asks} == {one.body["seed"] for one in due}
+    assert min(answer.seconds for answer in answers) >= 0.2
+    assert percentile([answer.seconds for answer in answers], 95) < 1.5
+    assert all(answer.preview is None for answer in answers)
+
+
+def test_who_watches_sees_previews_first(tmp_path: Path) -> None:
+    due = requests(25.0, 0.5, clients=3, seed=0, previews=0.5)
+    with stub(tmp_path, pace=0.01) as (base, engine):
+        answers = asyncio.run(open_loop(base, due, KEYS))
+    assert {answer.status for answer in answers} == {200}
+    assert {ask.client for ask in engine.asks} == {"c0", "c1", "c2"}
+    for answer in answers:
+        assert (answer.preview is not None) == answer.request.watched
+        assert answer.preview is None or 0 < answer.preview < answer.seconds
+    asked = Counter((ask.width, ask.height, ask.steps, ask.n) for ask in engine.asks)
+    sent = Counter((*map(int, one.body["size"].split("x")), one.body["steps"], one.body["n"]) for one in due)
+    assert asked == sent
+
+
+def test_refusals_and_faults_are_told_apart() -> None:
+    due = requests(40.0, 0.25, clients=1, seed=0, previews=0.3)
+    with stub() as (base, engine):
+        engine.refusal = Refused(429, "queue_full", "later")
+        assert {one.status for one in asyncio.run(open_loop(base, due))} == {429}
+        engine.refusal, engine.fails = None, ("server_error", "broken")
+        row = summary(asyncio.run(open_loop(base, due)), 40.0, 0.25)
+        assert (row["refused"], row["failed"], row["p95"]) == (0, len(due), math.inf)
+    assert {one.status for one in asyncio.run(open_loop(base, due))} == {0}, "nobody is there"
+
+
+def test_a_closed_loop_has_one_request_of_each_client() -> None:
+    due = requests(10.0, 10.0, clients=1, seed=0, mix=MIXES["alike"])
+    with stub(pace=0.01) as (base, engine):
+        answers = asyncio.run(closed_loop(base, due, 4, 0.5))
+        assert not engine.jobs()
+    assert 4 <= len(answers) <= 12  # each takes 0.2 s
+    assert capacity(answers, 0.5) == 2 * len(answers)
+
+
+def test_a_server_that_runs_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, image = tmp_path / "figures.json", tmp_path / "plot.png"
+    with stub(tmp_path) as (base, _):
+        command = ["", "--url", base, "--keys", str(tmp_path / "keys.txt"), "--rate", "100", "--seconds", "0.3"]
+        command += ["--limits", "0.000001", "--clients", "3", "--json", str(file), "--plot", str(image)]
+        monkeypatch.setattr("sys.argv", command)
+        monkeypatch.setattr(serve_load, "LOWER", 1)
+        serve_load.main()
+    said = capsys.readouterr().out
+    assert f"| {base}, 3 clients | 0.00 |" in said
+    ((_, rows),) = json.loads(file.read_text()).items()
+    assert len(rows) == 2
+    assert rows[0]["requests a second"] < rows[1]["requests a second"] == 100
+    assert {row["compilations"] for row in rows} == {0}
+    assert image.stat().st_size > 5000
+
+
+def test_rates_rise_until_latency_is_beyond_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = argparse.Namespace(rate="auto", limits=[1.0, 2.0], seconds=1.0)
+    seen: list[float] = []
+    most = {"quick": 12.0, "slow": 3.0}
+
+    def run(self: serve_load.Sweep, server: serve_load.Server, rate: float) -> dict[str, float]:
+        seen.append(rate)
+        return {"rate": rate, "p95": 20 * rate / most[server.name] / 12, "refused": 0, "failed": 0}
+
+    monkeypatch.setattr(serve_load.Sweep, "run", run)
+    monkeypatch.setattr(serve_load.Sweep, "capacity", lambda self, server: 10.0)
+    sweep = serve_load.Sweep(arguments, 4)
+    quick = sweep.of(serve_load.Server("quick", ""))
+    assert quick[0]["rate"] == pytest.approx(10 * serve_load.FIRST)
+    assert [row["p95"] <= 2 for row in quick] == [True] * (len(quick) - 1) + [False]
+    assert seen == sorted(seen)
+    monkeypatch.setattr(serve_load.Sweep, "capacity", None)  # the next server's rates are those of the first
+    slow = sweep.of(serve_load.Server("slow", ""))
+    rates = [row["rate"] for row in slow]
+    assert rates == sorted(set(rates))
+    assert len(seen) == len(set(seen)) + 1, "only the first rate is run for both"
+    steps = [math.log(rate / quick[0]["rate"], serve_load.GROWTH) for rate in rates]
+    assert steps == pytest.approx([round(step) for step in steps], abs=1e-6)
+    fitting = [row["rate"] for row in slow if row["p95"] <= 2]
+    assert max(fitting) * serve_load.GROWTH == pytest.approx(min(rate for rate in rates if rate not in fitting))

@@ -1,0 +1,672 @@
+"""The web server over the stub: canvax's own API, the page, keys, limits, health, metrics, logs, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from canvax.errors import InputError
+from canvax.images.metadata import save_image
+from canvax.server import a1111, huggingface, openai, own
+from canvax.server.app import Settings
+from canvax.server.guard import own_hosts
+from canvax.server.jobs import Refused, State
+from canvax.server.keys import Keys
+from canvax.server.rates import Rates
+from tests.server_stub import CARD, StubEngine
+from tests.web_site import APIS, Web, b64, body_of, check_refused, events, picture, web
+
+ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
+SHOP = "https://shop.example"
+
+
+def keys_of(**secrets: str) -> Keys:
+    return Keys({name: hashlib.sha256(secret.encode()).digest() for name, secret in secrets.items()})
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Web]:
+    with web() as site:
+        yield site
+
+
+@pytest.fixture
+def site(running: Web) -> Web:
+    """A server that lets everyone in, with an engine as new."""
+    vars(running.engine).update(vars(StubEngine(metrics=running.metrics)))
+    running.state = State.READY
+    return running
+
+
+@pytest.fixture(scope="module")
+def running_guarded() -> Iterator[Web]:
+    with web(Settings(keys=keys_of(alice=ALICE, bob=BOB), origins=(SHOP,))) as site:
+        yield site
+
+
+@pytest.fixture
+def guarded(running_guarded: Web) -> Web:
+    """One that asks for a key, and lets pages of one other site ask."""
+    vars(running_guarded.engine).update(vars(StubEngine(metrics=running_guarded.metrics)))
+    return running_guarded
+
+
+# canvax's own API.
+
+
+def test_a_job_from_submitting_to_fetching(site: Web) -> None:
+    answer = site.http.post("/api/jobs", json={"prompt": "a red apple", "n": 2, "seed": 7, "width": 96, "height": 64})
+    assert answer.status_code == 202
+    job = answer.json()
+    assert answer.headers["location"] == f"/api/jobs/{job['id']}"
+    assert re.fullmatch(r"[0-9a-f]{32}", job["id"])
+    assert set(job) == {"id", "status", "created", "model", "ahead", "seconds_left", "images", "error"}
+    job = site.done(job)
+    assert (job["status"], job["error"]) == ("done", None)
+    assert [(one["index"], one["seed"], one["status"]) for one in job["images"]] == [(0, 7, "done"), (1, 8, "done")]
+    answer = site.http.get(job["images"][1]["url"])
+    assert answer.headers["content-type"] == "image/png"
+    assert "private" in answer.headers["cache-control"]
+    image = Image.open(io.BytesIO(answer.content)).convert("RGB")
+    assert (image.size, image.getpixel((0, 0))) == ((96, 64), (8, 128, 64))
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_formats(site: Web, kind: str) -> None:
+    job = site.done(site.submit(format=kind))
+    answer = site.http.get(job["images"][0]["url"])
+    assert answer.headers["content-type"] == f"image/{kind}"
+    assert Image.open(io.BytesIO(answer.content)).format == kind.upper()
+
+
+def test_every_field_reaches_the_engine(site: Web) -> None:
+    body: dict[str, Any] = {
+        "prompt": "p", "negative_prompt": "q", "model": "stub", "n": 2, "width": 64, "height": 96, "steps": 3,
+        "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
+        "mask": b64(picture(colour="white", size=(32, 32))), "strength": 0.5, "upscale": 2.0, "format": "webp",
+        "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
+    }  # fmt: skip
+    assert set(body) == set(own.NewJob.__struct_fields__)
+    site.submit(**body)
+    ask = site.engine.asks[-1]
+    for name in set(body) - {"image", "mask", "previews"}:
+        assert getattr(ask, name) == body[name], name
+    assert ask.image is not None
+    assert ask.mask is not None
+    assert (ask.image.mode, ask.image.size, ask.mask.mode, ask.mask.size) == ("RGB", (64, 64), "L", (64, 64))
+    assert (ask.previews, ask.client, ask.once) == (own.PREVIEWS, "", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "n": True}, "n"),
+        ({"prompt": "x", "steps": 251}, "steps"),
+        ({"prompt": "x", "steps": "20"}, "steps"),
+        ({"prompt": "x", "width": -8}, "width"),
+        ({"prompt": "x", "seed": 2**64}, "seed"),
+        ({"prompt": "x", "seed": -2}, "seed"),
+        ({"prompt": "x", "guidance_scale": -1}, "guidance_scale"),
+        ({"prompt": "x", "strength": 1.01}, "strength"),
+        ({"prompt": "x", "format": "svg"}, "format"),
+        ({"prompt": "x", "seconds": 0}, "seconds"),
+        ({"prompt": "x", "image": "%%%"}, "image"),
+        ({"prompt": "x" * 16_001}, "prompt"),
+        ({"prompt": "x", "promt": "y"}, None),
+    ],
+)
+def test_wrong_fields_are_named(site: Web, body: dict[str, Any], param: str | None) -> None:
+    told = check_refused("own", site.http.post("/api/jobs", json=body), 400)
+    assert told["error"]["param"] == param
+    assert (param or "promt") in told["error"]["message"]
+
+
+def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:
+    site.engine.pace = 0.03
+    job = site.submit(n=2, previews=True)
+    answer = site.http.get(f"/api/jobs/{job['id']}/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-store"
+    told = events(answer.text)
+    names = [name for name, _ in told]
+    assert (names[0], names[-1], names.count("image")) == ("job", "done", 2)
+    assert {"job", "step", "preview", "image", "done"} == set(names)
+    assert told[-1][1]["images"][0]["url"] == told[names.index("image")][1]["url"]
+    head, _, data = told[names.index("preview")][1]["image"].partition(",")
+    assert head == "data:image/jpeg;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
+    # later it says the same in short
+    again = [name for name, _ in events(site.http.get(f"/api/jobs/{job['id']}/events").text)]
+    assert again == ["job", "image", "image", "done"]
+
+
+def test_a_job_goes_on_when_its_watcher_leaves(site: Web) -> None:
+    site.engine.pace = 0.03
+    job = site.submit()
+    with site.http.stream("GET", f"/api/jobs/{job['id']}/events") as answer:
+        next(answer.iter_bytes())
+    assert site.done(job)["status"] == "done"
+
+
+def test_cancelling(site: Web) -> None:
+    site.engine.pace = 0.05
+    job = site.submit()
+    told = site.http.delete(f"/api/jobs/{job['id']}").json()
+    assert told["status"] == "cancelled"
+    assert [one["status"] for one in told["images"]] == ["cancelled"]
+    assert events(site.http.get(f"/api/jobs/{job['id']}/events").text)[-1][0] == "cancelled"
+    done = site.done(site.submit())
+    assert site.http.delete(f"/api/jobs/{done['id']}").json()["status"] == "done"
+
+
+def test_a_job_that_fails_says_why(site: Web) -> None:
+    site.engine.fails = ("out_of_memory", "too large")
+    job = site.submit()
+    assert site.done(job)["error"] == {"code": "out_of_memory", "message": "too large"}
+    assert events(site.http.get(f"/api/jobs/{job['id']}/events").text)[-1][0] == "failed"
+
+
+@pytest.mark.parametrize("path", ["/api/jobs/0", "/api/jobs/0/events", "/api/jobs/0/images/0"])
+def test_no_such_job(site: Web, path: str) -> None:
+    assert check_refused("own", site.http.get(path), 404)["error"]["code"] == "job_not_found"
+
+
+def test_no_such_image(site: Web) -> None:
+    job = site.done(site.submit())
+    for index in ("1", "99999999999999999999"):
+        check_refused("own", site.http.get(f"/api/jobs/{job['id']}/images/{index}"), 404)
+    check_refused("own", site.http.get(f"/api/jobs/{job['id']}/images/-1"), 404)
+
+
+def test_the_same_idempotency_key_is_the_same_job(site: Web) -> None:
+    once = {"Idempotency-Key": "order 66"}
+    first, second = site.submit(once, seed=1), site.submit(once, seed=1)
+    assert first["id"] == second["id"] != site.submit({"Idempotency-Key": "order 67"}, seed=1)["id"]
+    assert len(site.engine.accepted) == 2
+    body = {"prompt": "a red apple", "seed": 2}
+    told = check_refused("own", site.http.post("/api/jobs", json=body, headers=once), 422)
+    assert told["error"]["code"] == "key_reused"
+
+
+def test_an_image_tells_how_it_was_made(site: Web, tmp_path: Path) -> None:
+    settings = {
+        "prompt": "a red apple", "negative_prompt": "grey", "seed": 5, "width": 64, "height": 64,
+        "num_inference_steps": 4, "guidance_scale": 3.0, "sampler": "Euler a", "model": "stub",
+        "image_sha256": "00" * 32, "noise": "given",
+    }  # fmt: skip
+    for ending in ("png", "jpg", "webp"):
+        path = save_image(tmp_path / f"a.{ending}", Image.new("RGB", (64, 64)), settings)
+        told = site.http.post("/api/inspect", content=path.read_bytes()).json()
+        assert told["metadata"] == settings
+        assert told["missing"] == ["image", "latents"]
+        assert told["settings"] == {
+            "prompt": "a red apple", "negative_prompt": "grey", "seed": 5, "width": 64, "height": 64, "steps": 4,
+            "guidance_scale": 3.0, "sampler": "Euler a", "model": "stub",
+        }  # fmt: skip
+        site.submit(**told["settings"])
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", picture(), picture("JPEG"), picture("WEBP"), picture()[:60]])
+def test_an_image_that_tells_nothing(site: Web, data: bytes) -> None:
+    assert check_refused("own", site.http.post("/api/inspect", content=data), 400)["error"]["code"] == "no_settings"
+
+
+def test_models_and_samplers(site: Web) -> None:
+    told = site.http.get("/api/models").json()
+    card = told["models"][0]
+    assert (card["id"], card["default"], card["native"], card["sizes"]) == (
+        "stub",
+        True,
+        [64, 64],
+        [[64, 64], [96, 64]],
+    )
+    assert (card["max_images"], card["tasks"], card["examples"]) == (10, list(CARD.tasks), ["a red apple"])
+    assert {"name", "label", "when"} == set(told["samplers"][0])
+    assert "ddim_inverse" not in [sampler["name"] for sampler in told["samplers"]]
+
+
+# Operations.
+
+
+@pytest.mark.parametrize("state", State)
+def test_health_and_readiness(site: Web, state: State) -> None:
+    site.state = state
+    assert site.http.get("/health").json() == {"status": "ok"}
+    answer = site.http.get("/ready")
+    assert (answer.status_code, answer.json()) == (200 if state is State.READY else 503, {"status": str(state)})
+    assert site.http.get("/").status_code == 200
+
+
+@pytest.mark.parametrize(("code", "wait"), [("starting", 5), ("draining", 10), ("failed", None)])
+@pytest.mark.parametrize("api", APIS)
+def test_an_engine_that_is_not_ready(site: Web, api: str, code: str, wait: float | None) -> None:
+    site.engine.refusal = Refused(503, code, "not now", retry_after=wait)
+    answer = site.http.post(APIS[api], json=body_of(api))
+    check_refused(api, answer, 503)
+    assert answer.headers.get("retry-after") == (str(wait) if wait else None)
+
+
+SECRET_PROMPT = "a zebra that nobody may read about"
+
+
+def test_metrics_are_valid_and_tell_no_prompt(site: Web) -> None:
+    site.done(site.submit(prompt=SECRET_PROMPT))
+    answer = site.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert {"canvax_requests", "canvax_request_seconds", "canvax_jobs", "canvax_queue_images", "canvax_build_info",
+            "canvax_step_seconds", "canvax_compilations"} <= set(families)  # fmt: skip
+    for family in families.values():
+        assert re.fullmatch(r"canvax_[a-z_]+", family.name)
+        assert family.documentation
+        assert len(family.samples) <= 400, family.name
+    answered = {(one.labels["route"], one.labels["status"]): one.value for one in families["canvax_requests"].samples}
+    assert answered["/api/", "202"] >= 1
+    assert "zebra" not in answer.text
+
+
+def test_the_description_is_whole(site: Web) -> None:
+    answer = site.http.get("/openapi.json")
+    told = answer.json()
+    assert told["openapi"].startswith("3.1")
+    assert set(told) <= {"openapi", "info", "paths", "components", "security", "servers"}
+
+    def resolve(value: Any) -> None:
+        if isinstance(value, list):
+            for one in value:
+                resolve(one)
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                if name == "$ref":
+                    target: Any = told
+                    for part in one.removeprefix("#/").split("/"):
+                        target = target[part]
+                resolve(one)
+
+    resolve(told)
+    for path, operations in told["paths"].items():
+        for method, operation in operations.items():
+            assert method in ("get", "post", "delete"), path
+            assert operation["summary"], path
+            assert operation["responses"], path
+            named = {one["name"] for one in operation["parameters"] if one["in"] == "path"}
+            assert named == set(re.findall(r"{(\w+)}", path)), path
+            assert all(one["required"] for one in operation["parameters"] if one["in"] == "path")
+
+
+_WITHOUT_A_BODY = {"/sdapi/v1/interrupt", "/sdapi/v1/skip", "/v1/images/variations"} | {
+    f"/sdapi/v1/refresh-{what}" for what in ("checkpoints", "vae", "loras", "embeddings")
+}
+
+
+def test_every_route_that_takes_a_body_is_described(site: Web) -> None:
+    described = site.http.get("/openapi.json").json()["paths"]
+    found = [route for api in (own, openai, a1111, huggingface) for route in api.routes(site.engine)]
+    for route in found:
+        assert isinstance(route, Route)
+        path = route.path.replace(":path}", "}").replace(":int}", "}")
+        if path.startswith(("/images/", "/openai/")) or path == "/hf/{name}":
+            path = {"/hf/{name}": "/models/{name}"}.get(path) or "/v1/images" + path.partition("/images")[2]  # aliases
+        if "POST" in (route.methods or ()) and path not in _WITHOUT_A_BODY:
+            assert "requestBody" in described[path]["post"], path
+    edits = described["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert {"image", "mask"} <= set(json.dumps(edits).split('"'))
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(ALICE),
+        {"Authorization": f"bearer   {ALICE}"},
+        {"X-API-Key": ALICE},
+        {"Authorization": "Basic " + b64(f"anyone:{ALICE}".encode())},
+        {"Authorization": "", "X-API-Key": ALICE},
+    ],
+)
+def test_right_keys(guarded: Web, headers: dict[str, str]) -> None:
+    assert guarded.http.get("/api/models", headers=headers).status_code == 200
+    guarded.submit(headers)
+    assert guarded.engine.asks[-1].client == "alice"
+
+
+WRONG_KEYS = [
+    {}, {"Authorization": ""}, {"Authorization": "Bearer"}, bearer("wrong"), bearer(ALICE[:-1]), bearer(ALICE + "x"),
+    bearer(ALICE.upper()), {"X-API-Key": "wrong"}, {"Authorization": ALICE}, {"Authorization": f"Token {ALICE}"},
+    {"Authorization": "Basic !!!"}, {"Authorization": "Basic " + b64(b"\xff:\xff")},
+    {"Authorization": "Basic " + b64(ALICE.encode())}, {"Cookie": f"key={ALICE}"},
+    bearer(hashlib.sha256(ALICE.encode()).hexdigest()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", WRONG_KEYS)
+def test_wrong_keys(guarded: Web, headers: dict[str, str]) -> None:
+    for api, path in APIS.items():
+        answer = guarded.http.post(path, json=body_of(api), headers=headers)
+        check_refused(api, answer, 401)
+        assert answer.headers["www-authenticate"].startswith("Basic" if api == "a1111" else "Bearer")
+    assert guarded.engine.asks == []
+
+
+PRIVATE = ["/api/models", "/v1/models", "/models", "/sdapi/v1/options", "/metrics", "/openapi.json", "/nothing"]
+
+
+def test_what_needs_no_key(guarded: Web) -> None:
+    for path in ("/", "/static/main.js", "/health", "/ready"):
+        assert guarded.http.get(path).status_code == 200, path
+    for path in PRIVATE:
+        assert guarded.http.get(path).status_code == 401, path
+    assert guarded.http.options("/v1/images/generations").status_code == 204
+    for path in ("/", "/hf", "/models/stub", "/static/main.js", "/health"):
+        assert guarded.http.post(path, json={"inputs": "x"}).status_code == 401, path
+    assert guarded.engine.asks == []
+
+
+def test_jobs_belong_to_a_key(guarded: Web) -> None:
+    job = guarded.done(guarded.submit(bearer(ALICE)), bearer(ALICE))
+    paths = [f"/api/jobs/{job['id']}", f"/api/jobs/{job['id']}/events", job["images"][0]["url"]]
+    for path in paths:
+        assert guarded.http.get(path, headers=bearer(ALICE)).status_code == 200
+        check_refused("own", guarded.http.get(path, headers=bearer(BOB)), 404)
+    check_refused("own", guarded.http.delete(paths[0], headers=bearer(BOB)), 404)
+    once = {"Idempotency-Key": "same"}
+    assert guarded.submit(bearer(ALICE) | once)["id"] != guarded.submit(bearer(BOB) | once)["id"]
+
+
+def keys_in(tmp_path: Path, text: str, encoding: str = "utf-8") -> Keys | None:
+    path = tmp_path / "keys.txt"
+    path.write_text(text, encoding=encoding)
+    path.chmod(0o600)
+    return Keys.read(path)
+
+
+def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(BOB.encode()).hexdigest()
+    text = f"# ours\n\nalice: {ALICE}  # the first\r\nbob:sha256:{digest.upper()}\ncarol:with#hash-and:colon\n"
+    keys = keys_in(tmp_path, text, "utf-8-sig")
+    assert keys is not None
+    assert keys.client("", ALICE) == "alice"
+    assert keys.client(f"Bearer {BOB}", "") == "bob"
+    assert keys.client("", "with#hash-and:colon") == "carol"
+    assert keys.client("", "with") is None
+    assert keys.client("", digest) is None
+    monkeypatch.setenv("CANVAX_KEYS", "dave:another-long-secret, erin:sha256:" + "00" * 32)
+    keys = keys_in(tmp_path, text)
+    assert keys is not None
+    assert keys.client("", "another-long-secret") == "dave"
+    alone = Keys.read(None)
+    assert alone is not None
+    assert alone.client("", ALICE) is None
+    monkeypatch.delenv("CANVAX_KEYS")
+    assert Keys.read(None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n", "holds no key"),
+        ("alice", "line 1: is not id:key"),
+        (":a-long-secret-without-a-name", "is not id:key"),
+        ("a b:a-long-secret-with-a-name", "is not id:key"),
+        ("\nalice:short", "line 2: the key of alice is shorter than 16"),
+        ("alice:", "shorter than 16"),
+        ("alice:a-key-with-é-and-more-of-it", "others than ASCII"),
+        ("alice:sha256:abc", "not 64 hexadecimal digits"),
+        ("alice:SHA256:" + "g" * 64, "not 64 hexadecimal digits"),
+        (f"alice:{ALICE}\nalice:{BOB}", "line 2: there is a key of alice already"),
+    ],
+)
+def test_a_file_of_keys_that_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as told:
+        keys_in(tmp_path, text)
+    assert ALICE not in str(told.value)
+
+
+def test_a_file_of_keys_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        Keys.read(tmp_path / "none")
+    with pytest.raises(InputError, match="cannot be read"):
+        Keys.read(tmp_path)
+    (tmp_path / "keys").write_bytes(b"alice:\xff\xfe\xff\xfe\xff\xfe\xff\xfe\xff\xfe")
+    (tmp_path / "keys").chmod(0o600)
+    with pytest.raises(InputError, match="it is not text"):
+        Keys.read(tmp_path / "keys")
+    (tmp_path / "open").write_text(f"alice:{ALICE}")
+    (tmp_path / "open").chmod(0o644)
+    with pytest.warns(UserWarning, match="others on this machine can read it"):
+        Keys.read(tmp_path / "open")
+
+
+# Rates and other sites.
+
+
+def test_rates() -> None:
+    with web(Settings(keys=keys_of(alice=ALICE, bob=BOB), rate=2)) as site:
+        for _ in range(2):
+            site.submit(bearer(ALICE))
+        for api, path in APIS.items():
+            answer = site.http.post(path, json=body_of(api), headers=bearer(ALICE))
+            check_refused(api, answer, 429)
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+        site.submit(bearer(BOB))
+        assert site.http.get("/api/models", headers=bearer(ALICE)).status_code == 200
+        assert len(site.engine.asks) == 3
+
+
+def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("canvax.server.rates.time.monotonic", lambda: now[0])
+    rates = Rates(30)
+    assert [rates.wait("a") for _ in range(30)] == [0.0] * 30
+    assert rates.wait("a") == pytest.approx(2)
+    assert rates.wait("b") == 0
+    now[0] += 2.01
+    assert rates.wait("a") == 0
+    assert rates.wait("a") > 1.9
+    now[0] += 10_000
+    assert [rates.wait("a") for _ in range(31)].count(0.0) == 30
+
+
+def test_pages_of_other_sites_may_ask_where_they_are_named(guarded: Web) -> None:
+    asked = {"Origin": SHOP, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    answer = guarded.http.options("/api/jobs", headers=asked)
+    assert answer.status_code == 204
+    assert answer.headers["access-control-allow-origin"] == SHOP
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    assert {"POST", "DELETE"} <= set(answer.headers["access-control-allow-methods"].split(", "))
+    assert "access-control-allow-credentials" not in answer.headers
+    answer = guarded.http.get("/api/models", headers={"Origin": SHOP} | bearer(ALICE))
+    assert answer.headers["access-control-allow-origin"] == SHOP
+    assert answer.headers["vary"] == "Origin"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    answer = guarded.http.get("/api/models", headers={"Origin": SHOP})  # its page can read why
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, SHOP)
+    guarded.submit({"Origin": SHOP, "Sec-Fetch-Site": "cross-site"} | bearer(ALICE))
+
+
+def test_pages_of_other_sites_may_not_ask_otherwise(site: Web) -> None:
+    asked = {"Origin": SHOP, "Access-Control-Request-Method": "POST"}
+    for answer in (site.http.options("/api/jobs", headers=asked), site.http.get("/api/models", headers=asked)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    check_refused("own", site.http.post("/api/jobs", json={"prompt": "x"}, headers={"Origin": SHOP}), 403)
+    site.submit({"Origin": site.base})
+
+
+def test_hosts(site: Web) -> None:
+    assert own_hosts("127.0.0.1", ()) == ("localhost", "127.0.0.1", "[::1]")
+    assert own_hosts("::1", ("Draw.example",)) == ("localhost", "127.0.0.1", "[::1]", "draw.example")
+    assert own_hosts("0.0.0.0", ("*",))[-1] == "*"
+    for name in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:7860", "localhost."):
+        assert site.http.get("/health", headers={"Host": name}).status_code == 200, name
+    with web(Settings(more_hosts=("*",))) as anything:
+        assert anything.http.get("/health", headers={"Host": "whatever.example:99"}).status_code == 200
+
+
+# The page.
+
+
+def test_the_page_and_its_files(site: Web) -> None:
+    for path, kind in {"/": "text/html", "/static/main.js": "text/javascript", "/static/style.css": "text/css",
+                       "/static/icon.svg": "image/svg+xml"}.items():  # fmt: skip
+        answer = site.http.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert answer.headers["cache-control"] == "no-cache"
+        policy = answer.headers["content-security-policy"]
+        for rule in ("default-src 'self'", "script-src 'self'", "object-src 'none'", "frame-ancestors 'none'"):
+            assert rule in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cross-origin-opener-policy"] == "same-origin"
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+        assert "server" not in answer.headers or "uvicorn" in answer.headers["server"]  # the command leaves it out
+    index = site.http.get("/").text
+    for name in re.findall(r'(?:src|href)="(/static/[^"]+)"', index):
+        assert site.http.get(name).status_code == 200, name
+    answer = site.http.head("/")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_a_server_without_a_page() -> None:
+    with web(Settings(page=False)) as site:
+        check_refused("own", site.http.get("/static/main.js"), 404)
+        assert site.http.get("/").status_code == 405
+        assert site.http.post("/", json={"inputs": "x"}).headers["content-type"] == "image/png"
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("api", "method", "path", "status"),
+    [
+        ("own", "GET", "/nothing", 404),
+        ("own", "GET", "/static/nothing.js", 404),
+        ("own", "GET", "/api/nothing", 404),
+        ("own", "PUT", "/api/jobs", 405),
+        ("own", "POST", "/health", 405),
+        ("openai", "GET", "/v1/nothing", 404),
+        ("openai", "GET", "/v1/models/nothing", 404),
+        ("openai", "GET", "/v1/images/generations", 405),
+        ("openai", "DELETE", "/openai/deployments/x/images/generations", 405),
+        ("openai", "DELETE", "/models", 405),
+        ("openai", "POST", "/v1/images/variations", 404),
+        ("a1111", "GET", "/sdapi/v1/nothing", 404),
+        ("a1111", "GET", "/sdapi/v1/txt2img", 405),
+        ("huggingface", "DELETE", "/models/stub", 405),
+        ("huggingface", "GET", "/hf", 405),
+        ("huggingface", "PUT", "/", 405),
+    ],
+)
+def test_nothing_there(site: Web, api: str, method: str, path: str, status: int) -> None:
+    answer = site.http.request(method, path)
+    check_refused(api, answer, status)
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+WHERE_JSON_IS_READ = {**APIS, "openai without version": "/images/generations", "at the root": "/"}
+
+
+def api_of(name: str) -> str:
+    return {"openai without version": "openai", "at the root": "huggingface"}.get(name, name)
+
+
+@pytest.mark.parametrize("name", WHERE_JSON_IS_READ)
+def test_bodies_that_are_not_read(site: Web, name: str) -> None:
+    api, path = api_of(name), WHERE_JSON_IS_READ[name]
+    body = json.dumps(body_of(api)).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "text/json"):
+        check_refused(api, site.http.post(path, content=body, headers={"Content-Type": kind}), 415)
+    gzipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    check_refused(api, site.http.post(path, content=body, headers=gzipped), 415)
+    wrong = 422 if api in ("a1111", "huggingface") else 400
+    for broken in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"prompt": 1, "inputs": 1}'):
+        check_refused(api, site.http.post(path, content=broken, headers={"Content-Type": "application/json"}), wrong)
+    large = b'{"prompt": "' + b"x" * (33 << 20) + b'"}'
+    check_refused(api, site.http.post(path, content=large, headers={"Content-Type": "application/json"}), 413)
+    assert site.engine.asks == []
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_failure_of_the_server_tells_nothing(
+    site: Web, api: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(ask: Any) -> None:
+        raise RuntimeError(f"/home/someone/secret.py at 0x7f00: {ask.prompt}")
+
+    monkeypatch.setattr(site.engine, "submit", broken)
+    answer = site.http.post(APIS[api], json=body_of(api, SECRET_PROMPT))
+    check_refused(api, answer, 500)
+    assert answer.headers["x-request-id"] in answer.text
+    assert not re.search(r"secret|zebra|0x|RuntimeError|\.py", answer.text)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert [record for record in caplog.records if record.exc_info]  # the operator learns more
+
+
+def test_request_ids(site: Web) -> None:
+    for sent in ("abc-123", "x" * 128, '"<&>'):
+        assert site.http.get("/health", headers={"x-request-id": sent}).headers["x-request-id"] == sent
+    for sent in ("", "a b", "x" * 129, "é", "a\tb"):
+        answer = site.http.get("/health", headers={"x-request-id": sent.encode()})
+        assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"]), sent
+    first, second = (site.http.get("/nothing").headers["x-request-id"] for _ in range(2))
+    assert first != second
+
+
+def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "canvax.server")
+    headers = {"x-request-id": "mine"} | bearer(ALICE)
+    guarded.submit(headers, prompt=SECRET_PROMPT, negative_prompt=SECRET_PROMPT)
+    guarded.http.get(f"/api/models?key={ALICE}&prompt=zebra")
+    guarded.done(guarded.submit(bearer(ALICE)), bearer(ALICE))
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "canvax.server"]
+    requests = [line for line in lines if "path" in line]
+    assert set(requests[0]) == {"time", "id", "client", "method", "path", "status", "seconds"}
+    told = {name: requests[0][name] for name in ("id", "client", "method", "path", "status")}
+    assert told == {"id": "mine", "client": "alice", "method": "POST", "path": "/api/jobs", "status": 202}
+    assert (requests[1]["path"], requests[1]["status"], requests[1]["client"]) == ("/api/models", 401, "")
+    jobs = [line for line in lines if "job" in line]
+    assert jobs
+    assert {"job", "client", "model", "size", "n", "steps", "seed", "outcome", "seconds"} <= set(jobs[0])
+    assert not re.search(f"zebra|{ALICE}|\\?", caplog.text)
+
+
+def test_websockets_and_other_scopes_are_not_served() -> None:
+    from canvax.server.app import create_app
+    from canvax.server.metrics import Metrics
+
+    app = create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics())
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    asyncio.run(app({"type": "websocket", "path": "/", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]

@@ -1,0 +1,1234 @@
+"""Attacks on the web server. Each is answered with a refusal in the form of its API, gets nothing, and others are
+served afterwards.
+
+The server is the whole one, with the stub in place of a model; what the model's own checks must stop is tried on them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import resource
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from PIL import Image
+
+from canvax.images.metadata import save_image
+from canvax.server import keys as keys_module
+from canvax.server.app import Settings
+from canvax.server.guard import LARGEST_QUESTION
+from canvax.server.jobs import Ask, Refused
+from canvax.server.keys import Keys
+from canvax.server.work import check
+from tests.server_stub import StubEngine
+from tests.serving import until
+from tests.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
+
+JSON = {"Content-Type": "application/json"}
+SECRET = "alices-long-secret"
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def open_site() -> Iterator[Web]:
+    with web() as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def closed_site() -> Iterator[Web]:
+    import hashlib
+
+    known = {name: hashlib.sha256(f"{name}s-long-secret".encode()).digest() for name in ("alice", "bob", "carol")}
+    with web(Settings(keys=Keys(known))) as site:
+        yield site
+
+
+def fresh(site: Web) -> Iterator[Web]:
+    """The server with an engine as new; it must answer afterwards."""
+    vars(site.engine).update(vars(StubEngine(metrics=site.metrics)))
+    yield site
+    assert site.http.get("/health", timeout=2).json() == {"status": "ok"}
+
+
+@pytest.fixture
+def site(open_site: Web) -> Iterator[Web]:
+    yield from fresh(open_site)
+
+
+@pytest.fixture
+def closed(closed_site: Web) -> Iterator[Web]:
+    """One that asks for keys."""
+    yield from fresh(closed_site)
+
+
+def wrong_of(api: str) -> int:
+    """What a body that is wrong is answered with."""
+    return 422 if api in ("a1111", "huggingface") else 400
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+# Bodies of JSON, sent to each API.
+
+BODIES: dict[str, Callable[[str], bytes]] = {
+    "ten thousand lists": lambda field: f'{{"{field}": {nested(10_000)}}}'.encode(),
+    "ten thousand objects": lambda field: b'{"a":' * 10_000 + b"0" + b"}" * 10_000,
+    "lists that never end": lambda field: b"[" * 200_000,
+    "deep options": lambda field: f'{{"{field}": "x", "options": {{"a": {nested(5000)}}}, "parameters": 1}}'.encode(),
+    "NaN": lambda field: f'{{"{field}": "x", "seed": NaN, "parameters": {{"seed": NaN}}}}'.encode(),
+    "infinity": lambda field: f'{{"{field}": "x", "seed": -Infinity}}'.encode(),
+    "1e309": lambda field: f'{{"{field}": "x", "strength": 1e309, "options": {{"a": 1e309}}, "b": 1e309}}x'.encode(),
+    "a number of a million digits": lambda field: f'{{"{field}": "x", "seed": {"9" * 100_000}}}'.encode() + b"]",
+    "a number in place of a text": lambda field: f'{{"{field}": 1e5}}'.encode(),
+    "a list in place of a text": lambda field: f'{{"{field}": ["x", "y"]}}'.encode(),
+    "invalid UTF-8": lambda field: f'{{"{field}": "'.encode() + b'\xff\xfe\xc0\xaf"}',
+    "UTF-8 that is too long": lambda field: f'{{"{field}": "'.encode() + b'\xf0\x82\x82\xac"}',
+    "half a surrogate pair": lambda field: f'{{"{field}": "\\ud800"}}'.encode(),
+    "a surrogate in UTF-8": lambda field: f'{{"{field}": "'.encode() + b'\xed\xa0\x80"}',
+    "UTF-16": lambda field: json.dumps({field: "x"}).encode("utf-16"),
+    "a byte order mark": lambda field: b"\xef\xbb\xbf" + json.dumps({field: "x"}).encode(),
+    "a control character": lambda field: f'{{"{field}": "a\x01\nb"}}'.encode(),
+    "two bodies": lambda field: json.dumps({field: "x"}).encode() * 2,
+    "a comment": lambda field: b"/* */" + json.dumps({field: "x"}).encode(),
+    "single quotes": lambda field: str({field: "x"}).encode(),
+    "a pickle": lambda field: pickle.dumps({field: "x"}),
+    "nothing": lambda field: b"",
+    "null": lambda field: b"null",
+    "zeros": lambda field: bytes(1000),
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("attack", BODIES)
+def test_json(site: Web, api: str, attack: str) -> None:
+    (field,) = body_of(api)
+    answer = site.http.post(APIS[api], content=BODIES[attack](field), headers=JSON)
+    check_refused(api, answer, wrong_of(api))
+    assert site.engine.asks == []
+
+
+ASKED_FOR: dict[str, tuple[Any, ...]] = {
+    "seeds": (2**64, 2**200, -2, 1.5, "1" * 5000, [], {}, True, "nan"),
+    "guidance": ("nan", "inf", "-inf", 1e300, -1e300, 10**40),
+    "steps": (0, -1, 2**63, 10**30, 1e30, "20; DROP TABLE jobs"),
+    "sizes": (0.5, -64, 2**31, 2**63, "64abc", "0x40", 99999),
+    "samplers": ("x" * 101, {"__class__": "x"}, ["euler"], 7),
+}
+_CALLED = {
+    "seeds": ("seed", "seed", "seed", "seed"),
+    "guidance": ("guidance_scale", "guidance_scale", "cfg_scale", "guidance_scale"),
+    "steps": ("steps", "steps", "steps", "num_inference_steps"),
+    "sizes": ("width", "width", "width", "width"),
+    "samplers": ("sampler", "sampler", "sampler_name", "scheduler"),
+}
+
+
+@pytest.mark.parametrize("number", range(4), ids=list(APIS))
+@pytest.mark.parametrize("what", ASKED_FOR)
+def test_values(site: Web, what: str, number: int) -> None:
+    api, field = list(APIS)[number], _CALLED[what][number]
+    for value in ASKED_FOR[what]:
+        settings = {"parameters": {field: value}} if api == "huggingface" else {field: value}
+        content = json.dumps(body_of(api) | settings).encode()
+        answer = site.http.post(APIS[api], content=content, headers=JSON)
+        if answer.status_code in (200, 202):  # A1111's and Hugging Face's forms read "1" as a number
+            asked = vars(site.engine.asks[-1])
+            assert all(one != one or abs(one) < 2**64 for one in asked.values() if isinstance(one, int | float)), value
+            assert not any(one != one for one in asked.values()), value
+            assert api in ("a1111", "huggingface") or value in (True, 1e300), value
+        else:
+            check_refused(api, answer, 400, 422)
+
+
+def test_numbers_that_no_json_can_hold_do_not_come_back(site: Web) -> None:
+    """What is given back to the client may hold numbers and depths that were read and cannot be written."""
+    for value in (str(10**40), nested(200), nested(900), '{"a":' * 480 + "0" + "}" * 480):
+        content = f'{{"prompt": "x", "override_settings": {{"a": {value}}}}}'.encode()
+        answer = site.http.post("/sdapi/v1/txt2img", content=content, headers=JSON)
+        if answer.status_code != 200:
+            check_refused("a1111", answer, 422)
+        for path in ("/api/jobs", "/v1/images/generations", "/hf"):
+            body = f'{{"prompt": "x", "inputs": "x", "options": {{"a": {value}}}, "parameters": {{}}}}'.encode()
+            assert site.http.post(path, content=body, headers=JSON).status_code in (200, 202, 400, 422)
+
+
+def test_a_field_twice_is_the_last_one(site: Web) -> None:
+    content = b'{"prompt": "first", "prompt": "second"}'
+    assert site.http.post("/api/jobs", content=content, headers=JSON).status_code == 202
+    assert site.engine.asks[-1].prompt == "second"
+
+
+def test_a_hundred_thousand_fields(site: Web) -> None:
+    content = json.dumps({"prompt": "x"} | {f"f{i}": i for i in range(10_000)}).encode()
+    began = time.monotonic()
+    check_refused("own", site.http.post("/api/jobs", content=content, headers=JSON), 400)
+    assert site.http.post("/sdapi/v1/txt2img", content=content, headers=JSON).status_code == 200
+    assert time.monotonic() - began < 3
+
+
+CODE_OPTIONS = [
+    {"callback": "print"}, {"callback": None}, {"__class__": "x"}, {"__init__": {}}, {"progress": True}, {"": 1},
+    {"self": 1}, {"hires": 4}, {"tiling": "vae"}, {"sampler_settings": {"__class__": 1}}, {"sampler_settings": [1]},
+    {"timesteps": list(range(10_000))}, {"timesteps": list(range(999, 700, -1))},
+    {"sigmas": "__import__('os')"}, {"sigmas": [float("nan")] * 3},
+    {"reuse": 3}, {"eta": "1; import os"}, {"clip_skip": 10**30}, {"variation_seed": 2**70}, {"noise": "/etc/passwd"},
+    {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"guidance_method": "os.system"},
+    {"prompt_syntax": ["a1111"]}, {"padding_mask_crop": -(10**9)}, {"mask_blur": 1e30}, {"freeu": {"b1": "x"}},
+    {"original_size": "x" * 10_000}, {"a" * 10_000: 1}, {"callback\0": 1}, {"\ud800": 1}, {"latents": "x.pkl"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    import canvax
+
+    return canvax.load("emoji", progress=False).model
+
+
+@pytest.mark.parametrize("options", CODE_OPTIONS, ids=lambda options: next(iter(options))[:20])
+def test_options_that_name_code_or_make_no_sense(model: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(Refused) as refused:
+        check(Ask("a red apple", options=options), "emoji", model)
+    assert refused.value.status == 400
+    assert len(refused.value.message) < 1000
+    refused.value.message.encode()
+
+
+PROMPTS = {
+    "brackets": "(" * 16_000, "closed brackets": "(" * 7900 + "a" + ")" * 7900, "emoji": "😀" * 16_000,
+    "zero": "a\0b", "zeros": "\0" * 16_000, "a surrogate": "\ud800", "right to left": "\u202e\u2066evil" * 100,
+    "zalgo": "a" + "\u0301" * 15_000, "AND": "a AND " * 2600, "backslashes": "\\" * 16_000, "plus": "a" + "+" * 15_900,
+    "weights": "(a:1e308)", "negative": "(a:-1e308)", "too long": "x" * 16_001, "joined": "👩\u200d👩" * 4000,
+    "format": "{0.__class__} %s %n ${jndi:ldap://x}", "html": "<script>alert(1)</script>", "path": "../../etc/passwd",
+    "schedule": "[a:b:0.5]" * 1700, "turns": "[a|b]" * 3000, "template": "{{7*7}} <% x %> `id`",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", ["plain", "a1111", "compel", "comfy"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(model: Any, name: str, syntax: str) -> None:
+    began, why = time.process_time(), None
+    try:
+        check(Ask(PROMPTS[name], negative_prompt="x", options={"prompt_syntax": syntax}), "emoji", model)
+    except Refused as refused:
+        why = refused
+    assert time.process_time() - began < 1.5
+    if why:
+        assert (why.status, why.param) == (400, "prompt")
+        assert len(why.message.encode()) < 2000
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_over_the_wire(site: Web, name: str) -> None:
+    for api, path in APIS.items():
+        content = json.dumps(body_of(api, PROMPTS[name])).encode()
+        answer = site.http.post(path, content=content, headers=JSON)
+        if answer.status_code not in (200, 202):
+            check_refused(api, answer, wrong_of(api))
+        elif api == "own":
+            told = site.done(answer.json())
+            assert told["status"] == "done"
+            assert site.http.get(told["images"][0]["url"]).status_code == 200
+
+
+# Bodies that are too large, or lie about it.
+
+LIMITS = {"own": 32 * MEGABYTE, "openai": LARGEST_QUESTION, "a1111": LARGEST_QUESTION, "huggingface": 32 * MEGABYTE}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_body_that_says_it_is_too_large(site: Web, api: str) -> None:
+    for length in (LIMITS[api] + 1, 10**15, 10**19):
+        head = request(site.host, f"POST {APIS[api]} HTTP/1.1", "Content-Type: application/json",
+                       f"Content-Length: {length}", "Expect: 100-continue")  # fmt: skip
+        answer = site.raw(head)  # before a byte of it was sent
+        assert status_of(answer) == 413
+        assert b"100 Continue" not in answer
+        assert b'"' in answer.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_body_that_does_not_say_that_it_is_too_large(site: Web, api: str) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(2 * LIMITS[api] // MEGABYTE + 2):
+            yield b" " * MEGABYTE
+
+    check_refused(api, site.http.post(APIS[api], content=endless(), headers=JSON), 413)
+
+
+@pytest.mark.parametrize("path", ["/api/inspect", "/v1/images/edits", "/sdapi/v1/png-info"])
+def test_a_file_that_does_not_say_that_it_is_too_large(site: Web, path: str) -> None:
+    kind = "application/json" if "sdapi" in path else "multipart/form-data; boundary=x"
+    api = {"/api/inspect": "own", "/v1/images/edits": "openai"}.get(path, "a1111")
+    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+
+    def endless() -> Iterator[bytes]:
+        yield head
+        for _ in range(40):
+            yield bytes(MEGABYTE)
+
+    check_refused(api, site.http.post(path, content=endless(), headers={"Content-Type": kind}), 413)
+
+
+def test_a_body_that_is_longer_than_it_says(site: Web) -> None:
+    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 2")
+    answer = site.raw(head + b'{}{"prompt": "smuggled"}')
+    assert status_of(answer) == 400
+    assert site.engine.asks == []
+
+
+def test_a_body_that_never_comes(site: Web) -> None:
+    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 1000")
+    with site.connect() as connection:
+        connection.sendall(head + b'{"prompt": "x"')
+    with site.connect() as connection:
+        connection.sendall(head + b'{"prompt": "x"}')
+        connection.shutdown(socket.SHUT_WR)
+        assert heard(connection)[9:12] in (b"400", b"")
+    assert site.engine.asks == []
+
+
+def test_compressed_bodies(site: Web) -> None:
+    bomb = zlib.compress(b" " * (50 * MEGABYTE))
+    for api, path in APIS.items():
+        for coding in ("gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP", "x"):
+            answer = site.http.post(path, content=bomb, headers=JSON | {"Content-Encoding": coding})
+            check_refused(api, answer, 415)
+
+
+# Pages of other sites, and other names of this one.
+
+FOREIGN = {
+    "another site": {"Origin": "https://evil.example"},
+    "a page without a site": {"Origin": "null"},
+    "another port": {"Origin": "http://127.0.0.1:1"},
+    "another scheme": {"Origin": "file://"},
+    "a longer name": {"Origin": "http://HOST.evil.example"},
+    "a name before": {"Origin": "http://evil.example@HOST"},
+    "a path behind": {"Origin": "http://HOST/evil"},
+    "a name that is not closed": {"Origin": "http://[::1"},
+    "brackets around nothing": {"Origin": "http://[evil]:x"},
+    "no scheme": {"Origin": "HOST"},
+    "nothing": {"Origin": ""},
+    "many": {"Origin": "http://HOST, https://evil.example"},
+    "a browser that says so": {"Sec-Fetch-Site": "cross-site"},
+    "a form": {"Origin": "https://evil.example", "Content-Type": "text/plain"},
+    "a form's own type": {"Origin": "null", "Content-Type": "application/x-www-form-urlencoded"},
+    "with a right referer": {"Origin": "https://evil.example", "Referer": "http://HOST/"},
+}
+
+
+@pytest.mark.parametrize("attack", FOREIGN)
+def test_pages_of_other_sites(site: Web, attack: str) -> None:
+    headers = {name: value.replace("HOST", site.host) for name, value in FOREIGN[attack].items()}
+    for api, path in APIS.items():
+        answer = site.http.post(path, content=json.dumps(body_of(api)).encode(), headers=JSON | headers)
+        check_refused(api, answer, 403)
+        assert "access-control-allow-origin" not in answer.headers
+    for method, path in (("POST", "/sdapi/v1/interrupt"), ("DELETE", "/api/jobs/x"), ("POST", "/"), ("PUT", "/x")):
+        assert site.http.request(method, path, headers=headers).status_code == 403
+    assert site.engine.asks == []
+
+
+def test_a_form_of_a_page_is_no_request(site: Web) -> None:
+    """Browsers send these types across sites without asking first; old ones without an Origin."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        for api, path in APIS.items():
+            content = json.dumps(body_of(api)).encode()
+            check_refused(api, site.http.post(path, content=content, headers={"Content-Type": kind}), 415)
+    check_refused("openai", site.http.post("/v1/images/edits", content=b"image=x", headers={"Content-Type": kind}), 415)
+    assert site.engine.asks == []
+
+
+def test_asking_first_gives_other_sites_nothing(site: Web) -> None:
+    for origin in ("https://evil.example", "null", "http://localhost", f"http://{site.host}.evil.example"):
+        for method in ("POST", "DELETE", "GET", "PATCH", "*"):
+            asked = {"Origin": origin, "Access-Control-Request-Method": method}
+            asked |= {"Access-Control-Request-Private-Network": "true"}
+            answer = site.http.options("/api/jobs", headers=asked)
+            assert answer.status_code in (204, 405)
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+HOSTS = ["evil.example", "evil.example:PORT", "127.0.0.1.evil.example", "localhost.evil.example:PORT", "127.0.0.1@evil",
+         "evil.example#127.0.0.1", "127.0.0.1:PORT:1", "127.1", "2130706433", "0x7f000001", "0.0.0.0:PORT", "[::]:PORT",
+         "[::ffff:127.0.0.1]:PORT", "", " ", "localhost/evil", "localhost\\evil", "127.0.0.1:99999999", "local host",
+         "169.254.169.254", "metadata.google.internal"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_names_of_others(site: Web, host: str) -> None:
+    name = host.replace("PORT", str(site.address[1]))
+    for path in ("/", "/health", "/api/models", "/metrics", "/static/main.js"):
+        answer = site.raw(request(name, f"GET {path} HTTP/1.1", "Connection: close"))
+        assert status_of(answer) in (421, 400), path
+        assert b"canvax_" not in answer
+        assert b"<html" not in answer
+
+
+RAW_HOSTS = {
+    "no host": (b"GET /api/models HTTP/1.1\r\n\r\n", (400,)),
+    "no host in an old request": (b"GET /api/models HTTP/1.0\r\n\r\n", (421,)),
+    "two hosts": (b"GET /api/models HTTP/1.1\r\nHost: HOST\r\nHost: evil.example\r\n\r\n", (400,)),
+    "two hosts, the right one last": (b"GET /api/models HTTP/1.1\r\nHost: evil.example\r\nHost: HOST\r\n\r\n", (400,)),
+    "the whole address": (b"GET http://evil.example/api/models HTTP/1.1\r\nHost: HOST\r\n\r\n", (404, 421)),
+    "a right address, another host": (b"GET http://HOST/api/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", (421,)),
+    "a tunnel": (b"CONNECT evil.example:443 HTTP/1.1\r\nHost: HOST\r\n\r\n", (404, 405)),
+    "an echo": (b"TRACE / HTTP/1.1\r\nHost: HOST\r\nCookie: a=b\r\n\r\n", (405,)),
+    "another version": (b"POST /api/jobs HTTP/9.9\r\nHost: HOST\r\n\r\n", (400, 415, 505)),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30), (400, 421, 505)),
+    "a star": (b"OPTIONS * HTTP/1.1\r\nHost: HOST\r\n\r\n", (404, 405)),
+    "no path": (b"GET evil.example HTTP/1.1\r\nHost: HOST\r\n\r\n", (404,)),
+    "two slashes": (b"GET //evil.example/%2f.. HTTP/1.1\r\nHost: HOST\r\n\r\n", (404,)),
+}
+
+
+@pytest.mark.parametrize("attack", RAW_HOSTS)
+def test_requests_for_others(site: Web, attack: str) -> None:
+    content, statuses = RAW_HOSTS[attack]
+    answer = site.raw(content.replace(b"HOST", site.host.encode()))
+    assert status_of(answer) in statuses
+    head = answer.partition(b"\r\n\r\n")[0].lower()
+    assert b"location" not in head
+    assert b"a=b" not in answer
+    assert b'"models"' not in answer
+
+
+def test_names_in_other_headers_change_nothing(site: Web) -> None:
+    others = {"X-Forwarded-Host": "evil.example", "X-Forwarded-Proto": "https", "Forwarded": "host=evil.example",
+              "X-Original-URL": "/metrics", "X-Rewrite-URL": "/metrics", "X-HTTP-Method-Override": "DELETE",
+              "X-Forwarded-For": "1.2.3.4", "X-Forwarded-Prefix": "/evil"}  # fmt: skip
+    answer = site.http.post("/api/jobs", json={"prompt": "x"}, headers=others)
+    assert answer.status_code == 202
+    assert answer.headers["location"].startswith("/api/jobs/")
+    assert "evil" not in str(answer.headers) + answer.text
+    assert site.raw(request("evil.example", "GET /health HTTP/1.1", f"X-Forwarded-Host: {site.host}"))[9:12] == b"421"
+
+
+# Ways out of folders and into other people's things.
+
+UP = ["..", "%2e%2e", "%2E%2e", "..%00", "%252e%252e", "..%c0%af", "%c0%ae%c0%ae", "....", "..\\", "%5c..%5c", "..;",
+      "%uff0e"]  # fmt: skip
+TARGETS = ["/static/{up}/app.py", "/static/{up}%2fapp.py", "/static/{up}%5capp.py", "/static//etc/passwd",
+           "/static/%2fetc%2fpasswd", "/static/index.html%00.js", "/static/{up}", "/{up}/{up}/{up}/etc/passwd",
+           "/models/{up}/{up}/etc/passwd", "/v1/models/{up}/{up}/etc/passwd", "/api/jobs/{up}/{up}/etc/passwd",
+           "/api/jobs/{up}", "/api/jobs/{up}/images/0", "/api/jobs/x/images/{up}", "/api/{up}/metrics",
+           "/static/C:%5cwindows%5cwin.ini", "/static/.", "/static/file:%2f%2f%2fetc%2fpasswd", "/.git/config",
+           "/static/__init__.py", "/static/%2e%2e%2fapp.py?x=/static/main.js",
+           "/static/main.js/{up}/{up}/app.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_ways_out_of_folders(site: Web, target: str) -> None:
+    for up in UP if "{up}" in target else [""]:
+        answer = site.raw(request(site.host, f"GET {target.format(up=up)} HTTP/1.1", "Connection: close"))
+        assert status_of(answer) in (404, 405), (target, up)
+        assert answer.partition(b"\r\n\r\n")[2].startswith(b'{"'), answer
+        assert b"root:" not in answer
+        assert b"import " not in answer
+        assert b"location:" not in answer.lower()
+
+
+def test_models_are_no_paths(site: Web, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    names = [str(tmp_path), "/etc/passwd", "../../etc/passwd", "file:///etc/passwd", "owner/name", "http://evil.example/m",
+             "\\\\evil\\share", "~", ".", "stub/../stub", "stub\0", "CON", "x" * 299]  # fmt: skip
+    for name in names:
+        check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", "model": name}), 404)
+        body = {"prompt": "x", "override_settings": {"sd_model_checkpoint": name}, "model": name[:200]}
+        assert site.http.post("/sdapi/v1/txt2img", json=body).status_code == 200
+        answer = site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": name[:200]})
+        check_refused("a1111", answer, 404)
+        assert site.http.post("/v1/images/generations", json={"prompt": "x", "model": name}).status_code == 200
+        assert site.engine.asks[-1].model == "stub"  # OpenAI's clients name OpenAI's models
+    for path in (
+        "/models//etc/passwd",
+        "/models/%2e%2e%2fstub",
+        "/models/owner/name",
+        "/hf/file:%2f%2f%2fetc%2fpasswd",
+    ):
+        content = b'{"inputs": "x"}'
+        head = [f"POST {path} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+        assert status_of(site.raw(request(site.host, *head, body=content))) == 404
+
+
+def test_jobs_of_others_cannot_be_guessed_or_seen(closed: Web) -> None:
+    alice, bob = ({"X-API-Key": f"{name}s-long-secret"} for name in ("alice", "bob"))
+    jobs = [closed.submit(alice, seed=1)["id"] for _ in range(20)]
+    assert len(set(jobs)) == 20
+    assert len({job[:8] for job in jobs}) == 20
+    for name in (
+        jobs[0],
+        jobs[0].upper(),
+        jobs[0] + "%00",
+        f"{jobs[0]}%20",
+        f"../jobs/{jobs[0]}",
+        "*",
+        "%",
+        "' OR 1=1 --",
+    ):
+        for method, end in (("GET", ""), ("DELETE", ""), ("GET", "/events"), ("GET", "/images/0")):
+            check_refused("own", closed.http.request(method, f"/api/jobs/{name}{end}", headers=bob), 404)
+            check_refused("own", closed.http.request(method, f"/api/jobs/{name}{end}"), 401)
+    told = closed.http.get("/sdapi/v1/progress", headers=bob).json()
+    assert told["state"]["job"] == ""
+
+
+def test_a_neighbour_neither_sees_nor_stops_what_is_drawn(closed: Web) -> None:
+    alice, bob = ({"X-API-Key": f"{name}s-long-secret"} for name in ("alice", "bob"))
+    closed.engine.pace = 0.1
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(closed.http.post("/sdapi/v1/txt2img", json={"prompt": "x"}, headers=alice))
+    )
+    waiting.start()
+    until(closed.engine.jobs)
+    for headers in (bob, bob | {"X-Forwarded-For": "127.0.0.1"}):
+        assert closed.http.get("/sdapi/v1/progress", headers=headers).json()["current_image"] is None
+        assert closed.http.post("/sdapi/v1/interrupt", headers=headers).status_code == 200
+    waiting.join(10)
+    assert answers[0].status_code == 200
+    assert answers[0].json()["images"]
+
+
+# Bytes that servers and proxies read differently.
+
+SMUGGLED = b"POST /api/jobs HTTP/1.1\r\nHost: HOST\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+SMUGGLED += b'{"prompt": "s"}'
+HEAD = b"POST /api/jobs HTTP/1.1\r\nHost: HOST\r\nContent-Type: application/json\r\n"
+SMUGGLING = {
+    "a length and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "chunks and a length": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": HEAD + b"Content-Length: 0\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
+    "two lengths in one": HEAD + b"Content-Length: 0, 5\r\n\r\n" + SMUGGLED,
+    "a negative length": HEAD + b"Content-Length: -1\r\n\r\n" + SMUGGLED,
+    "a length with a sign": HEAD + b"Content-Length: +0\r\n\r\n" + SMUGGLED,
+    "a hexadecimal length": HEAD + b"Content-Length: 0x0\r\n\r\n" + SMUGGLED,
+    "a length in other digits": HEAD + b"Content-Length: \xb2\r\n\r\n" + SMUGGLED,
+    "a length that is too long": HEAD + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + SMUGGLED,
+    "an unknown coding": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two codings": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lines of codings": HEAD
+    + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n"
+    + SMUGGLED,
+    "a space before the colon": HEAD + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "a vertical tab": HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "a zero in a name": HEAD + b"Transfer\0-Encoding: chunked\r\n\r\n" + SMUGGLED,
+    "a zero in a value": HEAD + b"X: a\0b\r\n\r\n" + SMUGGLED,
+    "a bare return": HEAD + b"X: a\rTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED,
+    "a chunk of too many digits": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 30 + b"\r\n" + SMUGGLED,
+    "a negative chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + SMUGGLED,
+    "a chunk with a prefix": HEAD + b"Transfer-Encoding: chunked\r\n\r\n0x0\r\n\r\n" + SMUGGLED,
+    "a chunk without an end": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n" + SMUGGLED,
+    "a folded header": b"POST /api/jobs HTTP/1.1\r\n Host: HOST\r\n\r\n" + SMUGGLED,
+    "a line without a colon": HEAD + b"nothing\r\n\r\n" + SMUGGLED,
+    "an empty name": HEAD + b": x\r\n\r\n" + SMUGGLED,
+    "no version": b"GET /api/models\r\n\r\n",
+    "two spaces": b"GET  /api/models  HTTP/1.1\r\nHost: HOST\r\n\r\n",
+    "a path of bytes": b"GET /\xff\xfe HTTP/1.1\r\nHost: HOST\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "nothing but noise": bytes(range(256)) * 8 + b"\r\n\r\n",
+    "a header of a megabyte": HEAD + b"X: " + b"a" * MEGABYTE + b"\r\n\r\n",
+    "a hundred thousand headers": HEAD + b"X: a\r\n" * 100_000 + b"\r\n",
+    "a path of a megabyte": b"GET /" + b"a" * MEGABYTE + b" HTTP/1.1\r\nHost: HOST\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("attack", SMUGGLING)
+def test_smuggling(site: Web, attack: str) -> None:
+    answer = site.raw(SMUGGLING[attack].replace(b"HOST", site.host.encode()))
+    assert status_of(answer) in (400, 431, 501, 505), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") == 1, answer  # nothing behind it was taken for a request
+    assert site.engine.asks == []
+
+
+def test_old_ways_of_writing_headers_are_read_as_one_header(site: Web) -> None:
+    folded = b"GET /health HTTP/1.1\r\nHost: HOST\r\nX-Request-Id: a\r\n b\r\n\r\n"
+    answer = site.raw(folded.replace(b"HOST", site.host.encode()))
+    assert b"x-request-id: a" not in answer.lower()
+    bare = b"GET /health HTTP/1.1\nHost: HOST\nConnection: close\n\n"
+    assert status_of(site.raw(bare.replace(b"HOST", site.host.encode()))) in (200, 400)
+
+
+def test_no_header_of_an_answer_can_be_written(site: Web) -> None:
+    for value in (
+        "a\r\nSet-Cookie: x=1",
+        "a%0d%0aSet-Cookie: x=1",
+        "a\rSet-Cookie: x=1",
+        "a\nSet-Cookie: x=1",
+        "é\u2028",
+    ):
+        raw = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Length: 0", "Connection: close").partition(
+            b"\r\n\r\n"
+        )[0]
+        for name in ("x-request-id", "Idempotency-Key", "Accept", "Origin"):
+            answer = site.raw(raw + f"\r\n{name}: {value}\r\n\r\n".encode())
+            head = answer.partition(b"\r\n\r\n")[0].lower()
+            assert not re.search(rb"^set-cookie", head, re.MULTILINE), (name, value)
+            assert status_of(answer) in (400, 403, 415)
+    for path in ("/v1/models/a%0d%0aSet-Cookie:%20x=1", "/static/a%0d%0aX:%201", "/nothing%0d%0aX:%201"):
+        answer = site.http.get(path)
+        assert answer.status_code == 404
+        assert "set-cookie" not in answer.headers
+        assert "x" not in answer.headers
+
+
+# Files that are no images, or want to be more.
+
+
+def animated(kind: str) -> bytes:
+    out = io.BytesIO()
+    frames = [Image.new("RGB", (64, 64), (i, 0, 0)) for i in range(40)]
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:], duration=10)
+    return out.getvalue()
+
+
+def saved(kind: str, mode: str = "RGB", size: tuple[int, int] = (64, 64)) -> bytes:
+    out = io.BytesIO()
+    Image.new(mode, size).save(out, kind)
+    return out.getvalue()
+
+
+def jpeg_of(width: int, height: int) -> bytes:
+    """One that claims a size."""
+    data = bytearray(picture("JPEG"))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(data)
+
+
+def webp_of(width: int, height: int) -> bytes:
+    """One whose canvas claims a size, in its extended form."""
+    plain = picture("WEBP", lossless=True)[12:]
+    head = b"VP8X" + struct.pack("<I", 10) + bytes([0x02, 0, 0, 0]) + (width - 1).to_bytes(3, "little")
+    body = b"WEBP" + head + (height - 1).to_bytes(3, "little") + plain
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def zipped() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.png", b"\0" * MEGABYTE)
+    return out.getvalue()
+
+
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/canvax-was-here",)
+
+
+def exif_of(text: bytes) -> bytes:
+    """A JPEG with an EXIF block of any bytes."""
+    return picture("JPEG", exif=b"Exif\0\0" + text)
+
+
+BOMB = zlib.compress(bytes(200 * MEGABYTE), 9)
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://HOST/x.png"/><script>x</script></svg>'
+FILES: dict[str, Callable[[], bytes]] = {
+    "30,000 x 30,000": lambda: png((b"IDAT", zlib.compress(bytes(10 * MEGABYTE))), size=(30_000, 30_000)),
+    "2 billion wide": lambda: png((b"IDAT", b""), size=(2**31 - 1, 2**31 - 1)),
+    "no width": lambda: png((b"IDAT", zlib.compress(b"\0")), size=(0, 64)),
+    "one pixel": lambda: saved("PNG", size=(1, 1)),
+    "16,385 high": lambda: saved("PNG", "1", (1025, 16_385)),
+    "fewer pixels than it says": lambda: png((b"IDAT", zlib.compress(b"\0" * 100)), size=(4000, 4000)),
+    "a text that unpacks to more": lambda: png((b"zTXt", b"parameters\0\0" + BOMB), (b"IDAT", b"")),
+    "many such texts": lambda: png(*[(b"zTXt", b"a\0\0" + BOMB[: MEGABYTE // 8])] * 20, (b"IDAT", b"")),
+    "an international text that does": lambda: png((b"iTXt", b"canvax\0\1\0\0\0" + BOMB), (b"IDAT", b"")),
+    "a profile that does": lambda: png((b"iCCP", b"icc\0\0" + BOMB), (b"IDAT", b"")),
+    "a chunk that lies about its length": lambda: picture()[:33] + b"\x7f\xff\xff\xffIDAT" + bytes(100),
+    "a chunk of no kind": lambda: png((b"\0\0\0\0", b"x"), (b"IDAT", b"")),
+    "a moving PNG": lambda: animated("PNG"),
+    "a moving WebP": lambda: animated("WEBP"),
+    "a moving GIF": lambda: animated("GIF"),
+    "half a PNG": lambda: picture()[:50],
+    "half a JPEG": lambda: picture("JPEG", (512, 512))[:700],
+    "half a WebP": lambda: picture("WEBP", (512, 512))[:60],
+    "a large JPEG": lambda: jpeg_of(65_500, 65_500),
+    "a large WebP": lambda: webp_of(16_384, 16_384),
+    "a WebP with a canvas of gigabytes": lambda: webp_of(1 << 16, (1 << 16) - 1),
+    "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24),
+    "a GIF": lambda: saved("GIF"), "a TIFF": lambda: saved("TIFF"), "a BMP": lambda: saved("BMP"),
+    "an icon": lambda: saved("ICO"), "a PDF": lambda: saved("PDF"), "a PPM": lambda: saved("PPM"),
+    "an EPS": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) (r) file\n",
+    "an SVG": lambda: SVG,
+    "a font": lambda: b"\0\1\0\0" + bytes(100),
+    "a PSD": lambda: b"8BPS" + bytes(100),
+    "a JPEG 2000": lambda: b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(100),
+    "a FITS": lambda: b"SIMPLE  =                    T" + b" " * 3000,
+    "a pickle": lambda: pickle.dumps(Runs()),
+    "a zip": zipped,
+    "a page": lambda: b"<html><script>alert(1)</script>",
+    "an address": lambda: b"http://127.0.0.1/x.png",
+    "a path": lambda: b"/etc/passwd",
+    "nothing": lambda: b"",
+    "a magic alone": lambda: b"\x89PNG\r\n\x1a\n",
+    "EXIF that goes round": lambda: exif_of(b"II*\0\x08\0\0\0\x01\0\x69\x87\4\0\1\0\0\0\x08\0\0\0" + bytes(8))[:300],
+    "a JPEG of nothing": lambda: b"\xff\xd8\xff\xe0" + b"\xff" * 1000,
+    "the colours of a printer": lambda: saved("JPEG", "CMYK"),
+}  # fmt: skip
+WITHOUT_SETTINGS = {"one pixel", "the colours of a printer"}
+"""Images that can be looked at, and are refused for generating."""
+
+Sent = Callable[[Web, bytes], httpx.Response]
+
+
+def sent_as_form(site: Web, data: bytes) -> httpx.Response:
+    files = {"image": ("a.png", data, "image/png")}
+    return site.http.post("/v1/images/edits", data={"prompt": "x"}, files=files)
+
+
+DOORS: dict[str, tuple[str, Sent]] = {
+    "image": ("own", lambda site, data: site.http.post("/api/jobs", json={"prompt": "x", "image": b64(data)})),
+    "mask": ("own", lambda site, data: site.http.post(
+        "/api/jobs", json={"prompt": "x", "image": b64(picture()), "mask": f"data:image/png;base64,{b64(data)}"})),
+    "init_images": ("a1111", lambda site, data: site.http.post(
+        "/sdapi/v1/img2img", json={"prompt": "x", "init_images": [b64(data)]})),
+    "inputs": ("huggingface", lambda site, data: site.http.post(
+        "/hf", json={"inputs": b64(data), "parameters": {"prompt": "x"}})),
+    "the body": ("huggingface", lambda site, data: site.http.post(
+        "/", content=data, headers={"Content-Type": "image/png"})),
+    "a form": ("openai", sent_as_form),
+    "inspect": ("own", lambda site, data: site.http.post("/api/inspect", content=data)),
+    "png-info": ("a1111", lambda site, data: site.http.post("/sdapi/v1/png-info", json={"image": b64(data)})),
+}  # fmt: skip
+
+
+def memory() -> int:
+    """The most that this process ever used, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@pytest.mark.parametrize("attack", FILES)
+def test_files(site: Web, attack: str) -> None:
+    data, before = FILES[attack](), memory()
+    for door, (api, send) in DOORS.items():
+        began = time.monotonic()
+        answer = send(site, data)
+        assert time.monotonic() - began < 5, door
+        if door == "png-info" and answer.status_code == 200:  # it looks for texts alone, and finds none
+            assert not answer.json()["info"], door
+        else:
+            check_refused(api, answer, 400, 422)
+            assert "0x" not in answer.text
+    assert site.engine.asks == []
+    assert memory() - before < 400 * MEGABYTE
+    assert not Path("/tmp/canvax-was-here").exists()
+
+
+def test_pixels_that_unpack_to_more_than_the_image_are_left(site: Web) -> None:
+    before = memory()
+    site.done(site.submit(image=b64(png((b"IDAT", BOMB), size=(2000, 2000))), width=64, height=64))
+    assert memory() - before < 100 * MEGABYTE
+
+
+def test_an_image_that_is_something_else_as_well(site: Web) -> None:
+    """Only pixels get in, and none of the bytes come out again."""
+    payload = b"<?php system($_GET[0]); ?><script>alert(1)</script>"
+    for data in (picture() + payload + zipped(), picture("JPEG", comment=payload), png_with(payload)):
+        job = site.done(site.submit(image=b64(data)))
+        image = site.engine.asks[-1].image
+        assert image is not None
+        assert type(image) is Image.Image
+        assert payload.decode() not in str(image.info)
+        assert payload not in site.http.get(job["images"][0]["url"]).content
+
+
+def png_with(text: bytes) -> bytes:
+    """A PNG with a text."""
+    data = picture()
+    chunk = b"tEXt" + b"Comment\0" + text
+    return data[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+
+
+SETTINGS = {
+    "a list": "[1, 2]", "a number": "7", "a grid of numbers": '{"grid": [1, 2]}', "a grid of lists": '{"grid": [[]]}',
+    "an empty grid": '{"grid": []}', "another that is a list": '{"other": [1, 2], "prompt": "x"}',
+    "another that is a text": '{"other": "abc"}', "a number beyond 64 bits": '{"seed": ' + "9" * 100 + "}",
+    "half a surrogate pair": '{"prompt": "\\ud800", "\\udfff": 1}', "deep lists": '{"prompt": ' + nested(500) + "}",
+    "deeper lists": '{"prompt": ' + nested(950) + "}", "lists without an end": "[" * 100_000,
+    "NaN": '{"seed": NaN, "guidance_scale": Infinity}', "names of methods": '{"__class__": "x", "__proto__": {"a": 1}}',
+    "another kind of value": '{"prompt": {"a": [1]}, "seed": "x", "options": [1], "width": null}',
+    "a null": "null", "a text": '"x"', "nothing": "",
+}  # fmt: skip
+
+
+@contextmanager
+def deep_lists() -> Iterator[None]:
+    """The stack of a test is deeper than that of a client, and both read lists within it."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + 1000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("attack", SETTINGS)
+def test_settings_in_images(site: Web, attack: str) -> None:
+    text = SETTINGS[attack].encode()
+    for data in (
+        png((b"tEXt", b"canvax\0" + text)),
+        png((b"iTXt", b"canvax\0\0\0\0\0" + text), (b"zTXt", b"parameters\0\0" + zlib.compress(text))),
+    ):
+        answer = site.http.post("/api/inspect", content=data)
+        if answer.status_code == 200:
+            with deep_lists():
+                assert set(answer.json()) == {"settings", "missing", "metadata"}
+        else:
+            check_refused("own", answer, 400)
+
+
+INFOTEXTS = ["a: " * 300_000, ", " * 500_000, '"' * 500_000, "x: \"" * 200_000, "\n" * 900_000, "Steps: 1, " * 90_000,
+             "Negative prompt: " * 50_000, "x" * 900_000, "Steps: " + "9" * 500_000, ": , " * 200_000,
+             "Steps: 20, Seed: " + "9" * 5000 + ", CFG scale: 1e999, Size: 99999999999x1", "\\\"" * 400_000,
+             "Steps: 20, Sampler: x, Size: 1x1x1, a: {\"b\": [" + "[" * 5000]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(INFOTEXTS)))
+def test_settings_of_other_programs(site: Web, number: int) -> None:
+    data = png((b"zTXt", b"parameters\0\0" + zlib.compress(INFOTEXTS[number].encode())))
+    began = time.monotonic()
+    assert site.http.post("/api/inspect", content=data).status_code in (200, 400)
+    assert site.http.post("/sdapi/v1/png-info", json={"image": b64(data)}).status_code in (200, 422)
+    assert time.monotonic() - began < 3
+
+
+# Addresses: nothing is fetched, nothing is opened.
+
+
+@pytest.fixture
+def trap() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """An address on this machine, and whether anyone came."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+
+        def visited() -> bool:
+            try:
+                listener.accept()[0].close()
+            except TimeoutError:
+                return False
+            return True
+
+        yield f"127.0.0.1:{listener.getsockname()[1]}", visited
+
+
+def addresses(host: str, file: Path) -> list[str]:
+    schemes = ["http", "https", "ftp", "gopher", "dict", "ldap", "ws", "HTTP", "jar:http", "php", "s3", "git+http"]
+    own = [f"{scheme}://{host}/a.png" for scheme in schemes]
+    own += [f"//{host}/a.png", f" http://{host}/a.png", f"\thttp://{host}", f"http:{host}", f"http:\\\\{host}\\a.png"]
+    own += [f"file://{file}", f"file:{file}", str(file), f"../../../../../../..{file}", f"\\\\{host}\\share\\a.png"]
+    own += [f"data:image/png,{host}", "data:text/html;base64," + b64(b"<script>"), f"data:;base64,{b64(SVG)}"]
+    own += ["data:image/svg+xml;base64," + b64(SVG.replace(b"HOST", host.encode())), "data:,", "data:", "data:x;base64"]
+    own += [f"data:image/png;base64,http://{host}/a.png", "data:image/png;charset=utf-8,%89PNG", "javascript:alert(1)"]
+    return own
+
+
+FIELDS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "image": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": text}),
+    "mask": ("own", "/api/jobs", lambda text: {"prompt": "x", "image": b64(picture()), "mask": text}),
+    "init_images": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [text]}),
+    "A1111's mask": ("a1111", "/sdapi/v1/img2img", lambda text: {"init_images": [b64(picture())], "mask": text}),
+    "png-info": ("a1111", "/sdapi/v1/png-info", lambda text: {"image": text}),
+    "inputs": ("huggingface", "/models/stub", lambda text: {"inputs": text, "parameters": {"prompt": "x"}}),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_addresses(site: Web, field: str, trap: tuple[str, Callable[[], bool]], tmp_path: Path) -> None:
+    (host, visited), (api, path, body) = trap, FIELDS[field]
+    file = tmp_path / "private.png"
+    save_image(file, Image.new("RGB", (64, 64), (1, 2, 3)), {"prompt": "a private zebra"})
+    for address in addresses(host, file):
+        answer = site.http.post(path, json=body(address))
+        check_refused(api, answer, 400, 422)
+        assert "zebra" not in answer.text
+    assert not visited()
+    assert site.engine.asks == []
+
+
+def test_addresses_elsewhere(site: Web, trap: tuple[str, Callable[[], bool]], tmp_path: Path) -> None:
+    host, visited = trap
+    for address in addresses(host, tmp_path / "a"):
+        check_refused("own", site.http.post("/api/inspect", content=address.encode()), 400)
+        for fields in ({"image": address}, {"image[]": address}, {"image": "", "mask": address}):
+            files = {"image": ("a.png", picture(), "image/png")} if "mask" in fields else {"x": ("", b"", "")}
+            answer = site.http.post("/v1/images/edits", data={"prompt": "x", **fields}, files=files)
+            check_refused("openai", answer, 400)
+        url = {
+            "url": address,
+            "auth": "user:password",
+            "callback_url": address,
+            "webhook": address,
+            "image_url": address,
+        }
+        for path in ("/v1/images/generations", "/sdapi/v1/txt2img"):
+            assert site.http.post(path, json={"prompt": "x", **url}).status_code == 200
+        check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", **url}), 400)
+    for headers in ({"Referer": f"http://{host}/"}, {"X-Callback": f"http://{host}/"}, {"Link": f"<http://{host}/>"}):
+        assert site.http.get("/", headers=headers).status_code == 200
+    assert not visited()
+
+
+# Forms.
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "x") -> bytes:
+    """A multipart body: headers and content of each part."""
+    body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode("latin-1") + data + b"\r\n" for head, data in parts)
+    return body + f"--{boundary}--\r\n".encode()
+
+
+def field(name: str, value: bytes, more: str = "") -> tuple[str, bytes]:
+    return f'Content-Disposition: form-data; name="{name}"{more}', value
+
+
+def file(name: str = "image", filename: str = "a.png", data: bytes | None = None) -> tuple[str, bytes]:
+    return field(name, picture() if data is None else data, f'; filename="{filename}"')
+
+
+PROMPT = field("prompt", b"x")
+FORMS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "ten thousand fields": ("boundary=x", lambda: form(*[field(f"f{i}", b"x") for i in range(10_000)])),
+    "ten thousand files": ("boundary=x", lambda: form(*[file(data=b"x")] * 10_000)),
+    "a large field": ("boundary=x", lambda: form(field("prompt", b"x" * (2 * MEGABYTE)), file())),
+    "no boundary": ("", lambda: form(PROMPT, file())),
+    "another boundary": ("boundary=y", lambda: form(PROMPT, file())),
+    "an empty boundary": ("boundary=", lambda: form(PROMPT, file())),
+    "a boundary of 60,000": ("boundary=" + "x" * 60_000, lambda: form(PROMPT, file(), boundary="x" * 60_000)),
+    "a boundary of many dashes": ("boundary=" + "-" * 70, lambda: b"-" * MEGABYTE),
+    "no end": ("boundary=x", lambda: form(PROMPT, file())[:-40]),
+    "no name": ("boundary=x", lambda: form(("Content-Disposition: form-data", b"x"), PROMPT, file())),
+    "no disposition": ("boundary=x", lambda: form(("Content-Type: image/png", picture()), PROMPT, file())),
+    "a header of 100,000": ("boundary=x", lambda: form(("X: " + "a" * 100_000, b"x"), PROMPT, file())),
+    "ten thousand headers": ("boundary=x", lambda: form(("X: a\r\n" * 10_000 + "Y: b", b"x"), PROMPT, file())),
+    "two images": ("boundary=x", lambda: form(PROMPT, file(), file("image[]"))),
+    "two masks": ("boundary=x", lambda: form(PROMPT, file(), file("mask"), file("mask"))),
+    "an image as a text": ("boundary=x", lambda: form(PROMPT, field("image", picture()))),
+    "no image": ("boundary=x", lambda: form(PROMPT)),
+    "no prompt": ("boundary=x", lambda: form(file())),
+    "nothing": ("boundary=x", lambda: b""),
+    "JSON": ("boundary=x", lambda: b'{"prompt": "x"}'),
+    "options that are no JSON": ("boundary=x", lambda: form(PROMPT, file(), field("options", b"{'a': 1}"))),
+    "options that are deep": ("boundary=x", lambda: form(PROMPT, file(), field("options", b"[" * 100_000))),
+    "a number that is none": ("boundary=x", lambda: form(PROMPT, file(), field("guidance_scale", b"nan"))),
+    "a seed of 5,000 digits": ("boundary=x", lambda: form(PROMPT, file(), field("seed", b"9" * 5000))),
+    "a coding that makes surrogates": (
+        "boundary=x; charset=unicode_escape", lambda: form(field("prompt", b"\\ud800"), file())),
+    "a coding that is slow": (
+        "boundary=x; charset=punycode", lambda: form(field("prompt", (b"-" + b"zz9a" * 250_000)[:900_000]), file())),
+    "a coding that is none": ("boundary=x; charset=zlib_codec", lambda: form(PROMPT, file())),
+    "two codings": ("boundary=x; charset=utf-8; charset=punycode", lambda: form(PROMPT, file())),
+    "a form in a form": (
+        "boundary=x", lambda: form(("Content-Type: multipart/mixed; boundary=y", form(PROMPT, file(), boundary="y")))),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Starlette's, of parts that never end
+@pytest.mark.parametrize("attack", FORMS)
+def test_forms(site: Web, attack: str) -> None:
+    parameters, content = FORMS[attack]
+    headers = {"Content-Type": f"multipart/form-data; {parameters}".rstrip("; ")}
+    began = time.monotonic()
+    answer = site.http.post("/v1/images/edits", content=content(), headers=headers)
+    check_refused("openai", answer, 400, 415)
+    assert time.monotonic() - began < 2
+    assert site.engine.asks == []
+
+
+def test_names_of_files_are_ignored(site: Web, tmp_path: Path) -> None:
+    for name in (
+        "../../evil.png",
+        "/etc/passwd",
+        "C:\\evil.png",
+        "a\0.png",
+        "evil.php",
+        "",
+        "%2e%2e%2fevil",
+        str(tmp_path),
+    ):
+        files = form(PROMPT, file(filename=name), field("user", b"x"))
+        headers = {"Content-Type": "multipart/form-data; boundary=x"}
+        answer = site.http.post("/v1/images/edits", content=files, headers=headers)
+        assert answer.status_code in (200, 400), name
+        assert "evil" not in answer.text
+    assert list(tmp_path.iterdir()) == []
+
+
+# Keys.
+
+
+def test_every_key_is_compared_whatever_was_sent(closed: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    for sent in ("alices-long-secret", "carols-long-secret", "wrong", "a" * 10_000, "é"):
+        compared.clear()
+        closed.http.get("/api/models", headers={"Authorization": f"Bearer {sent}".encode()})
+        assert compared == [(32, 32)] * 3, sent
+
+
+def test_keys_in_other_places(closed: Web, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "canvax.server")
+    for path in (f"/api/models?key={SECRET}", f"/api/models?api_key={SECRET}",
+                 f"/api/models?Authorization=Bearer%20{SECRET}",
+                 f"/api/models?access_token={SECRET}&x-api-key={SECRET}"):  # fmt: skip
+        assert closed.http.get(path).status_code == 401
+    assert closed.http.post("/api/jobs", json={"prompt": "x", "key": SECRET, "api_key": SECRET}).status_code == 401
+    headers = {"Cookie": f"Authorization={SECRET}", "Proxy-Authorization": f"Bearer {SECRET}", "X-Auth": SECRET}
+    assert closed.http.get("/api/models", headers=headers).status_code == 401
+    answer = closed.http.get("/api/models", headers={"Authorization": f"Bearer {SECRET}"})
+    assert answer.status_code == 200
+    assert SECRET not in answer.text + str(answer.headers)
+    assert caplog.text
+    assert SECRET not in caplog.text
+
+
+KEYLESS = {
+    "two slashes": "GET //api/models",
+    "a dot": "GET /./api/models",
+    "back": "GET /static/../api/models",
+    "back, encoded": "GET /static/%2e%2e/api/models",
+    "a name of the page": "GET /static/main.js/../../metrics",
+    "capitals": "GET /API/models",
+    "a slash behind": "GET /api/models/",
+    "a parameter": "GET /api/models;/static/",
+    "encoded": "GET /%61pi/models",
+    "a null": "GET /health%00/../api/models",
+    "a fragment": "GET /api/models#/static/",
+    "an address": "GET http://HOST/static/../metrics",
+    "another method": "HEAD /metrics",
+    "patch": "PATCH /api/jobs",
+    "a probe": "GET /health/../metrics",
+    "a public beginning": "GET /static/..%2f..%2fmetrics",
+    "trace": "TRACE /metrics",
+    "a query": "GET /metrics?/static/main.js",
+    "asking first": "OPTIONS /api/models",
+    "a post": "POST /",
+    "a post to the page's files": "POST /static/main.js",
+    "a post to a probe": "POST /health",
+}
+
+
+@pytest.mark.parametrize("attack", KEYLESS)
+def test_ways_around_keys(closed: Web, attack: str) -> None:
+    line = KEYLESS[attack].replace("HOST", closed.host)
+    body = b'{"inputs": "x"}'
+    headers = ["Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"]
+    answer = closed.raw(request(closed.host, f"{line} HTTP/1.1", *(headers if "POST" in line else headers[2:])) + (
+        body if "POST" in line else b""))  # fmt: skip
+    assert status_of(answer) in (401, 404, 405, 400), answer[:200]
+    assert b"canvax_" not in answer
+    assert b'"models"' not in answer
+    assert closed.engine.asks == []
+
+
+BAD_KEYS = ["Bearer", "Bearer ", "Basic", "Basic Og==", "Basic " + b64(b":"), "Bearer " + "x" * 60_000,
+            "Bearer \xff\xfe", "Bearer null", "Bearer undefined", "Bearer *", f"Bearer {SECRET}, Bearer {SECRET}",
+            f"Digest {SECRET}",
+            f"Bearer {SECRET}\t x", "Basic " + "A" * 60_000, "Basic " + b64(b"\xff" * 100),
+            f"Bearer\t{SECRET}x"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_KEYS, ids=lambda value: value[:20])
+def test_keys_that_are_none(closed: Web, value: str) -> None:
+    for name in ("Authorization", "X-API-Key"):
+        answer = closed.raw(request(closed.host, "GET /api/models HTTP/1.1", f"{name}: {value}", "Connection: close"))
+        assert status_of(answer) in (400, 401, 431)
+        assert SECRET.encode() not in answer
+
+
+def test_an_idempotency_key_opens_nothing(closed: Web) -> None:
+    alice, bob = ({"X-API-Key": f"{name}s-long-secret", "Idempotency-Key": "1"} for name in ("alice", "bob"))
+    mine = closed.submit(alice, seed=1)
+    assert closed.submit(bob, seed=1)["id"] != mine["id"]
+    for body in (
+        {"seed": 2},
+        {"seed": 1, "image": b64(picture())},
+        {"seed": 1, "n": 2},
+        {"prompt": "other", "seed": 1},
+    ):
+        answer = closed.http.post("/api/jobs", json={"prompt": "a red apple"} | body, headers=alice)
+        check_refused("own", answer, 422)
+        assert mine["id"] not in answer.text
+    for key in ("x" * 129, "é", "a\tb", "\x7f", "x" * 60_000):
+        headers = alice | {"Idempotency-Key": key.encode("latin-1")}
+        check_refused("own", closed.http.post("/api/jobs", json={"prompt": "x"}, headers=headers), 400)
+    jobs: list[str] = []
+    once = alice | {"Idempotency-Key": "at the same time"}
+    threads = [threading.Thread(target=lambda: jobs.append(closed.submit(once, seed=3)["id"])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert (len(jobs), len(set(jobs))) == (8, 1)
+
+
+# Those who are slow, and those who are many.
+
+
+def served_meanwhile(site: Web) -> None:
+    """Others get a whole image, quickly."""
+    began = time.monotonic()
+    with httpx.Client(base_url=site.base, timeout=5) as other:
+        assert other.get("/health").status_code == 200
+        assert other.post("/v1/images/generations", json={"prompt": "x"}).status_code == 200
+    assert time.monotonic() - began < 3
+
+
+def test_slow_requests(site: Web) -> None:
+    beginnings = [
+        b"GET /api/mod",
+        b"POST /api/jobs HTTP/1.1\r\nHost: " + site.host.encode() + b"\r\nX: ",
+        request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 999") + b"{",
+        request(site.host, "POST /hf HTTP/1.1", "Content-Type: application/json", "Transfer-Encoding: chunked") + b"1",
+        request(site.host, "POST /v1/images/edits HTTP/1.1", "Content-Type: multipart/form-data; boundary=x",
+                "Content-Length: 9999") + b"--x\r\nContent-Disposition: form-",
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        connections = [stack.enter_context(site.connect()) for _ in range(100)]
+        for i, connection in enumerate(connections):
+            connection.sendall(beginnings[i % len(beginnings)])
+        for _ in range(3):
+            for connection in connections:
+                connection.sendall(b"a")
+            served_meanwhile(site)
+    assert [ask.prompt for ask in site.engine.asks] == ["x"] * 3
+
+
+def test_a_body_that_pauses_for_too_long(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvax.server.guard.PATIENCE", 0.3)
+    for api, path in APIS.items():
+        head = request(site.host, f"POST {path} HTTP/1.1", "Content-Type: application/json", "Content-Length: 999")
+        answer = site.raw(head + b'{"prompt": "')
+        assert status_of(answer) == 408, api
+        assert site.engine.asks == []
+
+
+def test_readers_that_never_read(site: Web) -> None:
+    site.engine.pace = 0.01
+    with ExitStack() as stack:
+        jobs = []
+        for _ in range(10):
+            job = site.submit(previews=True, steps=30, n=4)
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(site.address)
+            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+            jobs.append(job)
+        served_meanwhile(site)
+        assert {site.done(job)["status"] for job in jobs} == {"done"}
+
+
+def test_readers_that_leave(site: Web) -> None:
+    site.engine.pace = 0.02
+    job = site.submit(steps=20, previews=True)
+    for _ in range(50):
+        with site.connect() as connection:
+            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+    assert site.done(job)["status"] == "done"
+    until(lambda: not site.engine.accepted[-1]._watchers, 5)
+
+
+def test_many_requests_in_one_go(site: Web) -> None:
+    """Pipelined; those behind the first one wait their turn."""
+    one = request(site.host, "GET /health HTTP/1.1")
+    last = request(site.host, "GET /health HTTP/1.1", "Connection: close")
+    answer = site.raw(one * 50 + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 51
+
+
+def test_websockets(site: Web, closed: Web) -> None:
+    headers = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
+               "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Origin: https://evil.example"]  # fmt: skip
+    for path in ("/", "/ws", "/api/jobs", "/api/jobs/x/events"):
+        for one in (site, closed):
+            answer = one.raw(request(one.host, f"GET {path} HTTP/1.1", *headers), silence=0.1)
+            assert status_of(answer) != 101, path
+            assert b"sec-websocket-accept" not in answer.lower()
+    answer = site.raw(request(site.host, "GET /health HTTP/1.1", "Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings",
+                              "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"))  # fmt: skip
+    assert status_of(answer) == 200
+
+
+def test_tls_is_not_spoken(site: Web) -> None:
+    with site.connect() as connection, pytest.raises((ssl.SSLError, ConnectionError)):
+        ssl._create_unverified_context().wrap_socket(connection)
+
+
+def test_metrics_do_not_grow_with_what_is_asked(site: Web) -> None:
+    def lines() -> set[str]:
+        text = site.http.get("/metrics").text
+        return {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+
+    for path in (
+        "/nothing",
+        "/static/none",
+        "/api/none",
+        "/v1/none",
+        "/sdapi/none",
+        "/models/none",
+        "/hf",
+        "/images/none",
+    ):
+        for method in ("GET", "POST", "PUT"):
+            site.http.request(method, path)
+    site.done(site.submit())
+    site.http.post("/api/jobs", json={"prompt": "x", "model": "none"})
+    lines()
+    before = lines()
+    for i in range(100):
+        for path in (f"/{i}", f"/static/{i}", f"/api/jobs/{i}", f"/v1/models/{i}", f"/models/{i}", f"/sdapi/v1/{i}"):
+            site.http.get(path, headers={"User-Agent": f"agent {i}", "x-request-id": f"id{i}"})
+        site.http.request(f"METHOD{i}", "/api/jobs")
+        site.http.post("/api/jobs", json={"prompt": f"prompt {i}", "model": f"model {i}"})
+    grown = {line for line in lines() - before if not re.search(r'status="(404|405|401|400)"', line)}
+    assert not grown
+    assert len(lines() - before) < 10
+
+
+def test_accept_headers_of_any_length(site: Web) -> None:
+    began = time.monotonic()
+    for accept in (
+        "image/png;q=" + "9" * 5000,
+        "a/b;q=nan," * 4000,
+        ";" * 50_000,
+        ",;=" * 15_000,
+        "image/webp;q=1e999",
+    ):
+        answer = site.http.post("/hf", json={"inputs": "x"}, headers={"Accept": accept})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("image/")
+    assert time.monotonic() - began < 3
+
+
+def test_a_data_url_that_takes_long_to_read(site: Web) -> None:
+    began = time.monotonic()
+    for text in ("data:" + ";" * MEGABYTE, "data:" + "a" * MEGABYTE, " " * MEGABYTE, "=" * MEGABYTE, "A" * MEGABYTE,
+                 "a:" * (MEGABYTE // 2), "\u2028" * 100_000, "é" * 100_000):  # fmt: skip
+        check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", "image": text}), 400)
+    assert time.monotonic() - began < 5

@@ -1,0 +1,513 @@
+"""The server's engine with the model in the package: images of many clients in the same batches."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.compile.monitor import compilations
+from canvax.server import writing
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.group import Group
+from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
+from canvax.server.metrics import Metrics
+from canvax.server.served import Warm
+from tests.serving import until
+
+ONE = canvax.make_mesh(jax.devices()[:1])
+PIPE = canvax.load("emoji", progress=False, mesh=ONE)
+QUIET = canvax.Options(progress=False)
+
+
+def load(name: str) -> Any:
+    return canvax.load(name, progress=False, mesh=ONE)
+
+
+def started(load: Any = load, **settings: Any) -> ImageEngine:
+    own = EngineSettings(**{"warm": (Warm(None, (1, 4)),), **settings})
+    engine = ImageEngine(["emoji"], own, Metrics(), load)
+    engine.start()
+    until(lambda: engine.state is not State.STARTING, 300)
+    assert engine.failure is None
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ImageEngine]:
+    engine = started()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails does not make others wait."""
+    yield
+    if "engine" in request.fixturenames:
+        for job in request.getfixturevalue("engine").jobs():
+            job.cancel()
+
+
+def finished(jobs: Sequence[Job], seconds: float = 60.0) -> None:
+    until(lambda: all(job.status.over for job in jobs), seconds)
+    assert {job.status for job in jobs} == {Status.DONE}, [job.error for job in jobs]
+
+
+def pixels(data: bytes | None) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data or b"")).convert("RGB")).astype(int)
+
+
+def same(job: Job, expected: Sequence[Image.Image]) -> None:
+    """Up to rounding: another batch sums in another order."""
+    for picture, image in zip(job.pictures, expected, strict=True):
+        apart = np.abs(pixels(picture.data) - np.asarray(image).astype(int))
+        assert apart.max() <= 3, (picture.index, apart.max())
+        assert apart.mean() < 0.1
+
+
+def apple() -> Image.Image:
+    return PIPE("a red apple", seed=1, options=QUIET).images[0]
+
+
+def half() -> Image.Image:
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 32, 64, 64))
+    return mask
+
+
+APPLE = Image.new("RGB", (64, 64), "red")
+CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "a red apple"}, {}),
+    ({"prompt": "a dog face", "sampler": "Euler a", "steps": 9}, {}),
+    ({"prompt": "a pizza", "sampler": "DPM++ 2M Karras", "steps": 13, "guidance_scale": 5.0}, {}),
+    ({"prompt": "a cactus", "guidance_scale": 1.0, "steps": 7}, {}),
+    ({"prompt": "an owl", "negative_prompt": "blue", "sampler": "UniPC", "n": 2}, {}),
+    ({"prompt": "(red:1.3) car", "options": {"prompt_syntax": "a1111", "clip_skip": 0, "eta": 0.3}}, {}),
+    ({"prompt": "a green apple", "strength": 0.6}, {"image": True}),
+    ({"prompt": "a lemon"}, {"image": True, "mask": True}),
+    ({"prompt": "a [cat:dog:0.5] face", "options": {"prompt_syntax": "a1111"}, "steps": 10}, {}),
+    ({"prompt": "a sunflower", "options": {"variation_seed": 5, "variation_strength": 0.3}, "n": 2}, {}),
+    ({"prompt": "a key", "options": {"guidance_interval": [0.2, 0.8]}}, {}),
+    ({"prompt": "a heart", "options": {"noise": "torch", "sigmas": "exponential"}, "sampler": "DPM++ 2M SDE"}, {}),
+]
+
+
+def called(ask: dict[str, Any], given: dict[str, bool], seed: int) -> list[Image.Image]:
+    """What the pipeline itself generates."""
+    more = {"image": apple() if given.get("image") else None, "mask": half() if given.get("mask") else None}
+    return PIPE(
+        ask["prompt"], ask.get("negative_prompt"), num_images_per_prompt=ask.get("n", 1), seed=seed,
+        sampler=ask.get("sampler"), num_inference_steps=ask.get("steps"), guidance_scale=ask.get("guidance_scale"),
+        strength=ask.get("strength"), options=canvax.Options(**{**ask.get("options", {}), "progress": False}), **more,
+    ).images  # fmt: skip
+
+
+def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(engine: ImageEngine) -> None:
+    expected = [called(ask, given, 100 + i) for i, (ask, given) in enumerate(CALLS)]
+    before, jobs = compilations(), []
+    for i, (ask, given) in enumerate(CALLS):
+        more = {"image": apple() if given.get("image") else None, "mask": half() if given.get("mask") else None}
+        jobs.append(engine.submit(Ask(**ask, **more, seed=100 + i, previews=2)))
+        time.sleep(0.02)  # so that they join at several rows of others
+    finished(jobs)
+    assert compilations() == before
+    for job, images in zip(jobs, expected, strict=True):
+        same(job, images)
+
+
+def test_a_batch_of_four_was_used(engine: ImageEngine) -> None:
+    """Else the test above shows less than it says."""
+    sizes: set[int] = set()
+    step = Group.step
+
+    def noted(group: Group) -> Any:
+        sizes.add(group.size)
+        return step(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "step", noted)
+        finished([engine.submit(Ask("a red apple", seed=i)) for i in range(8)])
+    assert sizes <= {1, 4}
+    assert max(engine._models.group(next(iter(engine._models.groups()))).batches) in sizes
+
+
+def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:
+    told = engine._metrics.text
+    job = engine.submit(Ask("a red apple", steps=60, n=3, seed=1))
+    assert b"canvax_queue_images 3.0" in told()
+    finished([job])
+    assert b"canvax_queue_images 0.0" in told()
+    assert b"canvax_queue_cost_seconds 0.0" in told()
+
+
+def test_metadata_generates_it_again(engine: ImageEngine) -> None:
+    job = engine.submit(Ask("a pizza", seed=3, n=3, sampler="Euler a", steps=8))
+    finished([job])
+    told = dict(job.pictures[2].metadata)
+    assert (told["seed"], told["num_inference_steps"], told["model"]) == (5, 8, "emoji")
+    again = PIPE("a pizza", seed=5, sampler="Euler a", num_inference_steps=8, options=QUIET)
+    assert told == again.metadata[0]
+    assert Image.open(io.BytesIO(job.pictures[2].data or b"")).info["parameters"].startswith("a pizza")
+
+
+def test_formats(engine: ImageEngine) -> None:
+    jobs = [engine.submit(Ask("a pizza", seed=3, steps=2, format=kind, quality=70)) for kind in ("png", "jpeg", "webp")]
+    finished(jobs)
+    found = [Image.open(io.BytesIO(job.pictures[0].data or b"")).format for job in jobs]
+    assert found == ["PNG", "JPEG", "WEBP"]
+
+
+def test_previews_become_the_image(engine: ImageEngine) -> None:
+    seen: list[Previewed] = []
+    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
+    tell = job.tell
+    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
+    finished([job])
+    until(lambda: len(seen) >= 3)
+    steps = sorted(event.step for event in seen)
+    assert steps == sorted(set(steps))
+    last = max(seen, key=lambda event: event.step)
+    apart = [
+        np.abs(pixels(event.data) - pixels(job.pictures[0].data)).mean()
+        for event in (min(seen, key=lambda e: e.step), last)
+    ]
+    assert apart[1] < apart[0] < 120
+    assert apart[1] < 40
+
+
+def test_short_work_passes_long_work(engine: ImageEngine) -> None:
+    long = [engine.submit(Ask("a dog face", seed=i, steps=100)) for i in range(8)]
+    until(lambda: long[0].pictures[0].step > 0)
+    short = engine.submit(Ask("a cat face", seed=1, steps=3))
+    finished([short])
+    assert not any(job.status.over for job in long)
+    for job in long[1:]:
+        job.cancel()
+    finished(long[:1])
+    same(long[0], PIPE("a dog face", seed=0, num_inference_steps=100, options=QUIET).images)  # parked, and gone on
+
+
+def test_cancelling_takes_effect_between_steps(engine: ImageEngine) -> None:
+    job = engine.submit(Ask("a dog face", seed=1, steps=200))
+    until(lambda: job.pictures[0].step > 0)
+    job.cancel()
+    assert job.status is Status.CANCELLED
+    assert job.pictures[0].status is Status.CANCELLED
+    at = job.pictures[0].step
+    time.sleep(0.5)
+    assert job.pictures[0].step <= at + 10
+    job.cancel()
+    assert job.status is Status.CANCELLED
+    assert job not in engine.jobs()
+
+
+def test_a_job_of_which_the_time_is_up_fails(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_check_room", lambda *given: None)  # or a slow machine refuses it at once
+    others = [engine.submit(Ask("a dog face", seed=i, steps=200)) for i in range(12)]
+    job = engine.submit(Ask("a dog face", seed=1, steps=100, seconds=4.0))
+    until(lambda: job.status.over)
+    assert (job.status, job.error and job.error[0]) == (Status.FAILED, "timeout")
+    for other in others:
+        other.cancel()
+    monkeypatch.undo()
+    with pytest.raises(Refused, match=r"seconds=0\.01: an image takes about"):
+        engine.submit(Ask("a dog face", seconds=0.01))
+
+
+def test_a_key_names_one_job(engine: ImageEngine) -> None:
+    ask = {"prompt": "a dog face", "client": "alice", "once": "k1", "image": apple(), "strength": 0.5}
+    job = engine.submit(Ask(**ask))
+    assert engine.submit(Ask(**ask)) is job
+    assert engine.submit(Ask(**{**ask, "client": "bob"})) is not job
+    finished([job])
+    assert engine.submit(Ask(**ask)) is job
+    with pytest.raises(Refused, match="another request") as refused:
+        engine.submit(Ask(**{**ask, "prompt": "a cat face"}))
+    assert refused.value.status == 422
+    assert engine.job(job.id, "alice") is job
+    assert engine.job(job.id, "bob") is None
+
+
+def larger(image: Image.Image, **changes: Any) -> canvax.Result:
+    return PIPE.upscale(image, "a red apple", **{"scale": 2.5, "seed": 5, "num_inference_steps": 20, **changes})
+
+
+def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> None:
+    """Its tiles are in batches with other people's images."""
+    image = apple().resize((60, 50))
+    expected = larger(image, options=QUIET)
+    before, seen = compilations(), []
+    company = [engine.submit(Ask("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
+    job = engine.submit(Ask("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
+    tell = job.tell
+    job.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
+    finished([job, *company])
+    assert compilations() == before
+    same(job, expected.images)
+    (picture,) = job.pictures
+    assert dict(picture.metadata) == expected.metadata[0]
+    tiles = 3 * 3
+    assert (picture.width, picture.height) == (150, 125)
+    assert picture.step == picture.steps == tiles * expected.metadata[0]["steps_run"]
+    steps = [event.step for event in seen if isinstance(event, Stepped)]
+    assert steps == sorted(steps)
+    assert all(event.seconds_left for event in seen if isinstance(event, Stepped) and event.step < event.steps)
+    until(lambda: sum(isinstance(event, Previewed) for event in seen) == 3)
+    previews = [Image.open(io.BytesIO(event.data)) for event in seen if isinstance(event, Previewed)]
+    assert {preview.size for preview in previews} == {(150, 125)}
+    apart = [np.abs(np.asarray(one, int) - pixels(picture.data)).mean() for one in previews]
+    assert 0 < min(apart) < max(apart)  # the whole fills up, tile by tile
+
+
+def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:
+    job = engine.submit(Ask("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
+    until(lambda: job.pictures[0].step > 30)
+    assert job.pictures[0].status is Status.RUNNING
+    job.cancel()
+    assert job.pictures[0].status is Status.CANCELLED
+    other = engine.submit(Ask("a dog face", seed=1, steps=3))
+    finished([other], 10)
+    assert len(engine._queue) == 0
+
+
+@pytest.mark.parametrize(
+    ("ask", "status", "code", "param", "words"),
+    [
+        ({"model": "sdxl"}, 404, "model_not_found", "model", "ask for emoji"),
+        ({"width": 128}, 400, "size_not_ready", "size", "128x64 is not ready on this server; ask for 64x64"),
+        ({"width": 65}, 400, "invalid_value", "width", "width=65"),
+        ({"n": 0}, 400, "invalid_value", "n", "1..64"),
+        ({"steps": 0}, 400, "invalid_value", "steps", "num_inference_steps"),
+        ({"steps": 100_000}, 400, "invalid_value", "steps", "more than"),
+        ({"sampler": "Eular"}, 400, "invalid_value", "sampler", "did you mean"),
+        ({"seed": -5}, 400, "invalid_value", "seed", "seed"),
+        ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale", "guidance_scale"),
+        ({"strength": 0.5}, 400, "invalid_value", "strength", "without an image"),
+        ({"options": {"callback": "os.system"}}, 400, "invalid_value", "options", "not offered"),
+        ({"options": {"hires": 2.0}}, 400, "invalid_value", "options", "larger"),
+        ({"options": {"etaa": 1}}, 400, "invalid_value", "options", "eta"),
+        ({"options": {"eta": 7}}, 400, "invalid_value", "options", "eta"),
+        ({"options": {"guidance_method": "apg"}}, 400, "not_compiled", "options", "guidance_method"),
+        ({"options": {"pag_scale": 3.0}}, 400, "not_compiled", "options", "pag_scale"),
+        (
+            {"prompt": "apple " * 100, "options": {"prompt_syntax": "a1111"}},
+            400,
+            "prompt_too_long",
+            "prompt",
+            "shorten",
+        ),
+        ({"prompt": "a cat AND a dog", "options": {"prompt_syntax": "a1111"}}, 400, "not_compiled", "options", "AND"),
+        ({"prompt": "x" * 20_000}, 400, "invalid_value", "prompt", "characters"),
+        ({"upscale": 2.0}, 400, "invalid_value", "upscale", "without an image"),
+        ({"upscale": 2.0, "image": APPLE, "width": 64}, 400, "invalid_value", "width", "leave it out"),
+        ({"upscale": 2.0, "image": APPLE, "mask": APPLE}, 400, "invalid_value", "mask", "leave it out"),
+        ({"upscale": 2.0, "image": APPLE, "n": 2}, 400, "invalid_value", "n", "several jobs"),
+        ({"upscale": 16.0, "image": APPLE}, 400, "invalid_value", "upscale", "441 tiles, more than 256"),
+        ({"upscale": 16.0, "image": Image.new("RGB", (999, 999))}, 400, "invalid_value", "upscale", "pixels"),
+        ({"upscale": 2.0, "image": APPLE, "options": {"outpaint": 8}}, 400, "invalid_value", "options", "outpaint"),
+        ({"upscale": 2.0, "image": APPLE, "options": {"noise": "x"}}, 400, "invalid_value", "options", "noise"),
+        ({"upscale": 2.0, "image": APPLE, "seed": -5}, 400, "invalid_value", "seed", "seed"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    engine: ImageEngine, ask: dict[str, Any], status: int, code: str, param: str, words: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        engine.submit(Ask(**{"prompt": "a red apple", **ask}))
+    told = refused.value
+    assert (told.status, told.code, told.param) == (status, code, param), told.message
+    assert words in told.message
+
+
+def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_settings", EngineSettings(queue_images=5))
+    jobs = [engine.submit(Ask("a dog face", seed=i, steps=50)) for i in range(5)]
+    with pytest.raises(Refused, match="5 images are waiting") as refused:
+        engine.submit(Ask("a dog face"))
+    assert refused.value.status == 429
+    assert refused.value.retry_after
+    jobs[0].cancel()
+    jobs.append(engine.submit(Ask("a dog face", steps=2)))
+    for job in jobs[1:-1]:
+        job.cancel()
+    finished(jobs[-1:])
+
+
+def test_a_device_without_memory_costs_a_smaller_batch_and_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, step, met = started(), Group.step, []
+
+    def full(group: Group) -> Any:
+        if group.size > 1:
+            met.append(group.size)
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+        return step(group)
+
+    try:
+        monkeypatch.setattr(Group, "batch_for", lambda group, count: group.batches[-1])
+        monkeypatch.setattr(Group, "step", full)
+        jobs = [engine.submit(Ask("a red apple", seed=i, steps=4)) for i in range(6)]
+        finished(jobs)
+        assert met
+        for i, job in enumerate(jobs):
+            same(job, PIPE("a red apple", seed=i, num_inference_steps=4, options=QUIET).images)
+    finally:
+        engine.close()
+
+
+def test_one_image_that_fails_does_not_harm_others(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = writing.image_file
+
+    def broken(pixels: Any, kind: Any, quality: Any, metadata: Any) -> bytes:
+        if metadata["seed"] == 13:
+            raise RuntimeError("secret words")
+        return write(pixels, kind, quality, metadata)
+
+    monkeypatch.setattr(writing, "image_file", broken)
+    jobs = [engine.submit(Ask("a red apple", seed=10 + i, steps=3)) for i in range(6)]
+    until(lambda: all(job.status.over for job in jobs))
+    assert [job.status for job in jobs] == [Status.DONE] * 3 + [Status.FAILED] + [Status.DONE] * 2
+    assert jobs[3].error == ("server_error", "the image could not be generated; the server's log says why")
+
+
+def test_a_storm_of_requests_and_cancellations_loses_nothing(engine: ImageEngine) -> None:
+    jobs: list[Job] = []
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        for i in range(12):
+            try:
+                job = engine.submit(
+                    Ask("a red apple", seed=i, steps=1 + (i * number) % 7, client=str(number), n=1 + i % 2)
+                )
+            except Refused:
+                continue
+            with lock:
+                jobs.append(job)
+            if (i + number) % 3 == 0:
+                time.sleep(0.01 * (i % 4))
+                job.cancel()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: all(job.status.over for job in jobs), 120)
+    assert len(jobs) == 72
+    assert {job.status for job in jobs} <= {Status.DONE, Status.CANCELLED}
+    assert sum(job.status is Status.DONE for job in jobs) >= 48
+    assert not engine.jobs()
+    assert len(engine._queue) == 0
+    assert all(picture.data for job in jobs if job.status is Status.DONE for picture in job.pictures)
+
+
+@pytest.mark.slow
+def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
+    engine = started(queue_images=20_000, queue_seconds=1e9)
+    try:
+        began = time.perf_counter()
+        finished([engine.submit(Ask("a red apple", steps=50, n=4))])
+        turn = time.perf_counter() - began
+        began = time.perf_counter()
+        many = [engine.submit(Ask("a red apple", steps=50, seed=i, client="many")) for i in range(10_000)]
+        accepting = (time.perf_counter() - began) / len(many)
+        began = time.perf_counter()
+        finished([engine.submit(Ask("a lemon", steps=5, client="other"))])
+        waited = time.perf_counter() - began
+        began = time.perf_counter()
+        for job in many:
+            job.cancel()
+        cancelling = (time.perf_counter() - began) / len(many)
+        finished([engine.submit(Ask("a lemon", steps=5, client="other"))])
+        assert len(engine._queue) == 0
+    finally:
+        engine.close()
+    assert {job.status for job in many} <= {Status.CANCELLED, Status.DONE}
+    print(f"accepting {accepting:.4f} s, a turn {turn:.1f} s, another's {waited:.1f} s, cancelling {cancelling:.4f} s")
+    assert accepting < 0.1  # beside a batch that runs
+    assert waited < turn + 1  # of the 2,500 turns that wait
+    assert cancelling < 0.05
+
+
+@pytest.mark.slow
+def test_eight_devices_generate_the_same() -> None:
+    engine = started(lambda name: canvax.load(name, progress=False), warm=(Warm(None, (8, 16)),))
+    try:
+        jobs = [engine.submit(Ask("a red apple", seed=i, steps=3 + i)) for i in range(12)]
+        finished(jobs)
+        for i, job in enumerate(jobs):
+            same(job, PIPE("a red apple", seed=i, num_inference_steps=3 + i, options=QUIET).images)
+    finally:
+        engine.close()
+
+
+def test_draining_finishes_what_was_accepted() -> None:
+    engine = started(warm=(Warm(None, (1,)),))
+    jobs = [engine.submit(Ask("a red apple", seed=i, steps=6)) for i in range(4)]
+    assert engine.drain(60)
+    finished(jobs)
+    with pytest.raises(Refused, match="shutting down"):
+        engine.submit(Ask("a red apple"))
+    engine.close()
+    late = started(warm=(Warm(None, (1,)),))
+    job = late.submit(Ask("a red apple", steps=200))
+    assert not late.drain(0.2)
+    assert (job.status, job.error and job.error[0]) == (Status.FAILED, "draining")
+    late.close()
+
+
+@pytest.mark.slow
+def test_another_size_is_compiled_on_demand_while_others_go_on() -> None:
+    engine = started(compile_on_demand=True)
+    try:
+        large = engine.submit(Ask("a red apple", seed=1, steps=3, width=96))
+        small = engine.submit(Ask("a red apple", seed=1, steps=3))
+        finished([small])
+        assert not large.status.over
+        finished([large], 120)
+        same(large, PIPE("a red apple", seed=1, num_inference_steps=3, width=96, options=QUIET).images)
+    finally:
+        engine.close()
+
+
+def test_two_models_share_little_memory(tmp_path: Any) -> None:
+    PIPE.save(tmp_path / "copy")
+    metrics, names = Metrics(), {"emoji": "emoji", "copy": str(tmp_path / "copy")}
+    said: list[str] = []
+    settings = EngineSettings(warm=(Warm(None, (1,)),), memory=1 << 10)
+    engine = ImageEngine(list(names), settings, metrics, lambda name: load(names[name]), say=said.append)
+    engine.start()
+    until(lambda: engine.state is State.READY, 300)
+    try:
+        for model in ("copy", "emoji", "copy"):
+            job = engine.submit(Ask("a red apple", seed=1, steps=4, model=model))
+            finished([job])
+            same(job, PIPE("a red apple", seed=1, num_inference_steps=4, options=QUIET).images)
+            assert engine._models.loaded() == 1
+        assert any("taking copy off" in line for line in said)
+    finally:
+        engine.close()
+
+
+def test_without_its_model_it_says_why() -> None:
+    def fail(name: str) -> Any:
+        raise canvax.CheckpointError(f"{name}: no such thing")
+
+    engine = ImageEngine(["gone"], EngineSettings(), Metrics(), fail)
+    engine.start()
+    until(lambda: engine.state is State.FAILED)
+    assert "gone: no such thing" in str(engine.failure)
+    with pytest.raises(Refused, match="could not load"):
+        engine.submit(Ask("a red apple"))
+    with pytest.raises(Refused, match="could not load"):
+        engine.models()
+    engine.close()

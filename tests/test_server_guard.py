@@ -1,0 +1,172 @@
+"""Faults that nobody foresaw, and what files and headers of anyone's own do to canvax's own API."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from canvax.server.app import Settings
+from canvax.server.guard import Guard
+from canvax.server.jobs import Refused
+from canvax.server.logs import JsonLines
+from canvax.server.rates import Rates
+from tests.web_site import APIS, Web, body_of, check_refused, events, web
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Web]:
+    with web() as running:
+        yield running
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_fault_before_the_routes_is_answered_in_the_apis_form(
+    api: str, monkeypatch: pytest.MonkeyPatch, site: Web, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("zebra")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "_check", broken)
+        answer = site.http.post(APIS[api], json=body_of(api))
+    check_refused(api, answer, 500)
+    assert "zebra" not in answer.text
+    assert "zebra" in caplog.text
+    assert answer.headers["x-request-id"] in answer.text
+
+
+def test_there_is_no_image_of_a_number_that_python_will_not_read(site: Web) -> None:
+    job = site.done(site.submit())
+    for index in ("9" * 5000, "1", "-1", "00", "\u0660"):
+        answer = site.http.get(f"/api/jobs/{job['id']}/images/{index}")
+        assert check_refused("own", answer, 404)["error"]["code"] == "image_not_found"
+
+
+def described(text: str, keyword: str = "canvax") -> bytes:
+    """A PNG with a text of someone's own."""
+    out, info = io.BytesIO(), PngInfo()
+    info.add_text(keyword, text)
+    Image.new("RGB", (8, 8)).save(out, "PNG", pnginfo=info)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "missing"),
+    [
+        ('{"prompt": "a", "seed": 1, "num_inference_steps": 20, "guidance_scale": 7}',
+         {"prompt": "a", "seed": 1, "steps": 20, "guidance_scale": 7}, []),
+        ('{"grid": [{"prompt": "a", "other": {"Hires": 2}}]}', {"prompt": "a"}, ["Hires: 2"]),
+        ('{"grid": ["a"]}', {}, []),
+        ('{"grid": []}', {}, []),
+        ('{"prompt": "a", "other": ["b"]}', {"prompt": "a"}, []),
+        ('{"prompt": ["a"], "seed": "b", "width": 1e9}', {}, ["prompt", "seed", "width"]),
+        ('{"prompt": "a", "num_inference_steps": 99999}', {"prompt": "a"}, ["steps"]),
+        ('{"prompt": "a", "options": {"clip_skip": 2}, "image_sha256": "ab"}',
+         {"prompt": "a", "options": {"clip_skip": 2}}, ["image"]),
+    ],
+)  # fmt: skip
+def test_settings_of_an_image_are_such_as_a_job_may_have(
+    text: str, settings: dict[str, Any], missing: list[str], site: Web
+) -> None:
+    told = site.http.post("/api/inspect", content=described(text)).json()
+    assert (told["settings"], sorted(told["missing"])) == (settings, sorted(missing))
+    assert told["metadata"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        described('{"a":' + "[" * 50_000 + "]" * 50_000 + "}"),
+        described('{"seed":' + "9" * 5000 + "}"),
+        described("[1]"),
+        described("words", "Comment"),
+        b"",
+        b"words",
+    ],
+)
+def test_descriptions_that_cannot_be_told(data: bytes, site: Web) -> None:
+    answer = site.http.post("/api/inspect", content=data)
+    assert check_refused("own", answer, 400)["error"]["code"] == "no_settings"
+
+
+def test_a_stream_begins_with_how_the_job_is_and_shows_no_step_of_an_image_that_is_done() -> None:
+    with web(pace=0.03) as site:
+        url = f"/api/jobs/{site.submit(n=2, previews=True)['id']}/events"
+        told = events(site.http.get(url).text)
+        names = [name for name, _ in told]
+        assert names[0] == "job"
+        assert names[-3:] == ["image", "image", "done"]
+        assert names.count("job") <= 2  # queued, running
+        assert [name for name, _ in events(site.http.get(url).text)] == ["job", "image", "image", "done"]
+
+
+@pytest.mark.parametrize("api", ["own", "openai"])
+def test_an_idempotency_key_is_taken_whole_or_not_at_all(api: str) -> None:
+    with web() as site:
+        for once in ("x" * 129, "\u00e9", "a\tb"):
+            headers = {"Idempotency-Key": once.encode("latin-1")}
+            check_refused(api, site.http.post(APIS[api], json=body_of(api), headers=headers), 400)
+        for once in ("x" * 128, ""):
+            headers = {"Idempotency-Key": once}
+            assert site.http.post(APIS[api], json=body_of(api), headers=headers).is_success
+        assert [ask.once for ask in site.engine.asks] == ["x" * 128, None]
+
+
+def test_a_rate_counts_images_that_are_accepted() -> None:
+    with web(Settings(rate=4)) as site:
+        post = site.http.post
+        for _ in range(10):
+            assert post("/api/inspect", content=b"").status_code == 400
+            check_refused("own", post("/api/jobs", json={"prompt": 1}), 400)
+        site.engine.refusal = Refused(429, "queue_full", "later", retry_after=1)
+        for _ in range(10):
+            assert check_refused("own", post("/api/jobs", json={"prompt": "x"}), 429)["error"]["code"] == "queue_full"
+        site.engine.refusal = None
+        once = {"Idempotency-Key": "once"}
+        assert len({site.submit(once, n=2, seed=1)["id"] for _ in range(2)}) == 1
+        site.submit(n=2)
+        answer = post("/v1/images/generations", json={"prompt": "x"})
+        assert check_refused("openai", answer, 429)["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(answer.headers["retry-after"]) <= 15
+
+
+def test_more_than_a_minutes_worth_leaves_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("canvax.server.rates.time.monotonic", lambda: now[0])
+    rates = Rates(6)
+    assert rates.wait("a", 12) == 0
+    assert rates.wait("a") == pytest.approx(70)
+    rates.give_back("a", 12)
+    assert rates.wait("a", 6) == 0
+
+
+def test_every_line_of_the_log_is_json() -> None:
+    out = io.StringIO()
+    handler, log = logging.StreamHandler(out), logging.getLogger("canvax.server")
+    handler.setFormatter(JsonLines())
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        with web() as site:
+            site.done(site.submit())
+            log.warning("%s:\n%s", "a", "b")
+            try:
+                raise RuntimeError("c\nd")
+            except RuntimeError:
+                log.exception("failed")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert all("time" in line for line in lines)
+    assert {line["message"] for line in lines if "level" in line} == {"a:\nb", "failed"}
+    assert [line for line in lines if "RuntimeError: c\nd" in line.get("traceback", "")]
+    assert [line for line in lines if line.get("outcome") == "done"]

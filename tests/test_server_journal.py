@@ -1,0 +1,478 @@
+"""The journal: what is accepted outlives a kill, a full disk is told, and a file has one server."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+import sqlite3
+import stat
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops
+
+from canvax.errors import CanvaxError, InputError
+from canvax.server.book import Book
+from canvax.server.jobs import Ask, Changed, Job, Picture, Refused, Status
+from canvax.server.journal import TIDY, VERSION, Journal
+from canvax.server.metrics import Metrics
+
+
+def image(mode: str) -> Image.Image:
+    """Every pixel another one."""
+    size = (40, 24)
+    noise = [Image.effect_noise(size, 90.0) for _ in Image.new(mode, (1, 1)).getbands()]
+    return Image.merge(mode, noise) if len(noise) > 1 else noise[0]
+
+
+FULL = Ask(
+    prompt="a red 🍎, \"quoted\"\nand\x00more", negative_prompt="", model="emoji", n=3, width=96, height=64, steps=7,
+    guidance_scale=4.25, sampler="Euler a", seed=2**64 - 5, image=image("RGB"), mask=image("L"), strength=0.3,
+    upscale=2.0, options={"variation_seed": 5, "variation_strength": 0.1, "prompt_syntax": "a1111"}, format="webp",
+    quality=81, previews=4, metadata=False, client="team", once="again-1", seconds=12.5,
+)  # fmt: skip
+"""No field has its default."""
+
+
+def job(ask: Ask | None = None, *, cancel: Any = lambda job: None) -> Job:
+    ask = ask or Ask("a red apple", seed=1)
+    seed = ask.seed or 0
+    pictures = [Picture(i, seed + i, ask.width or 64, ask.height or 64, ask.steps or 4) for i in range(ask.n)]
+    return Job(ask, ask.model or "emoji", pictures, cancel=cancel)
+
+
+def done(one: Job, index: int) -> None:
+    picture = one.pictures[index]
+    picture.data, picture.metadata = b"file %d" % index * 200, {"seed": picture.seed, "prompt": one.ask.prompt}
+    picture.step, picture.status = picture.steps, Status.DONE
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Journal]:
+    with closing(Journal(path)) as journal:
+        yield journal
+
+
+def recovered(path: Path) -> list[Job]:
+    with opened(path) as journal:
+        return journal.recover(lambda job: None)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "jobs.db"
+
+
+# What comes back.
+
+
+def test_every_field_comes_back(path: Path) -> None:
+    assert all(
+        getattr(FULL, field.name) != field.default for field in fields(Ask) if field.default is not dataclasses.MISSING
+    ), "FULL lacks a field of Ask"
+    before = job(FULL)
+    with opened(path) as journal:
+        journal.accepted(before)
+    (after,) = recovered(path)
+    for field in fields(Ask):
+        was, now = getattr(before.ask, field.name), getattr(after.ask, field.name)
+        if isinstance(was, Image.Image):
+            assert (now.size, now.mode, now.tobytes()) == (was.size, was.mode, was.tobytes()), field.name
+        else:
+            assert (now, type(now)) == (was, type(was)), field.name
+    assert (after.id, after.created, after.model, after.status) == (before.id, before.created, "emoji", Status.QUEUED)
+    assert after.pictures == before.pictures
+    assert [picture.seed for picture in after.pictures] == [2**64 - 5 + i for i in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_images_come_back_without_loss(path: Path, mode: str) -> None:
+    given = image(mode)
+    with opened(path) as journal:
+        journal.accepted(job(Ask("a", image=given)))
+    (after,) = recovered(path)
+    found = after.ask.image
+    assert found is not None
+    assert found.mode == mode
+    assert ImageChops.difference(found, given).getbbox(alpha_only=False) is None
+
+
+def test_defaults_come_back_as_they_are(path: Path) -> None:
+    with opened(path) as journal:
+        journal.accepted(job(Ask("")))
+    (after,) = recovered(path)
+    assert after.ask == Ask("")
+
+
+def test_a_job_half_done_goes_on_where_it_was(path: Path) -> None:
+    before = job(FULL)
+    with opened(path) as journal:
+        journal.accepted(before)
+        done(before, 1)
+        journal.finished(before, 1)
+    (after,) = recovered(path)
+    assert after.status is Status.QUEUED
+    assert [picture.status for picture in after.pictures] == [Status.QUEUED, Status.DONE, Status.QUEUED]
+    assert after.pictures[1] == before.pictures[1]
+    assert after.pictures[0].data is None
+    assert after.pictures[0].step == 0
+
+
+def test_a_job_killed_between_its_last_image_and_its_end_is_done(path: Path) -> None:
+    before = job()
+    with opened(path) as journal:
+        journal.accepted(before)
+        done(before, 0)
+        journal.finished(before, 0)
+    (after,) = recovered(path)
+    assert after.status is Status.DONE
+
+
+@pytest.mark.parametrize("end", [Status.DONE, Status.FAILED, Status.CANCELLED])
+def test_how_a_job_ended_comes_back(path: Path, end: Status) -> None:
+    before = job(Ask("a", n=2))
+    with opened(path) as journal:
+        journal.accepted(before)
+        done(before, 0)
+        journal.finished(before, 0)
+        before.error = ("timeout", "too late: ü") if end is Status.FAILED else None
+        before.tell(Changed(end))
+        journal.over(before)
+    (after,) = recovered(path)
+    assert (after.status, after.error) == (end, before.error)
+    assert [picture.status for picture in after.pictures] == [Status.DONE, end]
+    assert after.pictures[0].data == before.pictures[0].data
+
+
+def test_jobs_come_back_in_the_order_in_which_they_came(path: Path) -> None:
+    jobs = [job(Ask("a", seed=i)) for i in range(20)]
+    for one in jobs:
+        one.created = 1.0  # a clock that stands still, or goes back
+    with opened(path) as journal:
+        for one in jobs:
+            journal.accepted(one)
+    assert [one.id for one in recovered(path)] == [one.id for one in jobs]
+
+
+def test_a_recovered_job_can_be_cancelled(path: Path) -> None:
+    before, cancelled = job(), []
+    with opened(path) as journal:
+        journal.accepted(before)
+        (after,) = journal.recover(cancelled.append)
+    after.cancel()
+    assert cancelled == [after]
+
+
+def test_what_is_forgotten_is_gone_with_its_space(path: Path) -> None:
+    jobs = [job(Ask("a", seed=i)) for i in range(2 * TIDY)]
+    with opened(path) as journal:
+        for one in jobs:
+            journal.accepted(one)
+            one.pictures[0].data = os.urandom(20_000)
+            journal.finished(one, 0)
+    full = path.stat().st_size
+    with opened(path) as journal:
+        for one in jobs[:-1]:
+            journal.forget(one)
+        assert journal.broken is None
+    assert path.stat().st_size < 0.6 * full
+    with opened(path) as journal:
+        assert [one.id for one in journal.recover(lambda job: None)] == [jobs[-1].id]
+        journal.forget(jobs[-1])
+    with closing(sqlite3.connect(path)) as base:
+        assert base.execute("SELECT count(*) FROM images").fetchone() == (0,)
+
+
+def test_an_idempotency_key_outlives_its_server(path: Path) -> None:
+    def book(journal: Journal) -> Book:
+        return Book(Metrics(), journal, 600.0, lambda job: None)
+
+    with opened(path) as journal:
+        book(journal).accept(first := job(FULL))
+    with opened(path) as journal:
+        again = book(journal)
+        again.recover(lambda job: None)
+        found = again.earlier(dataclasses.replace(FULL))
+        assert found is not None
+        assert found.id == first.id
+        with pytest.raises(Refused, match="another request"):
+            again.earlier(dataclasses.replace(FULL, prompt="another"))
+
+
+# Whose file it is.
+
+
+def test_nobody_else_may_read_the_file(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with opened(path) as journal:
+            journal.accepted(job())
+            found = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert set(found.values()) == {0o600}, found
+
+
+def test_a_second_server_is_refused(path: Path) -> None:
+    with opened(path) as journal:
+        with pytest.raises(InputError, match="another server has it"):
+            Journal(path)
+        program = "import pathlib, sys, canvax.server.journal as j; j.Journal(pathlib.Path(sys.argv[1]))"
+        other = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+        assert "another server has it; give each a file of its own" in other.stderr
+        journal.accepted(job())
+    assert len(recovered(path)) == 1
+
+
+def foreign(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as base:
+        for statement in statements:
+            base.execute(statement)
+        base.commit()
+
+
+def test_files_of_others_are_refused_and_left_alone(path: Path) -> None:
+    path.write_bytes(b"my diary\n" * 1000)
+    with pytest.raises(InputError, match="is not a journal of canvax"):
+        Journal(path)
+    assert path.read_bytes() == b"my diary\n" * 1000
+    path.unlink()
+    foreign(path, "CREATE TABLE bookmarks (url TEXT)")
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="another program; name another file"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_newer_journal_is_refused(path: Path) -> None:
+    Journal(path).close()
+    foreign(path, f"PRAGMA user_version = {VERSION + 1}")
+    with pytest.raises(InputError, match="another version of canvax; name another file"):
+        Journal(path)
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "no folder" / "jobs.db"):
+        with pytest.raises(InputError, match=r"--journal .*; name another file"):
+            Journal(place)
+
+
+@pytest.mark.parametrize("damage", ["ask = x'7b'", "ask = '{\"colour\": 1}'", "image = x'89504e47'", "status = 'odd'"])
+def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
+    with opened(path) as journal:
+        journal.accepted(job())
+    foreign(path, f"UPDATE jobs SET {damage}")
+    with opened(path) as journal, pytest.raises(InputError, match=r"is damaged .*; move it away"):
+        journal.recover(lambda job: None)
+
+
+# A disk that is full.
+
+
+def accepting(journal: Journal) -> Iterator[Job]:
+    """More and more jobs; each is given once it is written."""
+    for i in range(1000):
+        journal.accepted(one := job(Ask("long " * 200, seed=i)))
+        yield one
+
+
+def test_a_full_disk_refuses_new_jobs_and_disturbs_nobody_else(path: Path) -> None:
+    jobs = []
+    with opened(path) as journal:
+        journal._base.execute("PRAGMA max_page_count = 40")
+        with pytest.raises(CanvaxError, match=r"jobs\.db: cannot be written \(database or disk is full\)"):
+            jobs.extend(accepting(journal))
+        assert journal.broken is None
+        done(jobs[0], 0)
+        jobs[0].pictures[0].data = bytes(100_000)
+        journal.finished(jobs[0], 0)
+        assert "disk is full" in str(journal.broken)
+        assert [one.id for one in journal.recover(lambda job: None)] == [one.id for one in jobs]
+        for one in jobs[1:]:
+            journal.forget(one)
+        journal.accepted(another := job())  # there is room again
+    assert [one.id for one in recovered(path)] == [jobs[0].id, another.id]
+
+
+def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
+    with opened(path) as journal:
+        book = Book(Metrics(), journal, 600.0, lambda job: None)
+        book.accept(first := job())
+        journal._base.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(Refused) as refused:
+            book.accept(job(Ask("long " * 10_000)))
+        assert (refused.value.status, refused.value.code) == (503, "not_recorded")
+        assert refused.value.retry_after
+        assert list(book.open()) == [first]
+    assert [one.id for one in recovered(path)] == [first.id]
+
+
+def test_what_cannot_be_put_into_words_is_refused(path: Path) -> None:
+    with opened(path) as journal:
+        for ask in (Ask("\ud800"), Ask("a", once="\udfff")):
+            with pytest.raises(CanvaxError, match="cannot be written"):
+                journal.accepted(job(ask))
+        assert journal.recover(lambda job: None) == []
+
+
+def test_after_the_end_nothing_is_written_and_nothing_raised(path: Path) -> None:
+    journal = Journal(path)
+    journal.accepted(one := job())
+    journal.close()
+    journal.close()
+    done(one, 0)
+    journal.finished(one, 0)
+    journal.over(one)
+    assert journal.broken
+    with pytest.raises(CanvaxError):
+        journal.accepted(job())
+
+
+# In a process of its own, which is killed.
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.test_server_journal import steps
+for said in steps(Path(sys.argv[1]), limit=int(sys.argv[2])):
+    print(said, flush=True)
+"""
+
+
+def steps(path: Path, limit: int = 0) -> Iterator[str]:
+    """The life of three jobs, a word after each call; the parent of this process kills it after one of them."""
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    journal = Journal(path)
+    for seed in range(1, 4):
+        one = job(Ask("a", n=2, seed=seed, image=image("RGB")))
+        yield f"begins {seed}"
+        try:
+            journal.accepted(one)
+        except CanvaxError:
+            yield f"refused {seed}"
+            continue
+        yield f"accepted {one.id}"
+        for index in range(2):
+            done(one, index)
+            journal.finished(one, index)
+            yield f"finished {one.id} {index}"
+        one.tell(Changed(Status.DONE))
+        journal.over(one)
+        yield f"over {one.id}"
+    journal.forget(one)
+    yield f"forgot {one.id}"
+    yield f"broken {journal.broken}"
+
+
+@contextmanager
+def child(path: Path, limit: int = 0) -> Iterator[subprocess.Popen[str]]:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", CHILD, str(path), str(limit)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        yield process
+
+
+def check(said: Sequence[str], jobs: Sequence[Job]) -> None:
+    """Nothing of what was said is lost."""
+    known = {one.id: one for one in jobs}
+    forgotten = {line.split()[1] for line in said if line.startswith("forgot")}
+    for line in said:
+        word, name, *index = line.split()
+        if word not in ("accepted", "finished", "over") or name in forgotten:
+            continue
+        assert name in known, line
+        if word == "finished":
+            assert known[name].pictures[int(index[0])].data == b"file %d" % int(index[0]) * 200
+        if word == "over":
+            assert known[name].status is Status.DONE
+    assert not forgotten & set(known)
+
+
+def killed_after(path: Path, count: int) -> list[str]:
+    """What a process said before it was killed."""
+    with child(path) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline().strip() for _ in range(count)]
+        process.send_signal(signal.SIGKILL)
+        return said + [line.strip() for line in process.stdout]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_a_kill_loses_nothing(path: Path, count: int) -> None:
+    said = killed_after(path, count)
+    assert len(said) >= count
+    check(said, recovered(path))
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step_loses_nothing(path: Path) -> None:
+    total = len(list(steps(path)))
+    for count in range(1, total):
+        for file in path.parent.iterdir():
+            file.unlink()
+        check(killed_after(path, count), recovered(path))
+
+
+@pytest.mark.parametrize("limit", [40_000, 57_000, 80_000])
+def test_files_that_may_not_grow_are_a_full_disk(path: Path, limit: int) -> None:
+    with child(path, limit) as process:
+        assert process.stdout is not None
+        said = process.stdout.read().split("\n")[:-1]
+    assert process.returncode == 0
+    assert any(line.startswith("refused") for line in said) or said[-1] != "broken None", "the limit is too large"
+    accepted = [line.split()[1] for line in said if line.startswith("accepted")]
+    forgotten = [line.split()[1] for line in said if line.startswith("forgot")]
+    assert set(accepted) - set(forgotten) <= {one.id for one in recovered(path)}
+
+
+# Many.
+
+
+def test_many_jobs_from_many_threads(path: Path) -> None:
+    lists = [[job(Ask("a", seed=i)) for i in range(100)] for _ in range(8)]
+
+    def run(journal: Journal, jobs: Sequence[Job]) -> None:
+        for one in jobs:
+            journal.accepted(one)
+            done(one, 0)
+            journal.finished(one, 0)
+            one.tell(Changed(Status.DONE))
+            journal.over(one)
+
+    with opened(path) as journal:
+        threads = [threading.Thread(target=run, args=(journal, jobs)) for jobs in lists]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert journal.broken is None
+    after = recovered(path)
+    assert {one.id for one in after} == {one.id for jobs in lists for one in jobs}
+    assert {one.status for one in after} == {Status.DONE}
+
+
+@pytest.mark.slow
+def test_ten_thousand_jobs(path: Path) -> None:
+    seconds = []
+    with opened(path) as journal:
+        for i in range(10_000):
+            one, began = job(Ask("a red apple", seed=i)), time.perf_counter()
+            journal.accepted(one)
+            seconds.append(time.perf_counter() - began)
+    assert statistics.median(seconds) < 0.02  # 0.2 ms where it was written; disks differ
+    began = time.perf_counter()
+    assert len(recovered(path)) == 10_000
+    assert time.perf_counter() - began < 20

@@ -1,0 +1,182 @@
+"""Who comes first: a clock of our own, no devices."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from canvax.server.policy import PATIENCE, Queue, best_batch
+
+
+@dataclass(eq=False)
+class Work:
+    name: str
+    seconds: float
+    deadline: float = 0.0
+    client: str = ""
+    group: str = "small"
+    turn: float | None = None
+    done: float = 0.0
+    finished: float | None = None
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.done
+
+
+def arrive(queue: Queue, now: float, name: str, seconds: float, **more: str) -> Work:
+    work = Work(name, seconds, now + PATIENCE * seconds, **more)
+    queue.add(work)
+    return work
+
+
+def run(
+    queue: Queue, until: float, now: float = 0.0, slice_: float = 0.5, groups: dict[str, bool] | None = None
+) -> float:
+    """One image at a time, in slices; the time when there is nothing more to do, or ``until``."""
+    while now < until and (work := queue.first(groups or {"small": False, "large": False})) is not None:
+        if work.turn is None:
+            queue.begin(work, now)
+        now += min(slice_, work.left)
+        work.done += min(slice_, work.left)
+        if work.left <= 0:
+            work.finished = now
+            queue.remove(work)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waiting", "best"),
+    [
+        ({1: 1.0, 4: 2.0}, 1, 1),
+        ({1: 1.0, 4: 2.0}, 2, 1),  # 1 s for each image either way, and the first one sooner
+        ({1: 1.0, 4: 2.0}, 3, 4),
+        ({1: 1.0, 4: 2.0}, 9, 4),
+        ({1: 1.0, 4: 3.9}, 9, 1),  # a gain of 2 % is not worth waiting for others
+        ({1: 1.0, 2: 1.2, 4: 2.0, 8: 4.0}, 8, 4),
+        ({1: 1.0, 2: 1.2, 4: 2.0, 8: 4.0}, 2, 2),
+        ({8: 1.0}, 1, 8),
+    ],
+)
+def test_the_batch_that_is_soonest_done(seconds: dict[int, float], waiting: int, best: int) -> None:
+    assert best_batch(seconds, waiting) == best
+
+
+def test_short_work_passes_long_work() -> None:
+    queue = Queue()
+    long = arrive(queue, 0.0, "long", 50.0)
+    assert run(queue, 10.0) == 10.0
+    short = arrive(queue, 10.0, "short", 2.0)
+    run(queue, 100.0, 10.0)
+    assert short.finished == 12.0
+    assert long.finished == 52.0
+
+
+def test_work_of_the_same_length_is_not_interrupted() -> None:
+    queue = Queue()
+    works = [arrive(queue, 0.1 * i, str(i), 10.0) for i in range(5)]
+    run(queue, 100.0)
+    assert [work.finished for work in works] == [10.0, 20.0, 30.0, 40.0, 50.0]
+
+
+def test_a_stream_of_short_work_does_not_starve_long_work() -> None:
+    """0.8 s of short work arrive each second: the long image is done by its deadline and its own time."""
+    queue, now = Queue(), 0.0
+    long = arrive(queue, 0.0, "long", 20.0)
+    for second in range(400):
+        arrive(queue, now, f"short {second}", 0.8)
+        now = max(run(queue, second + 1.0, now), second + 1.0)
+        if long.finished:
+            break
+    assert long.finished is not None
+    assert long.finished < PATIENCE * 20 + 2 * 20
+
+
+def test_a_client_with_thousands_does_not_delay_another_one() -> None:
+    queue = Queue()
+    for i in range(2000):
+        arrive(queue, 0.0, f"flood {i}", 1.0, client="flood")
+    run(queue, 100.0)
+    own = [arrive(queue, 100.0, f"own {i}", 1.0, client="quiet") for i in range(5)]
+    run(queue, 130.0, 100.0)
+    waits = [work.finished - 100.0 for work in own if work.finished]
+    assert len(waits) == 5
+    assert max(waits) <= 11.0  # every second one is its own
+
+
+def test_an_image_from_the_end_of_a_long_queue_is_interrupted_too() -> None:
+    queue = Queue()
+    for i in range(100):
+        arrive(queue, 0.0, f"flood {i}", 10.0, client="flood")
+    run(queue, 502.0)  # all their deadlines are over
+    short = arrive(queue, 502.0, "short", 1.0, client="quiet")
+    run(queue, 530.0, 502.0)
+    assert short.finished == 503.0
+
+
+def test_turns_of_clients_are_of_the_same_length_in_seconds() -> None:
+    queue = Queue()
+    for i in range(100):
+        arrive(queue, 0.0, f"a {i}", 4.0, client="a", group="large")
+        arrive(queue, 0.0, f"b {i}", 1.0, client="b")
+    works = list(queue)
+    run(queue, 100.0)
+    given = {client: sum(w.done for w in works if w.client == client) for client in "ab"}  # type: ignore[attr-defined]
+    assert abs(given["a"] - given["b"]) <= 5.0
+
+
+def test_time_without_work_is_no_credit() -> None:
+    queue = Queue()
+    for i in range(50):
+        arrive(queue, 0.0, f"a {i}", 1.0, client="a")
+    run(queue, 40.0)
+    for i in range(50):
+        arrive(queue, 40.0, f"b {i}", 1.0, client="b")
+    rest = [work for work in queue if work.client == "a"]
+    run(queue, 60.0, 40.0)
+    assert 8 <= sum(work.finished is not None for work in rest) <= 12  # type: ignore[attr-defined]
+
+
+def test_a_model_that_is_not_loaded_waits_for_those_that_are() -> None:
+    queue = Queue()
+    other = arrive(queue, 0.0, "other", 1.0, group="large")
+    first = arrive(queue, 1.0, "first", 1.0)
+    assert queue.first({"small": False, "large": True}) is first
+    queue.remove(first)
+    assert queue.first({"small": False, "large": True}) is other
+    assert queue.first({"small": False}) is None
+
+
+def test_nothing_is_lost_whatever_happens() -> None:
+    """Random arrivals, ends and removals: the queue holds what it should, and its count of seconds is right."""
+    chance, queue, alive = random.Random(0), Queue(), []
+    for i in range(3000):
+        what = chance.random()
+        if what < 0.5 or not alive:
+            client, group = chance.choice("abc"), chance.choice(["small", "large"])
+            alive.append(arrive(queue, i, str(i), chance.uniform(0.1, 9.0), client=client, group=group))
+        elif what < 0.75:
+            work = queue.first({"small": False, "large": False})
+            assert work in alive
+            if work.turn is None:
+                queue.begin(work, i)
+        else:
+            work = alive.pop(chance.randrange(len(alive)))
+            queue.remove(work)
+            queue.remove(work)  # a second time does nothing
+        assert len(queue) == len(alive)
+        assert set(map(id, queue)) == set(map(id, alive))
+        assert queue.seconds == pytest.approx(sum(work.left for work in alive), abs=1e-6)
+
+
+def test_an_empty_queue_has_no_work() -> None:
+    queue: Queue[Work] = Queue()
+    works = [Work(str(i), seconds) for i, seconds in enumerate((0.1, 0.2, 0.3))]
+    for work in works:
+        queue.add(work)
+    for work in works:
+        queue.begin(work, 0.0)
+        queue.remove(work)
+    assert queue.seconds == 0.0  # 0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 of floats is 1e-16

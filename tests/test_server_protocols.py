@@ -1,0 +1,780 @@
+"""Recorded requests of real clients against the server's protocols: the fields that each of them reads are there."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import pytest
+from PIL import Image
+from starlette.applications import Starlette
+
+from canvax.images.infotext import to_infotext
+from canvax.images.metadata import save_image
+from canvax.server import a1111, huggingface, openai
+from canvax.server.jobs import Ask, Job, Refused, Status
+from tests.server_stub import StubEngine
+from tests.serving import served, until
+
+
+@dataclass
+class Site:
+    """A server of the test's own, its engine, and a client for it."""
+
+    base: str
+    engine: StubEngine
+    http: httpx.Client
+
+    @property
+    def ask(self) -> Ask:
+        """What came in last."""
+        return self.engine.asks[-1]
+
+    def post(self, path: str, body: Any = None, **keywords: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **keywords) if body is not None else self.http.post(path, **keywords)
+
+    def generate(self, **body: Any) -> httpx.Response:
+        return self.post("/v1/images/generations", {"prompt": "a red apple"} | body)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Site]:
+    engine = StubEngine()
+    app = Starlette(routes=[*openai.routes(engine), *a1111.routes(engine), *huggingface.routes(engine)])
+    with served(app) as base, httpx.Client(base_url=base, timeout=20) as http:
+        yield Site(base, engine, http)
+
+
+@pytest.fixture
+def site(running: Site) -> Site:
+    """The server with an engine as new."""
+    vars(running.engine).update(vars(StubEngine()))
+    return running
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (64, 64), mode: str = "RGB", colour: Any = "red") -> bytes:
+    out = io.BytesIO()
+    Image.new(mode, size, colour).save(out, kind)
+    return out.getvalue()
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def opened(text: str | bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(base64.b64decode(text) if isinstance(text, str) else text))
+    image.load()
+    return image
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds nothing."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def events_of(text: str) -> list[Any]:
+    """The JSON of each event, and DONE."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return ["DONE" if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def half_request(site: Site, path: str, body: Any) -> socket.socket:
+    """A connection that sent a request and has not read the answer."""
+    where = urlsplit(site.base)
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection = socket.create_connection((where.hostname or "", where.port or 0))
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+# OpenAI: each body is what that client sends.
+
+OPENAI_BODIES = {
+    "openai-python": {"prompt": "a red apple", "model": "gpt-image-2", "n": 2, "size": "64x64", "seed": 7,
+                      "num_inference_steps": 3, "negative_prompt": "blurry"},
+    "litellm": {"model": "stub", "prompt": "a red apple", "n": 1, "size": "64x64", "user": "u", "quality": "high"},
+    "open-webui": {"model": "dall-e-2", "prompt": "a red apple", "n": 1, "size": "512x512",
+                   "response_format": "b64_json"},
+    "n8n": {"prompt": "a red apple", "model": "dall-e-3", "response_format": "b64_json", "n": 1, "size": "1024x1024",
+            "quality": "standard", "style": "vivid"},
+    "lobehub": {"model": "flux", "prompt": "a red apple", "n": 1, "seed": 5, "steps": 3, "cfg": 3.5, "width": 64,
+                "height": 64},
+    "ai-sdk": {"model": "stub", "prompt": "a red apple", "n": 1, "size": "64x64", "response_format": "b64_json"},
+    "ai-sdk-compatible": {"model": "stub", "prompt": "a red apple", "n": 3},
+    "langchain": {"prompt": "a red apple", "n": 2, "size": "1024x1024", "model": "dall-e-2"},
+    "nextcloud": {"prompt": "a red apple", "n": 1, "size": "1024x1024", "response_format": "url"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", OPENAI_BODIES)
+def test_openai_images_are_read_by(site: Site, client: str) -> None:
+    body = OPENAI_BODIES[client]
+    answer = site.post("/v1/images/generations", body, headers={"Accept": "application/json"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-canvax-model"] == "stub"
+    told = answer.json()
+    assert isinstance(told["created"], int)
+    assert len(told["data"]) == body["n"]
+    assert told["size"] == "64x64"
+    assert told["output_format"] == "png"
+    assert told["usage"]["total_tokens"] == told["usage"]["input_tokens_details"]["text_tokens"] == 0
+    for i, entry in enumerate(told["data"]):
+        # Open WebUI reads url first and the AI SDK nothing else than b64_json
+        if body.get("response_format") == "url" or client == "langchain":
+            assert "b64_json" not in entry
+            head, _, content = entry["url"].partition(",")
+            assert head == "data:image/png;base64"
+        else:
+            assert "url" not in entry
+            content = entry["b64_json"]
+        assert opened(content).size == (64, 64)
+        assert entry["seed"] == body.get("seed", 1234) + i
+
+
+def test_openai_fields_reach_the_engine(site: Site) -> None:
+    body = {"n": 2, "size": "96x64", "seed": 3, "negative_prompt": "blurry", "num_inference_steps": 5, "cfg_scale": 3,
+            "sampler": "Euler a", "options": {"clip_skip": 1}, "output_format": "webp",
+            "output_compression": 0}  # fmt: skip
+    told = site.generate(**body).json()
+    ask = site.ask
+    assert (ask.n, ask.width, ask.height, ask.seed, ask.negative_prompt, ask.steps) == (2, 96, 64, 3, "blurry", 5)
+    assert (ask.guidance_scale, ask.sampler, ask.options, ask.format, ask.quality) == (
+        *(3, "Euler a", {"clip_skip": 1}, "webp"),
+        1,
+    )
+    assert opened(told["data"][1]["b64_json"]).format == "WEBP"
+    site.generate(seed=-1, steps=3, guidance_scale=2.5, previews=2)
+    assert (site.ask.seed, site.ask.steps, site.ask.guidance_scale, site.ask.previews) == (None, 3, 2.5, 0)
+
+
+def test_openai_client_identity_and_idempotency_reach_the_engine(site: Site) -> None:
+    site.http.post(
+        "/v1/images/generations", json={"prompt": "x"}, headers={"x-client": "key1", "Idempotency-Key": "once"}
+    )
+    assert (site.ask.client, site.ask.once) == ("key1", "once")
+
+
+@pytest.mark.parametrize(
+    ("size", "asked"),
+    [
+        ("auto", (None, None)),
+        ("1024x1536", (64, 64)),
+        ("1792x1024", (96, 64)),
+        ("96X64", (96, 64)),
+        ("40x40", (40, 40)),
+    ],
+)
+def test_openai_sizes(site: Site, size: str, asked: tuple[int | None, int | None]) -> None:
+    assert site.generate(size=size).status_code == 200
+    assert (site.ask.width, site.ask.height) == asked
+
+
+@pytest.mark.parametrize("path", ["/images/generations", "/openai/deployments/stub/images/generations?api-version=1"])
+def test_openai_other_paths(site: Site, path: str) -> None:
+    assert site.post(path, {"prompt": "x"}).json()["data"][0]["b64_json"]
+
+
+def test_openai_models(site: Site) -> None:
+    for path in ("/v1/models", "/models"):
+        told = site.http.get(path).json()
+        assert told["object"] == "list"
+        assert told["data"][0].keys() == {"id", "object", "created", "owned_by"}
+    assert site.http.get("/v1/models/stub").json()["object"] == "model"
+    assert site.http.get("/v1/models/gpt/none").json()["error"]["code"] == "model_not_found"
+
+
+def test_openai_sign_of_life_of_sillytavern(site: Site) -> None:
+    answer = site.http.options("/v1/images/generations")
+    assert answer.status_code == 204
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_openai_stream(site: Site, n: int) -> None:
+    site.engine.pace = 0.05
+    answer = site.generate(stream=True, partial_images=3, n=n, seed=9, size="64x64")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-canvax-model"] == "stub"
+    assert site.ask.previews == 3
+    events = events_of(answer.text)
+    assert events[-1] == "DONE"
+    partials = [event for event in events[:-1] if event["type"] == "image_generation.partial_image"]
+    finals = [event for event in events[:-1] if event["type"] == "image_generation.completed"]
+    assert partials
+    assert all(event["partial_image_index"] in range(3) for event in partials)
+    assert all(event["output_format"] == "jpeg" and opened(event["b64_json"]).format == "JPEG" for event in partials)
+    assert sorted(event["seed"] for event in finals) == [9, 10][:n]
+    for event in finals:
+        assert opened(event["b64_json"]).size == (64, 64)
+        assert event["usage"]["total_tokens"] == 0
+    for event in (*partials, *finals):
+        assert (event["size"], event["quality"], event["background"]) == ("64x64", "auto", "opaque")
+        assert isinstance(event["created_at"], int)
+
+
+def test_openai_stream_without_partial_images_is_one_event(site: Site) -> None:
+    events = events_of(site.generate(stream=True).text)
+    assert [event if event == "DONE" else event["type"] for event in events] == ["image_generation.completed", "DONE"]
+
+
+def test_openai_stream_of_a_job_that_was_done_before_anyone_watched(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(ask: Ask) -> Job:
+        job = StubEngine.submit(site.engine, ask)
+        until(lambda: job.status.over)
+        return job
+
+    monkeypatch.setattr(site.engine, "submit", submit)
+    events = events_of(site.generate(stream=True, n=2).text)
+    assert [event["seed"] for event in events[:-1]] == [1234, 1235]
+    assert len(site.generate(n=2).json()["data"]) == 2
+
+
+def test_openai_stream_says_that_it_is_alive(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvax.server.answers.PAUSE", 0.05)
+    site.engine.pace = 0.2
+    text = site.generate(stream=True).text
+    assert ": keepalive\n\n" in text
+    assert events_of(text)[-1] == "DONE"
+
+
+def test_openai_stream_reports_a_failure_as_an_error(site: Site) -> None:
+    site.engine.fails = ("server_error", "the device is gone")
+    *_, failed, last = events_of(site.generate(stream=True).text)
+    assert failed["error"] == {"message": "the device is gone", "type": "server_error", "param": None,
+                               "code": "server_error"}  # fmt: skip
+    assert last == "DONE"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_job_is_cancelled_when_the_client_goes(site: Site, stream: bool) -> None:
+    site.engine.pace = 0.3
+    connection = half_request(site, "/v1/images/generations", {"prompt": "x", "steps": 100, "stream": stream})
+    until(lambda: any(job.status is Status.RUNNING for job in site.engine.jobs()))
+    connection.close()
+    until(lambda: not site.engine.jobs(), 3)
+    assert site.engine.accepted[0].status is Status.CANCELLED
+
+
+def test_openai_job_with_a_key_of_its_own_goes_on(site: Site) -> None:
+    site.engine.pace = 0.1
+    with pytest.raises(httpx.ReadTimeout):
+        site.post("/v1/images/generations", {"prompt": "x"}, headers={"Idempotency-Key": "k"}, timeout=0.2)
+    until(lambda: not site.engine.jobs())
+    assert site.engine.accepted[0].status is Status.DONE
+
+
+EDIT = {"prompt": "a green apple", "n": "1", "model": "gpt-image-2", "seed": "4", "strength": "0.5", "size": "auto"}
+
+
+@pytest.mark.parametrize("name", ["image", "image[]"])
+def test_openai_edit(site: Site, name: str) -> None:
+    answer = site.post("/v1/images/edits", data=EDIT, files=[(name, ("../x.png", picture(), "text/html"))])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["data"][0]["seed"] == 4
+    ask = site.ask
+    assert ask.image
+    assert (ask.prompt, ask.seed, ask.strength, ask.width, ask.height) == ("a green apple", 4, 0.5, 64, 64)
+    assert (ask.image.mode, ask.image.size, ask.mask) == ("RGB", (64, 64), None)
+
+
+def test_openai_edit_of_open_webui(site: Site) -> None:
+    fields = {"model": "dall-e-2", "prompt": "x", "n": "1", "size": "512x512", "response_format": "b64_json"}
+    answer = site.post("/v1/images/edits?api-version=1", data=fields, files=[("image", ("a.png", picture()))])
+    assert answer.json()["data"][0].keys() == {"b64_json", "seed"}
+
+
+def test_openai_transparent_parts_of_a_mask_are_white(site: Site) -> None:
+    mask = Image.new("RGBA", (64, 64), "black")
+    mask.paste((0, 0, 0, 0), (0, 0, 32, 64))
+    out = io.BytesIO()
+    mask.save(out, "PNG")
+    files = [("image", ("a.png", picture())), ("mask", ("m.png", out.getvalue()))]
+    answer = site.post("/v1/images/edits", data=EDIT | {"stream": "true"}, files=files)
+    assert [event["type"] for event in events_of(answer.text)[:-1]] == ["image_edit.completed"]
+    assert site.ask.mask
+    assert (site.ask.mask.mode, site.ask.mask.getpixel((0, 0)), site.ask.mask.getpixel((63, 0))) == ("L", 255, 0)
+
+
+@pytest.mark.parametrize(("size", "asked"), [((64, 64), (64, 64)), ((600, 400), (96, 64)), ((90, 100), (64, 64))])
+def test_openai_edit_takes_the_nearest_size_for_an_image(site: Site, size: Any, asked: Any) -> None:
+    site.post("/v1/images/edits", data={"prompt": "x"}, files=[("image", ("a.png", picture(size=size)))])
+    assert (site.ask.width, site.ask.height) == asked
+
+
+ANIMATED = io.BytesIO()
+Image.new("RGB", (8, 8)).save(ANIMATED, "WEBP", save_all=True, append_images=[Image.new("RGB", (8, 8), "red")])
+
+BAD_IMAGES = {
+    "gif": (picture("GIF"), "not a PNG"),
+    "text": (b"hello", "not a PNG"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a PNG"),
+    "nothing": (b"", "not a PNG"),
+    "bomb": (bomb(60_000, 60_000), "more than"),
+    "large": (bomb(5000, 5000), "more than"),
+    "empty": (bomb(64, 64), "damaged"),
+    "cut off": (picture(size=(200, 200), colour="red")[:-40], "damaged"),
+    "animated": (ANIMATED.getvalue(), "animated"),
+    "printer's": (picture("JPEG", mode="CMYK", colour=0), "CMYK"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_IMAGES)
+def test_bad_images_are_refused(site: Site, name: str) -> None:
+    data, why = BAD_IMAGES[name]
+    answer = site.post("/v1/images/edits", data=EDIT, files=[("image", ("a.png", data, "image/png"))])
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_image", "image")
+    assert why in error["message"]
+    assert "0x" not in error["message"]
+    assert not site.engine.asks
+
+
+def test_openai_edits_are_refused_that_lack_a_part(site: Site) -> None:
+    def param(files: Any, **fields: str) -> str:
+        answer = site.post("/v1/images/edits", data={"prompt": "x"} | fields, files=files)
+        assert answer.status_code == 400
+        return answer.json()["error"]["param"]
+
+    one = ("image", ("a.png", picture()))
+    assert param([("other", ("a.png", b"x"))]) == "image"
+    assert param([one, one]) == "image"
+    assert param([one, ("mask", ("m.png", picture(size=(32, 32))))]) == "mask"
+    assert param([one, ("mask", ("m.png", picture()))]) == "mask"  # opaque
+    assert param([one], n="x") == "n"
+    assert param([one], prompt="") == "prompt"
+    assert param([one], options="{") == "options"
+    assert param([("x", ("a.png", b"x"))], image="http://169.254.169.254/") == "image"
+
+
+BAD_BODIES = [
+    (b"", None), (b"{", None), (b"[]", None), (b"null", None), (b'"x"', None), (b'{"prompt": NaN}', None),
+    (b'{"prompt": "\xff"}', None), (b'{"prompt": "\\ud800"}', None), (b'{"x": ' + b"[" * 100_000 + b"}", None),
+    (b"{}", "prompt"), (b'{"prompt": ""}', "prompt"), (b'{"prompt": null}', "prompt"), (b'{"prompt": 5}', "prompt"),
+    (b'{"prompt": "x", "n": 0}', "n"), (b'{"prompt": "x", "n": "2"}', "n"), (b'{"prompt": "x", "n": 2.5}', "n"),
+    (b'{"prompt": "x", "n": true}', "n"), (b'{"prompt": "x", "n": 1' + b"0" * 5000 + b"}", "n"),
+    (b'{"prompt": "x", "size": "large"}', "size"), (b'{"prompt": "x", "size": "0x64"}', "size"),
+    (b'{"prompt": "x", "size": 64}', "size"), (b'{"prompt": "x", "steps": -1}', "steps"),
+    (b'{"prompt": "x", "guidance_scale": 1e309}', "guidance_scale"), (b'{"prompt": "x", "strength": 2}', "strength"),
+    (b'{"prompt": "x", "partial_images": 4}', "partial_images"), (b'{"prompt": "x", "seed": -2}', "seed"),
+    (b'{"prompt": "x", "output_format": "gif"}', "output_format"), (b'{"prompt": "x", "stream": "yes"}', "stream"),
+    (b'{"prompt": "x", "background": "transparent"}', "background"), (b'{"prompt": "x", "options": []}', "options"),
+    (b'{"prompt": "x", "response_format": "file"}', "response_format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_BODIES, ids=lambda value: repr(value)[:40])
+def test_openai_bad_bodies(site: Site, body: bytes, param: str | None) -> None:
+    answer = site.post("/v1/images/generations", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert answer.headers["x-request-id"]
+    assert not site.engine.asks
+
+
+def test_errors_do_not_repeat_what_was_sent(site: Site) -> None:
+    assert len(site.generate(output_format="x" * 100_000).content) < 1000
+    assert len(site.generate(size="9" * 100_000).content) < 1000
+    assert len(site.post("/sdapi/v1/txt2img", {"sampler_name": "x" * 100_000}).content) < 1000
+
+
+def test_openai_errors(site: Site) -> None:
+    site.engine.refusal = Refused(429, "queue_full", "the queue is full", retry_after=2.4)
+    full = site.generate()
+    assert (full.status_code, full.headers["retry-after"]) == (429, "3")
+    assert full.json()["error"]["type"] == "rate_limit_error"
+    site.engine.refusal = Refused(400, "size_not_ready", "not this size", param="width")
+    assert site.generate(stream=True).json()["error"]["param"] == "size"
+    site.engine.refusal = None
+    site.engine.fails = ("timeout", "it took too long")
+    late = site.generate()
+    assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
+    assert late.json()["error"]["type"] == "server_error"
+    assert site.post("/v1/images/variations").status_code == 404
+    assert site.post("/v1/images/generations", data={"prompt": "x"}).status_code == 415
+    assert site.post("/v1/images/edits", {"prompt": "x"}).status_code == 415
+    broken = site.http.post("/v1/images/edits", content=b"x", headers={"Content-Type": "multipart/form-data"})
+    assert broken.status_code == 400
+
+
+def test_openai_cancelled_by_another_hand(site: Site) -> None:
+    site.engine.pace = 0.1
+    threading.Timer(0.3, lambda: [job.cancel() for job in site.engine.jobs()]).start()
+    answer = site.generate()
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    assert answer.json()["error"]["code"] == "cancelled"
+
+
+# AUTOMATIC1111
+
+OPEN_WEBUI = {"prompt": "a red apple", "batch_size": 2, "width": 64, "height": 64, "steps": 3, "negative_prompt": "b"}
+SILLYTAVERN = {
+    "url": "http://127.0.0.1:7860", "auth": "user:password", "prompt": "a red apple", "negative_prompt": "blurry",
+    "sampler_name": "DPM++ 2M", "scheduler": "Karras", "steps": 3, "cfg_scale": 7, "width": 64, "height": 64,
+    "restore_faces": False, "enable_hr": False, "hr_upscaler": "Latent", "hr_scale": 2, "hr_additional_modules": [],
+    "denoising_strength": 0.7, "hr_second_pass_steps": 0, "seed": 5,
+    "override_settings": {"CLIP_stop_at_last_layers": 2, "sd_vae": "Automatic", "forge_additional_modules": []},
+    "override_settings_restore_afterwards": True, "clip_skip": 2, "save_images": True, "send_images": True,
+    "do_not_save_grid": False, "do_not_save_samples": False,
+}  # fmt: skip
+STABLE_DIFFUSION_CPP = {
+    "model": "stub", "prompt": "a red apple", "negative_prompt": "", "width": 64, "height": 64, "steps": 3,
+    "cfg_scale": 7, "seed": -1, "batch_size": 1, "sampler_name": "euler_a", "scheduler": "discrete",
+}  # fmt: skip
+WEBUIAPI = {
+    "enable_hr": False, "hr_scale": 2, "hr_upscaler": "Latent", "hr_second_pass_steps": 0, "hr_resize_x": 0,
+    "hr_resize_y": 0, "hr_checkpoint_name": None, "hr_sampler_name": None, "hr_scheduler": None, "hr_prompt": "",
+    "hr_negative_prompt": "", "denoising_strength": 0.7, "firstphase_width": 0, "firstphase_height": 0,
+    "prompt": "a red apple", "styles": [], "seed": 1003, "subseed": -1, "subseed_strength": 0.0,
+    "seed_resize_from_h": 0, "seed_resize_from_w": 0, "batch_size": 1, "n_iter": 2, "steps": 3, "cfg_scale": 7.0,
+    "width": 64, "height": 64, "restore_faces": False, "tiling": False, "do_not_save_samples": False,
+    "do_not_save_grid": False, "negative_prompt": "", "eta": 1.0, "s_churn": 0, "s_tmax": 0, "s_tmin": 0, "s_noise": 1,
+    "override_settings": {}, "override_settings_restore_afterwards": True, "sampler_name": "DDIM",
+    "scheduler": "automatic", "sampler_index": "Euler a", "script_name": None, "script_args": [], "send_images": True,
+    "save_images": False, "alwayson_scripts": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [OPEN_WEBUI, SILLYTAVERN, STABLE_DIFFUSION_CPP, WEBUIAPI])
+def test_a1111_images(site: Site, body: Any) -> None:
+    answer = site.post("/sdapi/v1/txt2img", body, headers={"Authorization": ""})
+    assert answer.status_code == 200, answer.text
+    assert "password" not in answer.text
+    told = answer.json()
+    n = body.get("batch_size", 1) * body.get("n_iter", 1)
+    assert [opened(image).size for image in told["images"]] == [(64, 64)] * n
+    assert isinstance(told["info"], str)
+    info = json.loads(told["info"])
+    seed = body.get("seed", -1) if body.get("seed", -1) >= 0 else 1234
+    assert (info["seed"], info["all_seeds"]) == (seed, [seed + i for i in range(n)])
+    assert (info["prompt"], info["all_prompts"]) == ("a red apple", ["a red apple"] * n)
+    assert (info["width"], info["height"], info["steps"], info["sd_model_name"]) == (64, 64, 3, "stub")
+    assert info["cfg_scale"] == body.get("cfg_scale", 7.5)
+    assert len(info["infotexts"]) == n
+    assert f"Seed: {seed}" in info["infotexts"][0]
+    assert told["parameters"]["prompt"] == "a red apple"
+    assert site.ask.options["prompt_syntax"] == "a1111"
+    assert site.ask.previews
+
+
+def test_a1111_fields_reach_the_engine(site: Site) -> None:
+    site.post("/sdapi/v1/txt2img", SILLYTAVERN)
+    assert (site.ask.sampler, site.ask.steps, site.ask.guidance_scale, site.ask.seed) == ("DPM++ 2M", 3, 7, 5)
+    assert site.ask.options == {"prompt_syntax": "a1111", "sigmas": "karras", "clip_skip": 1}
+    site.post("/sdapi/v1/txt2img", WEBUIAPI)
+    assert site.ask.options == {"prompt_syntax": "a1111"}  # no eta of 1 for DDIM
+    assert (site.ask.sampler, site.ask.n) == ("DDIM", 2)
+    more = {"eta": 0.5, "subseed": 9, "subseed_strength": 0.1, "seed_resize_from_h": 64, "seed_resize_from_w": 96}
+    site.post("/sdapi/v1/txt2img", WEBUIAPI | more)
+    assert site.ask.options == {
+        "prompt_syntax": "a1111", "eta": 0.5, "variation_seed": 9, "variation_strength": 0.1, "seed_size": (64, 96)
+    }  # fmt: skip
+    site.post("/sdapi/v1/txt2img", WEBUIAPI | {"sampler_name": "Euler", "scheduler": "SGM Uniform", "s_churn": 10})
+    assert site.ask.options["sigmas"] == "sgm_uniform"
+    assert site.ask.options["sampler_settings"] == {"s_churn": 10}
+    site.post("/sdapi/v1/txt2img", {"prompt": "x", "steps": "3", "width": 64.0, "seed": -1})  # as pydantic reads it
+    assert (site.ask.steps, site.ask.width, site.ask.seed) == (3, 64, None)
+
+
+def test_a1111_options_fit_canvax(site: Site) -> None:
+    """What is asked of the engine are options that exist."""
+    from canvax import Options
+
+    files = {"init_images": [b64(picture())], "mask": b64(picture(mode="L", colour=255))}
+    extra = {"subseed_strength": 0.1, "seed_resize_from_h": 64, "seed_resize_from_w": 96, "s_churn": 3, "eta": 0.1}
+    for fill in range(4):
+        body = SILLYTAVERN | files | extra | {"inpainting_fill": fill, "sampler_name": "Euler a"}
+        assert site.post("/sdapi/v1/img2img", body).status_code == 200
+        Options(**site.ask.options)
+
+
+def test_a1111_image_to_image(site: Site) -> None:
+    body = WEBUIAPI | {"init_images": ["data:image/png;base64," + b64(picture())], "denoising_strength": 0.4}
+    told = site.post("/sdapi/v1/img2img", body).json()
+    assert json.loads(told["info"])["denoising_strength"] == 0.4
+    assert "init_images" not in told["parameters"]
+    assert site.ask.image
+    assert (site.ask.image.size, site.ask.mask, site.ask.strength) == ((64, 64), None, 0.4)
+    assert site.ask.options == {"prompt_syntax": "a1111", "strength_rule": "a1111"}
+    mask = Image.new("L", (32, 32), 0)
+    mask.paste(255, (0, 0, 16, 32))
+    out = io.BytesIO()
+    mask.save(out, "PNG")
+    body |= {"mask": b64(out.getvalue()), "mask_blur": 2, "inpainting_fill": 2, "inpaint_full_res": True,
+             "inpaint_full_res_padding": 8}  # fmt: skip
+    assert site.post("/sdapi/v1/img2img", body | {"inpainting_mask_invert": 1}).status_code == 200
+    assert site.ask.mask
+    assert (site.ask.mask.size, site.ask.mask.getpixel((0, 0)), site.ask.mask.getpixel((63, 0))) == ((64, 64), 0, 255)
+    wanted = {"mask_blur": 2, "mask_fill": "noise", "padding_mask_crop": 8}
+    assert site.ask.options == {"prompt_syntax": "a1111", "strength_rule": "a1111", **wanted}
+    site.post("/sdapi/v1/img2img", body | {"inpaint_full_res": False})
+    assert "padding_mask_crop" not in site.ask.options
+    site.post("/sdapi/v1/img2img", body | {"denoising_strength": 0})
+    assert site.ask.strength == 0.001  # as there, where the last step is run all the same
+
+
+def test_a1111_crops_to_the_size(site: Site) -> None:
+    wide = Image.new("RGB", (128, 64), "red")
+    wide.paste((0, 0, 255), (32, 0, 96, 64))
+    out = io.BytesIO()
+    wide.save(out, "PNG")
+    body = {"init_images": [b64(out.getvalue())], "width": 64, "height": 64, "resize_mode": 1}
+    site.post("/sdapi/v1/img2img", body)
+    assert site.ask.image
+    assert site.ask.image.getcolors() == [(64 * 64, (0, 0, 255))]
+
+
+def test_a1111_lists(site: Site) -> None:
+    def get(name: str) -> Any:
+        answer = site.http.get(f"/sdapi/v1/{name}", headers={"Authorization": "Basic dXNlcjpwYXNz"})
+        assert answer.status_code == 200
+        return answer.json()
+
+    assert get("options")["sd_model_checkpoint"] == get("sd-models")[0]["title"]
+    assert "forge_preset" not in get("options")  # by which SillyTavern tells another server
+    assert {"title", "model_name", "hash", "sha256", "filename"} <= get("sd-models")[0].keys()
+    names = [sampler["name"] for sampler in get("samplers")]
+    assert {"Euler a", "DPM++ 2M", "DDIM"} <= set(names)
+    assert {"name", "label"} <= get("schedulers")[0].keys()
+    assert "Karras" in [scheduler["label"] for scheduler in get("schedulers")]
+    assert get("scripts") == {"txt2img": [], "img2img": []}
+    assert get("embeddings")["loaded"] == {}
+    assert [upscaler["name"] for upscaler in get("upscalers")] == ["None"]
+    for name in ("sd-vae", "sd-modules", "latent-upscale-modes", "loras", "hypernetworks", "prompt-styles",
+                 "face-restorers", "realesrgan-models", "script-info"):  # fmt: skip
+        assert get(name) == []
+    assert get("cmd-flags") == {}
+    assert get("memory").keys() == {"ram", "cuda"}
+    assert site.post("/sdapi/v1/refresh-checkpoints").json() is None
+    for name in names:  # every name that is listed is taken
+        assert site.post("/sdapi/v1/txt2img", {"prompt": "x", "steps": 1, "sampler_name": name}).status_code == 200
+    for scheduler in get("schedulers"):
+        body = {"prompt": "x", "steps": 1, "scheduler": scheduler["label"]}
+        assert site.post("/sdapi/v1/txt2img", body).status_code == 200
+
+
+def test_a1111_model_is_chosen_as_open_webui_does(site: Site) -> None:
+    options = site.http.get("/sdapi/v1/options").json()
+    title = site.http.get("/sdapi/v1/sd-models").json()[0]["title"]
+    assert site.post("/sdapi/v1/options", options | {"sd_model_checkpoint": title}).status_code == 200
+    told = site.post("/sdapi/v1/options", options | {"sd_model_checkpoint": "../../etc/passwd"})
+    assert told.status_code == 404
+    assert told.json().keys() == {"error", "detail", "body", "errors"}
+
+
+def test_a1111_progress_shows_the_image_on_its_way(site: Site) -> None:
+    idle = site.http.get("/sdapi/v1/progress").json()
+    assert (idle["progress"], idle["state"]["job_count"], idle["current_image"]) == (0.0, 0, None)
+    site.engine.pace = 0.15
+    told: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: told.append(site.post("/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 8})))
+    thread.start()
+    seen = []
+    until(lambda: seen.append(site.http.get("/sdapi/v1/progress").json()) or seen[-1]["current_image"])
+    progress = seen[-1]
+    assert opened(progress["current_image"]).size == (16, 16)
+    assert 0 < progress["progress"] < 1
+    assert (progress["state"]["job_count"], progress["state"]["sampling_steps"]) == (2, 8)
+    assert 1 <= progress["state"]["sampling_step"] <= 8
+    hidden = site.http.get("/sdapi/v1/progress", params={"skip_current_image": "true"}).json()
+    assert hidden["current_image"] is None
+    assert site.http.get("/sdapi/v1/progress", headers={"x-client": "other"}).json()["state"]["job_count"] == 0
+    thread.join()
+    assert len(told[0].json()["images"]) == 2
+    assert site.http.get("/sdapi/v1/progress").json()["progress"] == 0.0
+
+
+@pytest.mark.parametrize("word", ["interrupt", "skip"])
+def test_a1111_interrupt(site: Site, word: str) -> None:
+    site.engine.pace = 0.1
+    told: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: told.append(site.post("/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 90})))
+    thread.start()
+    until(lambda: site.http.get("/sdapi/v1/progress").json()["progress"] > 0)
+    assert site.post(f"/sdapi/v1/{word}", headers={"x-client": "other"}).status_code == 200
+    assert site.engine.jobs()  # which is another's
+    assert site.post(f"/sdapi/v1/{word}").json() == {}
+    thread.join(5)
+    assert (told[0].status_code, told[0].json()["images"]) == (200, [])
+    assert json.loads(told[0].json()["info"])["all_seeds"] == []
+
+
+def test_a1111_job_is_cancelled_when_the_client_goes(site: Site) -> None:
+    site.engine.pace = 0.3
+    connection = half_request(site, "/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 100})
+    until(lambda: any(job.status is Status.RUNNING for job in site.engine.jobs()))
+    connection.close()
+    until(lambda: not site.engine.jobs(), 3)
+    assert site.http.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
+
+
+A1111_BAD = [
+    ({"prompt": 5}, "prompt"), ({"steps": "many"}, "steps"), ({"steps": 0}, "steps"), ({"batch_size": 0}, "batch_size"),
+    ({"cfg_scale": -1}, "cfg_scale"), ({"width": -8}, "width"), ({"seed": -2}, "seed"), ({"seed": 1.5}, "seed"),
+    ({"enable_hr": True}, "enable_hr"), ({"tiling": True}, "tiling"), ({"script_name": "x"}, "script_name"),
+    ({"alwayson_scripts": {"ControlNet": {}}}, "alwayson_scripts"), ({"sampler_name": "Magic"}, "sampler_name"),
+    ({"scheduler": "Magic"}, "scheduler"), ({"subseed_strength": 2}, "subseed_strength"), ({"eta": "NaN"}, "eta"),
+    ({"override_settings": []}, "override_settings"),
+]  # fmt: skip
+A1111_BAD_IMAGES = [
+    ({}, "init_images"), ({"init_images": []}, "init_images"), ({"init_images": None}, "init_images"),
+    ({"init_images": ["http://169.254.169.254/x"]}, "init_images"), ({"init_images": ["/etc/passwd"]}, "init_images"),
+    ({"init_images": ["file:///etc/passwd"]}, "init_images"), ({"init_images": ["@@@"]}, "init_images"),
+    ({"init_images": [""]}, "init_images"), ({"init_images": ["data:text/plain,x"]}, "init_images"),
+    ({"init_images": [b64(picture())], "mask": "x"}, "mask"),
+    ({"init_images": [b64(picture())], "denoising_strength": 1.5}, "denoising_strength"),
+    ({"init_images": [b64(picture())], "resize_mode": 3}, "resize_mode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [("txt2img", *case) for case in A1111_BAD] + [("img2img", *case) for case in A1111_BAD_IMAGES],
+    ids=lambda value: repr(value)[:50],
+)
+def test_a1111_bad_bodies(site: Site, route: str, body: Any, param: str) -> None:
+    answer = site.post(f"/sdapi/v1/{route}", {"prompt": "x"} | body)
+    assert answer.status_code in (400, 422)
+    told = answer.json()
+    assert told.keys() == {"error", "detail", "body", "errors"}
+    assert told["body"] == param
+    assert param in told["detail"]
+    assert not site.engine.asks
+
+
+def test_a1111_errors(site: Site) -> None:
+    site.engine.refusal = Refused(503, "draining", "the server stops", retry_after=5)
+    answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    site.engine.refusal = Refused(400, "invalid_value", "n=100 is too many", param="n")
+    assert site.post("/sdapi/v1/txt2img", OPEN_WEBUI).json()["body"] == "batch_size"
+    site.engine.refusal = None
+    site.engine.fails = ("server_error", "the device is gone")
+    answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI)
+    assert (answer.status_code, answer.json()["detail"]) == (500, "the device is gone")
+    asked = a1111.error(Refused(401, "invalid_api_key", "no"), "r").headers["www-authenticate"]
+    assert asked.startswith("Basic")
+
+
+def test_a1111_png_info(site: Site, tmp_path: Path) -> None:
+    metadata = {"prompt": "a red apple", "num_inference_steps": 3, "sampler_label": "Euler a", "guidance_scale": 7.0,
+                "seed": 5, "width": 64, "height": 64, "model": "stub"}  # fmt: skip
+    for name in ("a.png", "a.jpg", "a.webp"):
+        path = save_image(tmp_path / name, Image.new("RGB", (64, 64)), metadata)
+        told = site.post("/sdapi/v1/png-info", {"image": "data:image/png;base64," + b64(path.read_bytes())}).json()
+        assert told["info"] == told["items"]["parameters"] == to_infotext(metadata)
+        assert (told["parameters"]["Seed"], told["parameters"]["Size-1"]) == ("5", "64")
+    assert site.post("/sdapi/v1/png-info", {"image": b64(picture())}).json()["info"] == ""
+    assert site.post("/sdapi/v1/png-info", {"image": "http://127.0.0.1/"}).json()["body"] == "image"
+    assert site.post("/sdapi/v1/png-info", {"image": b64(b"x")}).status_code == 422
+
+
+# Hugging Face
+
+
+@pytest.mark.parametrize("path", ["/", "/hf", "/hf/stub", "/models/stub"])
+def test_hf_images(site: Site, path: str) -> None:
+    parameters = {"negative_prompt": "b", "height": 64, "width": 96, "num_inference_steps": 3, "guidance_scale": 2.5,
+                  "scheduler": "EulerDiscreteScheduler", "seed": 5}  # fmt: skip
+    answer = site.post(path, {"inputs": "a red apple", "parameters": parameters}, headers={"Accept": "image/png"})
+    assert answer.headers["content-type"] == "image/png"
+    assert (answer.headers["x-canvax-model"], answer.headers["x-canvax-seed"]) == ("stub", "5")
+    assert (opened(answer.content).format, opened(answer.content).size) == ("PNG", (96, 64))
+    ask = site.ask
+    assert (ask.prompt, ask.negative_prompt, ask.steps, ask.guidance_scale) == ("a red apple", "b", 3, 2.5)
+    assert (ask.sampler, ask.seed) == ("EulerDiscreteScheduler", 5)
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        *(("*/*", "PNG"), ("", "PNG"), ("image/*", "PNG"), ("text/html", "PNG"), ("image/jpeg", "JPEG")),
+        *(("image/webp, */*", "WEBP"), ("image/jpeg;q=0.1, image/png", "PNG"), ("image/webp;q=x", "PNG")),
+        *(("image/png, image/jpeg;q=0.1", "PNG"), ("image/webp;q=0", "PNG")),
+    ],
+)
+def test_hf_answers_with_the_type_that_is_asked_for(site: Site, accept: str, kind: str) -> None:
+    answer = site.post("/hf", {"inputs": "x"}, headers={"Accept": accept})
+    assert opened(answer.content).format == kind
+    assert answer.headers["content-type"] == f"image/{kind.lower()}"
+
+
+def test_hf_json(site: Site) -> None:
+    told = site.post("/hf", {"inputs": "x"}, headers={"Accept": "application/json"}).json()
+    assert opened(told["data"][0]["b64_json"]).size == (64, 64)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_hf_image_to_image(site: Site, kind: str) -> None:
+    content = b64(picture(kind))
+    parameters = {"prompt": "a green apple", "strength": 0.5, "target_size": {"width": 96, "height": 64}}
+    assert site.post("/hf", {"inputs": content, "parameters": parameters}).status_code == 200
+    assert site.ask.image
+    assert (site.ask.prompt, site.ask.strength, site.ask.image.size) == ("a green apple", 0.5, (64, 64))
+    assert (site.ask.width, site.ask.height) == (96, 64)
+    assert site.post("/hf", {"inputs": content}).status_code == 200
+    assert site.ask.image
+    raw = site.http.post("/hf", content=picture(kind), headers={"Content-Type": f"image/{kind.lower()}"})
+    assert raw.status_code == 200
+    assert site.ask.image
+
+
+HF_BAD = [
+    ({}, "inputs"), ({"inputs": ""}, "inputs"), ({"inputs": ["x"]}, "inputs"), ({"inputs": "x" * 40_000}, "inputs"),
+    ({"inputs": "x", "parameters": {"seed": "a"}}, "parameters.seed"),
+    ({"inputs": "x", "parameters": {"num_inference_steps": 0}}, "parameters.num_inference_steps"),
+    ({"inputs": "x", "parameters": []}, "parameters"),
+    ({"inputs": "http://127.0.0.1/x.png", "parameters": {"prompt": "x"}}, "inputs"),
+    ({"inputs": "data:image/png;base64,AAAA"}, "inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), HF_BAD, ids=lambda value: repr(value)[:50])
+def test_hf_bad_bodies(site: Site, body: Any, param: str) -> None:
+    answer = site.post("/hf", body)
+    assert answer.status_code in (400, 422)
+    assert answer.json()["param"] == param
+    assert isinstance(answer.json()["error"], str)
+    assert not site.engine.asks
+
+
+def test_hf_errors(site: Site) -> None:
+    assert site.post("/models/black-forest-labs/FLUX.1-dev", {"inputs": "x"}).status_code == 404
+    assert site.http.get("/models").json()["object"] == "list"
+    site.engine.refusal = Refused(429, "queue_full", "the queue is full", retry_after=2)
+    answer = site.post("/hf", {"inputs": "x"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    assert answer.json()["error"] == "the queue is full"
+
+
+def test_hf_job_is_cancelled_when_the_client_goes(site: Site) -> None:
+    site.engine.pace = 0.3
+    connection = half_request(site, "/hf", {"inputs": "x", "parameters": {"num_inference_steps": 100}})
+    until(lambda: any(job.status is Status.RUNNING for job in site.engine.jobs()))
+    connection.close()
+    until(lambda: not site.engine.jobs(), 3)
