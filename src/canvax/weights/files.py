@@ -20,6 +20,11 @@ class ModelFiles(Protocol):
         ...
 
     @property
+    def path(self) -> Path:
+        """Where it is: a folder, or a single file."""
+        ...
+
+    @property
     def revision(self) -> str | None:
         """The commit sha; None if it is not from the Hub."""
         ...

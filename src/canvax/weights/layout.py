@@ -174,5 +174,6 @@ def why_no_index(names: Collection[str]) -> str:
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."
-    single = " (single-file checkpoints are not read)" if any(name.endswith(".safetensors") for name in names) else ""
-    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout{single}."
+    files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    single = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
+    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{single}"

@@ -16,6 +16,7 @@ from canvax.weights.diffusers_folder import Accept, DiffusersFolder, plan_compon
 from canvax.weights.files import ModelFiles
 from canvax.weights.hub import Commit, find_commit
 from canvax.weights.layout import INDEX, WeightPlan, names_in, plan_weights, shard_names, why_no_index
+from canvax.weights.single_file import open_single_file
 from canvax.weights.source import Source
 
 _CONFIG = "config.json"
@@ -40,6 +41,13 @@ def open_files(
         CheckpointError: the checkpoint is missing, incomplete, or holds only pickles.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
+    if (file := source.single_file()) is not None:
+        single = open_single_file(source.name, file)
+        if accept is not None:
+            accept(single.index)
+        if look is not None:
+            look(single)
+        return single
     path = source.local_folder()
     commit = find_commit(source, INDEX) if path is None else None
     if commit is None or commit.names is None:

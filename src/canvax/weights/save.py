@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,7 @@ def save_checkpoint(
     *,
     index: Mapping[str, Any],
     configs: Mapping[str, Mapping[str, Any]],
-    copy_from: Path | None = None,
+    copy_from: Callable[[str], Path] | None = None,
     dtype: DType | None = None,
     variant: str | None = None,
     overwrite: bool = False,
@@ -114,7 +114,8 @@ def save_checkpoint(
         index: ``model_index.json``. Components that are not written (``safety_checker``) become null in it, and
             class names of the old Flax pipelines become those of PyTorch.
         configs: config of every component in ``components``, and of the scheduler.
-        copy_from: checkpoint folder whose tokenizer files, ``canvax.json`` and ``concepts.json`` are copied.
+        copy_from: gives the folder of a component, of which tokenizer files are copied; of "", that of the model, of
+            which ``canvax.json`` and ``concepts.json`` are.
         dtype: dtype of the written arrays; each array's own if not given.
         variant: put into the weight file names.
         overwrite: write into a folder that is not empty, replacing files of the same names.
@@ -142,10 +143,11 @@ def save_checkpoint(
             (build / "scheduler").mkdir()
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
             names.append("scheduler")
-        names += _copy_tokenizers(copy_from, build)
-        for name in (DEFAULTS, CONCEPTS):
-            if copy_from and (copy_from / name).is_file():
-                shutil.copyfile(copy_from / name, build / name)
+        if copy_from is not None:
+            names += _copy_tokenizers([name for name in PLAIN_FILES if name in index], copy_from, build)
+            for path in (copy_from("") / name for name in (DEFAULTS, CONCEPTS)):
+                if path.is_file():
+                    shutil.copyfile(path, build / path.name)
         write_json(build / INDEX, _index(index, names))
         _move_into_place(build, folder)
     return folder
@@ -241,11 +243,11 @@ def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any
         )
 
 
-def _copy_tokenizers(source: Path | None, target: Path) -> list[str]:
+def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], target: Path) -> list[str]:
     """Copy the tokenizer files that canvax knows; returns the components copied."""
     copied = []
-    for component in PLAIN_FILES:
-        files = [source / component / name for name in PLAIN_FILES[component]] if source else []
+    for component in components:
+        files = [source(component) / name for name in PLAIN_FILES[component]]
         files = [file for file in files if file.is_file()]
         if component == "scheduler" or not files:
             continue

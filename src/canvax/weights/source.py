@@ -9,6 +9,7 @@ from pathlib import Path
 
 from canvax.errors import CheckpointError, InputError, nearest, warn
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
+from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models inside the package, by name."""
@@ -88,6 +89,23 @@ class Source:
             warn(f"revision = {self.revision!r} is ignored: {self.name!r} is a folder, not a Hub id")
         return folder
 
+    def single_file(self) -> Path | None:
+        """The safetensors file of a whole model that ``model`` names, or None if it names something else.
+
+        Raises:
+            CheckpointError: it is a file of another kind.
+        """
+        try:
+            path = Path(self.model).expanduser()
+            is_file = path.suffix.lower() == ".safetensors" and path.is_file()
+        except (OSError, RuntimeError, ValueError):
+            return None
+        if not is_file:
+            return None
+        if (kind := _other_kind(path)) is not None:
+            raise CheckpointError(f"{self.name}: is {kind}, which canvax does not read yet; pass a model.")
+        return path
+
     def _local_folder(self) -> Path | None:
         text = self.name
         if isinstance(self.model, str) and text in BUNDLED:
@@ -102,9 +120,10 @@ class Source:
         if text.lower().endswith(PICKLES):
             raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
         if is_file:
+            kind = _other_kind(path) or "no safetensors file"
             raise CheckpointError(
-                f"{text}: is a single file. Pass a folder in the diffusers layout ({INDEX}, unet/, vae/, ...); "
-                "docs/loading.md#single-files says how diffusers makes one of a checkpoint file."
+                f"{text}: is {kind}. Pass a safetensors file of a whole model, or a folder in the diffusers layout "
+                f"({INDEX}, unet/, vae/, ...)."
             )
         if isinstance(self.model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
             return None
@@ -115,3 +134,16 @@ class Source:
             )
         hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
+
+
+def _other_kind(path: Path) -> str | None:
+    """What a file is that is no whole model, by the names of its tensors; None for others and for what is damaged."""
+    if path.suffix.lower() == ".gguf":
+        return "a GGUF file"
+    try:
+        names = {entry.name for entry in open_safetensors(path)} if path.suffix.lower() == ".safetensors" else set()
+    except CheckpointError:
+        return None
+    if any("lora_down" in name or "lora_A" in name or ".lora." in name for name in names):
+        return "a LoRA"
+    return "a textual inversion" if names and names <= {"emb_params", "clip_l", "clip_g"} else None
