@@ -12,7 +12,7 @@ from bundled import LATENTS
 
 import canvax
 from canvax.compile.monitor import compilations
-from canvax.engine.batch import Batch
+from canvax.engine.batch import Batch, Carried
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
@@ -42,7 +42,9 @@ IMAGES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one device", "two devices"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, id="one device"), pytest.param(2, id="two devices", marks=pytest.mark.slow)]
+)
 def pipe(request: pytest.FixtureRequest) -> canvax.StableDiffusion:
     return canvax.load("emoji", mesh=make_mesh(jax.devices()[: request.param]), progress=False)
 
@@ -80,7 +82,7 @@ def admit(pipe: canvax.StableDiffusion, batch: Batch, slot: int, image: Image) -
     (noise,) = initial_noise([image.seed], LATENTS)
     negative = encoded(pipe, "") if image.guidance > 1 else None
     key = seed_keys([image.seed])[0]
-    batch.admit(slot, noise, encoded(pipe, image.prompt), negative, key, table_of(pipe, image))
+    batch.join({slot: Carried.begin(noise, encoded(pipe, image.prompt), negative, key, table_of(pipe, image))})
 
 
 def serve(pipe: canvax.StableDiffusion, batch: Batch, rows: int) -> dict[str, np.ndarray]:
@@ -139,7 +141,7 @@ def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
         batch._denoisers = {half: watched(program, half, called) for half, program in batch._denoisers.items()}
         (noise,) = initial_noise([image.seed], LATENTS)
         conditions, negative = encoded(pipe, image.prompt), encoded(pipe, "")
-        batch.admit(1, noise, conditions, negative, seed_keys([image.seed])[0], table)
+        batch.join({1: Carried.begin(noise, conditions, negative, seed_keys([image.seed])[0], table)})
         while not batch.step(64):
             pass
         guided_calls.append(called)
@@ -171,7 +173,7 @@ def test_an_image_may_start_at_a_later_row(pipe: canvax.StableDiffusion) -> None
     row = len(table) - len(build_table(pipe.model.scheduler, image.steps, sampler=image.sampler, start=0.5))
     batch = batch_of(pipe, 2)
     arguments = encoded(pipe, image.prompt), encoded(pipe, ""), seed_keys([image.seed])[0]
-    batch.admit(0, half.latents[0], *arguments, table, row=row)
+    batch.join({0: Carried.begin(half.latents[0], *arguments, table, row=row)})
     while not batch.step(64):
         pass
     same(batch.take(0), alone(pipe, image))
@@ -187,4 +189,4 @@ def test_a_slot_holds_one_image(pipe: canvax.StableDiffusion) -> None:
     clipped = build_table(pipe.model.scheduler, 4, sampler="ddim", settings={"clip_sample": True})
     arguments = encoded(pipe, "a cat"), None, seed_keys([1])[0]
     with pytest.raises(InputError, match="clip the denoised image differently"):
-        batch.admit(0, initial_noise([1], LATENTS)[0], *arguments, clipped)
+        batch.join({0: Carried.begin(initial_noise([1], LATENTS)[0], *arguments, clipped)})

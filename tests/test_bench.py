@@ -184,6 +184,7 @@ def test_different_work_is_never_timed(tmp_path: Path) -> None:
         compare(right[:, :5])
 
 
+@pytest.mark.slow
 def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
     """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
     pytest.importorskip("diffusers")
@@ -255,7 +256,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 # canvax alone
 
 
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
+@pytest.mark.parametrize("guidance", [5.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], guidance: float) -> None:
     """Images a second, compiling apart, and FLOPs of an evaluation, of which a model without guidance needs half."""
     folder = shutil.copytree(small, tmp_path / "model")

@@ -191,6 +191,7 @@ def flip(position: float) -> Callable[[bytes], bytes]:
     return flipped
 
 
+@pytest.mark.slow
 def test_requests_are_filled_up_to_sizes_that_are_stored(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

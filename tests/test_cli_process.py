@@ -80,9 +80,14 @@ def test_sdxl_options_survive_the_command_line() -> None:
 
 @pytest.mark.parametrize("module", ["canvax.familiar", "jax", "PIL"])
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
-    """Some of them turn an interrupt into an ImportError."""
+    """Some of them turn an interrupt into an ImportError.
+
+    A shell without job control starts what it puts in the background with Ctrl-C ignored, and children inherit that.
+    The process answers it whichever way the tests were started.
+    """
     code = f"""
 import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import canvax.__main__
 usual = builtins.__import__
 def interrupted(name, *rest):

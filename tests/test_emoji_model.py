@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -25,6 +26,7 @@ from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count
 from canvax.tokenizers.clip import ClipTokenizer
+from canvax.tokenizers.concepts import Concepts
 from canvax.train.pictures import read_pictures
 from recipes.emoji import drawings
 from recipes.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
@@ -75,10 +77,10 @@ def write_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     square = '<rect width="16" height="16" fill="#{:06x}"/>'
     labels = [
-        {"label": "red square", "group": 7, "tags": ["red"]},
-        {"label": "cat’s eye", "group": 3, "tags": []},
-        {"label": "lonely", "group": 3, "tags": []},
-        {"label": "person", "group": 1, "tags": []},
+        {"emoji": "🟥", "label": "red square", "group": 7, "tags": ["red"]},
+        {"emoji": "👁", "label": "cat’s eye", "group": 3, "tags": []},
+        {"emoji": "🧍", "label": "lonely", "group": 3, "tags": []},
+        {"emoji": "🧑", "label": "person", "group": 1, "tags": []},
     ]
 
     def pack(package: drawings.Package, name: str, content: Any) -> drawings.Package:
@@ -110,6 +112,10 @@ def test_drawings_are_the_same_file_every_time(tmp_path: Path, monkeypatch: pyte
     assert (pictures.pixels[1] == (64, 0, 0)).all()
     with zipfile.ZipFile(files[0]) as archive:
         text = archive.read("LICENCES.txt").decode()
+        archive.extract("concepts.json", tmp_path)
+    known = Concepts.of(tmp_path)
+    assert known.words == {"🟥": ["red square", "red"], "👁": ["cat’s eye"]}
+    (tmp_path / "concepts.json").unlink()
     assert all(licence in text for licence in ("Apache-2.0", "CC-BY-4.0", "MIT", "Google", "Twitter", "Microsoft"))
     with pytest.raises(InputError, match="exists already"):
         drawings.prepare_drawings(files[0], packages=tmp_path / "npm")
@@ -182,7 +188,10 @@ def test_vocabulary_is_that_of_transformers(tmp_path: Path) -> None:
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smoke recipe, stopped once on the way."""
     folder = tmp_path_factory.mktemp("smoke")
-    run = Run(RECIPES["smoke"], DATA, folder, make_mesh(jax.devices()[:1]))
+    data = Path(shutil.copy(DATA, folder))
+    with zipfile.ZipFile(data, "a") as archive:
+        archive.writestr("concepts.json", '{"🍎": ["red apple", "fruit"]}')
+    run = Run(RECIPES["smoke"], data, folder, make_mesh(jax.devices()[:1]))
     assert make_model(replace(run, deadline=0.0)) is None
     model = make_model(run)
     assert model == folder / "model"
@@ -194,6 +203,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_recipe_makes_a_model(smoke: Path) -> None:
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.model.native_size == (32, 32)
+    assert pipe.model.concepts.names == ["red apple"]
     assert pipe("a red apple", seed=1, options=canvax.Options(progress=False)).images[0].size == (32, 32)
     assert (smoke / "previews" / "0000008.png").is_file()
 

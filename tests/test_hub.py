@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from bundled import TEXT_WIDTH
 from checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
 from hub_imitation import HubImitation, Repository, folder_files
+from safetensors.numpy import save_file
 
 from canvax.errors import CheckpointError, InputError
 from canvax.models.configs import TinyConfig
@@ -491,9 +493,20 @@ def test_names_that_mean_nothing(model: str, message: str) -> None:
 def test_files_instead_of_folders(tmp_path: Path) -> None:
     single = tmp_path / "model.safetensors"
     single.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is a single file"):
+    with pytest.raises(CheckpointError, match="is truncated"):
         open_files(Source(single))
-    with pytest.raises(CheckpointError, match=r"not a checkpoint in the diffusers layout.*single-file"):
+    other = {"is a LoRA": "unet.x.lora_down.weight", "is a textual": "emb_params", "holds no whole model": "x.weight"}
+    for words, name in other.items():
+        save_file({name: np.zeros((2, 2), np.float32)}, single)
+        with pytest.raises(CheckpointError, match=words):
+            open_files(Source(single))
+    (tmp_path / "notes.txt").write_text("a")
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        open_files(Source(tmp_path / "notes.txt"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is a GGUF file"):
+        open_files(Source(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match=r"not a checkpoint.*If model\.safetensors is a whole model"):
         open_files(Source(tmp_path))
     (tmp_path / "model.ckpt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="does not open pickles"):

@@ -16,7 +16,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.images.grid import make_sheet
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
-from canvax.pipelines.upscale import fade, starts
+from canvax.pipelines.tiles import fade, starts
 
 
 def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:

@@ -56,7 +56,8 @@ def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[
     return done
 
 
-@pytest.mark.parametrize("model", [2, *(pytest.param(model, marks=pytest.mark.slow) for model in (1, 8))])
+@pytest.mark.parametrize("model", [1, 2, 8])
+@pytest.mark.slow
 def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_path: Path) -> None:
     """The pictures of one device; 8 splits the weights over both processes, and the first answers for the images."""
     worker = [sys.executable, str(HERE / "multihost_worker.py"), "PROCESS", "2", "PORT"]

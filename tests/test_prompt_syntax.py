@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from small_sdxl import build
 
 import canvax
+from canvax.errors import InputError
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, weighed
@@ -354,10 +357,10 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion
 @pytest.mark.parametrize(
     ("syntax", "prompts"),
     [
-        ("a1111", ["a (red:1.4) apple", "a dog BREAK a cat", "[a cat:a dog:1]"]),
-        ("a1111", ["a cat AND a dog:0.5", "a fox", "sky"]),
+        pytest.param("a1111", ["a (red:1.4) apple", "a dog BREAK a cat", "[a cat:a dog:1]"], marks=pytest.mark.slow),
+        pytest.param("a1111", ["a cat AND a dog:0.5", "a fox", "sky"], marks=pytest.mark.slow),
         ("comfy", ["a (red:1.4) apple", "a dog", "word " * 90]),
-        ("compel", ["a red++ apple", "a dog- and a cat-", "a fox"]),
+        pytest.param("compel", ["a red++ apple", "a dog- and a cat-", "a fox"], marks=pytest.mark.slow),
     ],
     ids=["a1111", "and", "comfy", "compel"],
 )
@@ -384,3 +387,19 @@ def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
     np.testing.assert_allclose(named.latents, want.latents, atol=1e-4)
     with pytest.raises(canvax.InputError, match="prompt has no 'pooled'"):
         draw(pipe, {"text": said["text"]})
+
+
+@pytest.mark.parametrize("syntax", ["a1111", "comfy", "compel"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["(" * 16_000, "[" * 16_000, "(" * 7900 + "a" + ")" * 7900, "[" * 7900 + "a" + "]" * 7900, "\\" * 16_000,
+     "a" + "+" * 15_000, "a" + "-" * 15_000, "\\(a" * 5000, "([" * 8000, "[a:" * 5000, "(a:" * 5000, "[a|" * 5000,
+     "(a " * 4000 + ")" * 4000, "[a " * 4000 + "]" * 4000],
+    ids=lambda prompt: f"{prompt[:3]} to {prompt[-3:]}",
+)  # fmt: skip
+def test_no_prompt_is_too_deep_or_takes_long(prompt: str, syntax: Any) -> None:
+    began = time.process_time()
+    schedule_of(prompt, 20)
+    with suppress(InputError):  # of weights that no image could have
+        fragments(prompt, syntax)
+    assert time.process_time() - began < 1

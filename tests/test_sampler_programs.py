@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from bundled import LATENTS
 
 import canvax
+from canvax.compile.programs import Kinds, Programs
 from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
+from canvax.parallel.mesh import make_mesh
 from canvax.samplers import SAMPLERS, build_table, run
 
 
@@ -69,3 +76,30 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
 def test_inversion_wants_a_picture(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(InputError, match=r"result\.latents"):
         emoji("a cat", sampler="DDIM inversion", options=canvax.Options(progress=False))
+
+
+def test_the_same_call_once_more_does_not_look_at_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made ready for the last call holds for the same arrays alone, and keeps none of them alive."""
+    looked: list[Kinds] = []
+
+    def calls(_: Programs, params: Any, latents: Any, kinds: Kinds, announce: Any) -> list[Any]:
+        looked.append(kinds)
+        return [object, object, None, *(object for _ in kinds.guided)]
+
+    monkeypatch.setattr(Programs, "_calls", calls)
+    programs = Programs(None, make_mesh(jax.devices()[:1]))  # type: ignore[arg-type]
+    params = {"unet": {"a": jnp.ones(2), "b": jnp.ones(3)}, "vae": jnp.ones(4)}
+    first = programs.ready(params, (1, 8, 8, 4), Kinds())
+    assert programs.ready(jax.tree.map(lambda leaf: leaf, params), (1, 8, 8, 4), Kinds()) is first
+    assert len(looked) == 1
+    for other in ({**params, "vae": params["vae"] + 0}, params, {**params, "more": jnp.ones(1)}):
+        programs.ready(other, (1, 8, 8, 4), Kinds())
+    programs.ready(params, (1, 8, 8, 4), Kinds(guided=(False,)))
+    programs.ready(params, (2, 8, 8, 4), Kinds(guided=(False,)))
+    with jax.default_matmul_precision("highest"):
+        programs.ready(params, (2, 8, 8, 4), Kinds(guided=(False,)))
+    assert len(looked) == 7
+    leaf = weakref.ref(params["vae"])
+    del params, other
+    gc.collect()
+    assert leaf() is None

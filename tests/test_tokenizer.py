@@ -250,6 +250,7 @@ def test_bad_prompt(prompt: object) -> None:
         ("vocab.json", '{"a": 0}'),
         ("merges.txt", "one two three\n"),
         ("tokenizer_config.json", "[]"),
+        ("special_tokens_map.json", json.dumps({"unk_token": " <|endoftext|>"})),  # BPE would fail at the first emoji
     ],
 )
 def test_damaged_files(tmp_path: Path, name: str, text: str) -> None:

@@ -114,6 +114,7 @@ def test_work_after_the_last_state_is_done_again(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "parts" / LOG).read_text()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """SIGKILL at random moments until the run is through; losses and state as if nothing had happened."""
     script = Path(__file__).parent / "training_process.py"

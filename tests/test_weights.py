@@ -287,7 +287,8 @@ CONFIGS = {
 
 
 def save(folder: Path, params: Any, source: Path, **options: Any) -> Path:
-    return save_checkpoint(folder, toy_components(), params, index=INDEX, configs=CONFIGS, copy_from=source, **options)
+    given = {"index": INDEX, "configs": CONFIGS, "copy_from": lambda component: source / component}
+    return save_checkpoint(folder, toy_components(), params, **given, **options)
 
 
 def test_what_is_saved_loads_again(tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ def test_pytorch_loads_what_is_saved(tmp_path: Path) -> None:
     ]
     params = load_components(files, parts, dtype=np.float32, place=put)
     saved = save_checkpoint(
-        tmp_path / "saved", parts, params, index=files.index, configs=configs, copy_from=files.folder()
+        tmp_path / "saved", parts, params, index=files.index, configs=configs, copy_from=files.folder
     )
     ours = diffusers.StableDiffusionPipeline.from_pretrained(saved)
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(files.folder())

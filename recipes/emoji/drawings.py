@@ -25,6 +25,7 @@ from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
 from canvax.files import written
+from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.train.pictures import METADATA
 from recipes.emoji.captions import STYLES, captions
 
@@ -140,6 +141,7 @@ def prepare_drawings(
     target.parent.mkdir(parents=True, exist_ok=True)
     with written(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, LICENCES, licences().encode())
+        _add(archive, CONCEPTS, named(concepts).encode())
         _add(archive, METADATA, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
         for done, row in enumerate(rows):
             _add(archive, row["file_name"], _encoded(render(bodies[row["style"]][slug(row["label"])])))
@@ -190,6 +192,13 @@ def describe(concepts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for i, concept in enumerate(concepts)
         for j, style in enumerate(STYLES)
     ]
+
+
+def named(concepts: Iterable[dict[str, Any]]) -> str:
+    """The file by which a model tells what it can generate: emoji -> [name, word about it, ...], one on each line."""
+    rows = ((concept["emoji"], [concept["label"].lower(), *concept.get("tags", [])]) for concept in concepts)
+    lines = (": ".join(json.dumps(part, ensure_ascii=False) for part in row) for row in rows)
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def licences() -> str:

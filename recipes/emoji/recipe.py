@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from canvax.params import Params, init_params
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
+from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
@@ -248,6 +250,10 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
         return None
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    if zipfile.is_zipfile(run.data):
+        with zipfile.ZipFile(run.data) as archive:
+            if CONCEPTS in archive.namelist():
+                archive.extract(CONCEPTS, target)
     (target / LICENCES).write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
     return target
 

@@ -72,7 +72,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         from canvax.familiar import missing_class
 
-        raise AttributeError(missing_class(name) or f"module 'canvax' has no attribute {name!r}")
+        if (answer := missing_class(name)) is not None:
+            raise ImportError(answer)  # of an AttributeError `from canvax import NAME` would tell nothing
+        raise AttributeError(f"module 'canvax' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -12,7 +12,7 @@ Everything a user changes between images is in the rows, the keys and the condit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from canvax.types import Array
 WINDOW = 64
 """Rows given to the program in one call. Longer tables are run window by window, so their length decides nothing."""
 
-Rows = dict[str, Any]
+Rows = Mapping[str, Any]
 """Columns of a window of the table, each [B, WINDOW, ...], as ``SamplerTable.window`` makes them; images of one batch
 may be at different rows of different tables."""
 
@@ -250,16 +250,6 @@ def _recall(features: Array, full: Array, weights: Array) -> Recall:
         return deep.astype(features.dtype), last
 
     return recall
-
-
-def insert(batch: InFlight, image: InFlight, slot: Array) -> InFlight:
-    """``batch`` with ``image``, a batch of one, in ``slot``. No device needs what the others hold."""
-
-    def put(whole: Array, single: Array) -> Array:
-        here = jnp.arange(whole.shape[0]) == slot
-        return jnp.where(here.reshape(-1, *[1] * (whole.ndim - 1)), single, whole)
-
-    return jax.tree.map(put, batch, image)
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:

@@ -32,7 +32,9 @@ def run(
     return hub, done.stdout
 
 
-@pytest.mark.parametrize(("script", "form"), [("how_to", "flax"), ("negative_prompts", "torch")])
+@pytest.mark.parametrize(
+    ("script", "form"), [pytest.param("how_to", "flax", marks=pytest.mark.slow), ("negative_prompts", "torch")]
+)
 def test_script(script: str, form: str, tmp_path: Path) -> None:
     files = folder_files(write_small_checkpoint(tmp_path / "model", form))
     _, printed = run([str(HERE / f"{script}.py")], files, tmp_path)

@@ -12,14 +12,27 @@ from typing import Any, NoReturn
 
 from canvax._version import __version__
 from canvax.cli.generate_arguments import add_dtype, add_generate, add_quantize, add_source, add_upscale
+from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
 from canvax.familiar import FLAGS
 
 COMMANDS = {
     name: name
-    for name in ("generate", "sheet", "upscale", "compile", "info", "plan", "bench", "samplers", "cache", "train")
-}
+    for name in (
+        "generate",
+        "sheet",
+        "upscale",
+        "serve",
+        "compile",
+        "info",
+        "plan",
+        "bench",
+        "samplers",
+        "cache",
+        "train",
+    )
+} | {"ui": "serve"}
 """Each command, with the module of this package that runs it."""
 
 _EXAMPLES = """
@@ -165,6 +178,19 @@ def build_parser() -> Parser:
     )
     add_generate(generate)
     _derived(commands, plain)
+    add_serve(commands.add_parser(
+        "serve",
+        help="generate images for programs and browsers: a server",
+        description="Serve models over HTTP: a page for browsers, and the APIs of OpenAI, AUTOMATIC1111 and Hugging "
+        "Face, besides canvax's own.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=plain,
+    ))  # fmt: skip
+    add_serve(commands.add_parser(
+        "ui",
+        help="generate images in the browser",
+        description="Start the server and open its page in the browser. Flags are those of canvax serve.",
+    ))  # fmt: skip
     _compile(commands.add_parser(
         "compile",
         help="compile a model's programs in advance",

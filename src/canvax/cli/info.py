@@ -164,7 +164,7 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
     options, schedule = model.scheduler.options, model.scheduler.schedule
     return {
         "model": files.name,
-        "folder": str(files.folder()),
+        "folder": str(files.path),
         "revision": files.revision,
         "pipeline": files.index.get("_class_name"),
         "components": parts,

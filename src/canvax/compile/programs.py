@@ -1,4 +1,4 @@
-"""The programs of a model: ``encode_text``, ``denoise``, ``decode``, and ``insert`` for batches that images join late.
+"""The programs of a model: ``encode_text``, ``encode_images``, ``denoise`` and ``decode``.
 
 A program is decided by the networks, the shapes, the dtypes, the mesh, guidance on or off and the clip; nothing else.
 Each is compiled once, ahead of its first call, so that compiling is seen and timed as what it is.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -30,7 +32,6 @@ from canvax.denoise import (
     StepInputs,
     Tuning,
     denoise,
-    insert,
 )
 from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
@@ -42,7 +43,7 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
-PROGRAMS = ("text encoder", "image encoder", "denoiser", "decoder", "insert")
+PROGRAMS = ("text encoder", "image encoder", "denoiser", "decoder")
 """What they are called where they are announced."""
 
 MOST_PROGRAMS = 64
@@ -109,6 +110,14 @@ class Ready(NamedTuple):
         return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]
 
 
+class _Answer(NamedTuple):
+    """Of ``Programs.ready``: what was asked, the arrays of the parameters, not kept alive by it, and the programs."""
+
+    asked: Any
+    leaves: list[weakref.ref[Any]]
+    ready: Ready
+
+
 @dataclass(frozen=True)
 class Programs:
     """Compiles the programs of one model on one mesh, and holds them.
@@ -127,6 +136,7 @@ class Programs:
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=1), repr=False, compare=False)
 
     def encode_text(
         self, params: Params, batch: int, announce: BuildCallback | None = None
@@ -175,26 +185,6 @@ class Programs:
         arguments = _abstract(params[denoiser.component]), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
-    def insert(
-        self,
-        params: Params,
-        latents: LatentShape,
-        *,
-        guided: bool,
-        known: bool = False,
-        announce: BuildCallback | None = None,
-    ) -> Callable[..., InFlight]:
-        """Program ``canvax.denoise.insert``: put one image into a slot of a batch of latents [B, h, w, C]."""
-        arguments = (
-            self._in_flight(params, latents, guided=guided, known=known),
-            jax.tree.map(
-                lambda leaf: self._shared(leaf.shape, leaf.dtype),
-                self._in_flight(params, (1, *latents[1:]), guided=guided, known=known),
-            ),
-            self._shared((), jnp.int32),
-        )
-        return self._get("insert", partial(insert), arguments, announce)
-
     def decode(
         self, params: Params, latents: LatentShape, announce: BuildCallback | None = None, *, tiled: bool = False
     ) -> Callable[..., Array]:
@@ -228,8 +218,24 @@ class Programs:
 
         ``params`` are the parameters or their shapes; ``announce`` is called for each program.
         """
+        # Looking at the thousands of arrays of a model takes 3 to 30 ms, which the same call once more need not do.
+        leaves, structure = jax.tree.flatten(params)
+        asked = structure, latents, kinds, jax.config.values["jax_default_matmul_precision"]
+        for last in tuple(self._answers):
+            if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
+                return last.ready
         encode, decode, encode_image, *denoisers = at_once(self._calls(params, latents, kinds, announce))
-        return Ready(encode, dict(zip(kinds.guided, denoisers, strict=True)), decode, encode_image)
+        ready = Ready(encode, dict(zip(kinds.guided, denoisers, strict=True)), decode, encode_image)
+        if all(isinstance(leaf, Array) for leaf in leaves):
+            self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
+        return ready
+
+    def denoisers(
+        self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None = None
+    ) -> Mapping[bool, Callable[..., Any]]:
+        """The denoisers of ``ready`` alone, for batches that texts and images are encoded for one by one."""
+        calls = self._calls(params, latents, kinds, announce)[-len(kinds.guided) :]
+        return dict(zip(kinds.guided, at_once(calls), strict=True))
 
     def stored(self, params: Params, latents: LatentShape, kinds: Kinds) -> list[dict[str, Any]] | None:
         """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
@@ -366,10 +372,10 @@ class Programs:
     def _describe(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""
         weights = jax.tree.leaves(arguments[0])
-        data = jax.tree.leaves(arguments[0 if name == "insert" else 1])[0]
+        data = jax.tree.leaves(arguments[1])[0]
         description = {
             "program": name,
-            "parameters": 0 if name == "insert" else sum(math.prod(leaf.shape) for leaf in weights),
+            "parameters": sum(math.prod(leaf.shape) for leaf in weights),
             "dtype": str(weights[0].dtype),
             "batch": data.shape[0],
         }

@@ -8,7 +8,7 @@ but itself: in any company, at any slot, they are the same but for rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,8 @@ from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInp
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
-from canvax.parallel.mesh import over_batch, replicated
-from canvax.parallel.place import own_rows, put
+from canvax.parallel.mesh import over_batch
+from canvax.parallel.place import own_rows, put, put_all
 from canvax.params import Params
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
@@ -44,16 +44,57 @@ class Texts(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Run:
-    """An image on its way: its table, which rows of it are guided, and the row that comes next."""
+class Run:
+    """An image on its way.
+
+    Attributes:
+        table: of its sampler.
+        guided: [R] bool, rows that need the negative prompt.
+        row: that comes next.
+        later: other texts from a row on, each [1, ...] on the host.
+    """
 
     table: SamplerTable
     guided: np.ndarray
     row: int = 0
+    later: Mapping[int, Texts] = field(default_factory=dict)
 
     @property
     def left(self) -> int:
+        """Rows to go."""
         return len(self.table) - self.row
+
+
+class Carried(NamedTuple):
+    """An image between batches: how far it is, and all that a batch holds of it, [1, ...] each, on the host."""
+
+    flight: InFlight
+    run: Run
+
+    @classmethod
+    def begin(
+        cls,
+        latents: HostArray,
+        conditions: Conditions,
+        negative: Conditions | None,
+        key: HostArray,
+        table: SamplerTable,
+        row: int = 0,
+    ) -> Carried:
+        """An image from its noise.
+
+        Args:
+            latents: [h, w, C] float32: noise of unit variance, or for a ``row`` after the first x before that row.
+            conditions: each [1, ...].
+            negative: likewise; None for an image without guidance, whose table has scale 1.
+            key: threefry key words [2] uint32.
+            table: its sampler.
+            row: the row to begin with.
+        """
+        state = np.zeros((1, SLOTS, *latents.shape), np.float32)
+        state[0, 0] = latents * np.float32(table.init_scale) if row == 0 else latents
+        flight = InFlight(state, conditions, negative, np.asarray(key)[None])
+        return cls(flight, Run(table, guided_rows(table, guided=negative is not None), row))
 
 
 class Batch:
@@ -74,7 +115,7 @@ class Batch:
         self.latents = latents
         self.denoised: Array | None = None
         self._programs, self._params, self._denoisers = programs, params, denoisers
-        self._runs: list[_Run | None] = [None] * latents[0]
+        self._runs: list[Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None
         self._deep: DeepPlan | None = None
         self._later: Mapping[int, Texts] = {}
@@ -111,7 +152,7 @@ class Batch:
             later: other texts from a row on, on the devices; all images have the same table then.
         """
         self._check_clip(tables[0], tables)
-        runs = [_Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
+        runs = [Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
             scaled = np.float32(table.init_scale)
@@ -128,48 +169,46 @@ class Batch:
         )
         self._deep, self._features, self._later = deep, None, later or {}
 
-    def admit(
-        self,
-        slot: int,
-        latents: HostArray,
-        conditions: Conditions,
-        negative: Conditions | None,
-        key: HostArray,
-        table: SamplerTable,
-        row: int = 0,
-    ) -> None:
-        """Put an image into a free slot while others are on their way.
+    def join(self, images: Mapping[int, Carried]) -> None:
+        """Put images into free slots while others are on their way. By way of the host, so that nothing compiles.
 
         Args:
-            slot: which one, 0..B - 1.
-            latents: [h, w, C] float32: noise of unit variance, or for a ``row`` after the first x before that row.
-            conditions: of this image, each [1, ...].
-            negative: likewise; None for an image without guidance, whose table has scale 1.
-            key: threefry key words [2] uint32.
-            table: its sampler, with the ``clip`` that the denoisers were compiled for.
-            row: the row to begin with.
+            images: by slot; each with what the denoisers were made for.
 
         Raises:
-            InputError: the slot is taken, the table clips otherwise than those of others, or the batch reuses deep
+            InputError: a slot is taken, a table clips otherwise than those of others, or the batch reuses deep
                 features, which images at other rows cannot share.
         """
-        if self._runs[slot] is not None:
-            raise InputError(f"slot={slot} holds an image; take it out first, or admit into one of {self.free}")
-        self._check_clip(next((run.table for run in self._runs if run), table), [table])
+        for slot in images:
+            if self._runs[slot] is not None:
+                raise InputError(f"slot={slot} holds an image; take it out first, or choose one of {self.free}")
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
-        mesh, guided = self._programs.mesh, True in self._denoisers
+        runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]
+        self._check_clip(runs[0].table, [run.table for run in runs])
+        flights = {slot: self._suited(image.flight) for slot, image in images.items()}
         if self._flight is None:
-            abstract = self._programs.step_inputs(self._params, self.latents, guided=guided)
-            empty = InFlight(abstract.state, abstract.conditions, abstract.negative, abstract.keys)
-            self._flight = jax.tree.map(lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), empty)
-        state = np.zeros((1, SLOTS, *latents.shape), np.float32)
-        state[0, 0] = latents * np.float32(table.init_scale) if row == 0 else latents
-        image = InFlight(state, conditions, (negative or conditions) if guided else None, np.asarray(key)[None])
-        image = jax.tree.map(lambda leaf: put(leaf, replicated(mesh)), image)
-        insert = self._programs.insert(self._params, self.latents, guided=guided)
-        self._flight = insert(self._flight, image, np.int32(slot))
-        self._runs[slot] = _Run(table, guided_rows(table, guided=negative is not None), row)
+            some = next(iter(flights.values()))
+            host = jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), some)
+        else:
+            host = jax.tree.map(np.array, jax.device_get(self._flight))
+        for slot, flight in flights.items():
+            _write(host, slot, flight)
+            self._runs[slot] = replace(images[slot].run)
+        self._flight = put_all(host, over_batch(self._programs.mesh))
+
+    def carried(self) -> dict[int, Carried]:
+        """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
+        if self._flight is None:
+            return {}
+        host = jax.device_get(self._flight)
+        later = jax.device_get(dict(self._later))
+        found = {}
+        for slot, run in enumerate(self._runs):
+            if run is not None:
+                flight, texts = _at(host, slot), {row: _at(one, slot) for row, one in later.items()}
+                found[slot] = Carried(flight, Run(run.table, run.guided, run.row, texts or run.later))
+        return found
 
     def step(self, rows: int = 1) -> list[int]:
         """Run up to ``rows`` rows of every image that is not finished.
@@ -187,6 +226,8 @@ class Batch:
         if texts := self._later.get(first.row):
             flight = self._flight = flight._replace(**texts._asdict())
         rows = min([rows, *(row - first.row for row in self._later if row > first.row)])
+        flight = self._change_texts(active, flight)
+        rows = min([rows, *(row - run.row for run in active.values() for row in run.later if row > run.row)])
         guided, count = self._next(list(active.values()), rows)
         columns, noisy = self._window(active)
         inputs = StepInputs(
@@ -221,6 +262,15 @@ class Batch:
         state[: len(latents), 0] = latents
         self._flight = self._flight._replace(state=self._put(state))
 
+    def drop(self, slot: int) -> None:
+        """Free a slot, whatever is in it."""
+        self._runs[slot] = None
+
+    def left(self, slot: int) -> int:
+        """Rows that the image in a slot has to go."""
+        run = self._runs[slot]
+        return run.left if run else 0
+
     @property
     def free(self) -> list[int]:
         """Slots without an image."""
@@ -237,11 +287,26 @@ class Batch:
         assert self._flight is not None
         return self._flight.state
 
+    def _suited(self, flight: InFlight) -> InFlight:
+        """What an image without guidance brings into a batch with it: the prompt in place of the negative one."""
+        negative = flight.negative or flight.conditions
+        return flight._replace(negative=negative if True in self._denoisers else None)
+
+    def _change_texts(self, active: Mapping[int, Run], flight: InFlight) -> InFlight:
+        """With the other texts of images that have come to them."""
+        changes = {slot: run.later[run.row] for slot, run in active.items() if run.row in run.later}
+        if changes:
+            host = jax.tree.map(np.array, jax.device_get(flight))
+            for slot, texts in changes.items():
+                _write(host, slot, self._suited(_at(host, slot)._replace(**texts._asdict())))
+            flight = self._flight = put_all(host, over_batch(self._programs.mesh))
+        return flight
+
     def _check_clip(self, first: SamplerTable, tables: Sequence[SamplerTable]) -> None:
         if any(table.clip != first.clip for table in tables):
             raise InputError("the tables of one batch clip the denoised image differently; use a batch for each")
 
-    def _next(self, active: Sequence[_Run], rows: int) -> tuple[bool, int]:
+    def _next(self, active: Sequence[Run], rows: int) -> tuple[bool, int]:
         """Whether the next call is guided, and for how many rows nothing changes."""
         most = min(rows, WINDOW, *(run.left for run in active))
         if len(self._denoisers) == 1:
@@ -250,7 +315,7 @@ class Batch:
         changes = np.flatnonzero(needed != needed[0])
         return bool(needed[0]), int(changes[0]) if len(changes) else most
 
-    def _window(self, active: Mapping[int, _Run]) -> tuple[dict[str, Array], np.ndarray]:
+    def _window(self, active: Mapping[int, Run]) -> tuple[Mapping[str, Array], np.ndarray]:
         """The next rows of all slots on the devices, and which of them use noise for any image."""
         windows: dict[tuple[int, int], dict[str, HostArray]] = {}
         for run in active.values():
@@ -259,18 +324,17 @@ class Batch:
         own = [windows[id(run.table), run.row] if (run := active.get(i)) else None for i in range(len(self._runs))]
         noisy = np.any([window["M"][:, :, NOISE].any(axis=1) for window in windows.values()], axis=0)
         waiting = any(run is not None and not run.left for run in self._runs)
-        split = over_batch(self._programs.mesh)
-        columns = {}
+        columns: dict[str, HostArray] = {}
         for name, idle in IDLE_ROWS.items():
             if len(windows) == 1 and not waiting:  # slots without an image too: nobody reads what becomes of them
                 (window,) = windows.values()
                 column = np.broadcast_to(window[name], (len(own), *idle.shape))
             else:
                 column = np.stack([idle if window is None else window[name] for window in own])
-            columns[name] = put(column, split)
-        return columns, noisy
+            columns[name] = column
+        return put_all(columns, over_batch(self._programs.mesh)), noisy
 
-    def _deep_features(self, active: Mapping[int, _Run], plan: DeepPlan, *, guided: bool) -> Any:
+    def _deep_features(self, active: Mapping[int, Run], plan: DeepPlan, *, guided: bool) -> Any:
         row = next(iter(active.values())).row
         if row in plan.starts:
             networks = self._programs.networks
@@ -282,6 +346,16 @@ class Batch:
     def _put(self, array: HostArray) -> Array:
         """On the devices, split over the batch, which is filled up with copies of its last entry."""
         return put(filled(array, self.latents[0]), over_batch(self._programs.mesh))
+
+
+def _at(host: Any, slot: int) -> Any:
+    """One image of arrays on the host."""
+    return jax.tree.map(lambda leaf: leaf[slot : slot + 1], host)
+
+
+def _write(host: InFlight, slot: int, image: InFlight) -> None:
+    """Put one image among arrays on the host."""
+    jax.tree.map(lambda whole, single: whole.__setitem__(slot, single[0]), host, image)
 
 
 def filled(array: HostArray, batch: int) -> HostArray:

@@ -216,7 +216,7 @@ class Model:
             params,
             index=self.files.index,
             configs={name: self.files.config(name) for name in names},
-            copy_from=self.files.folder(),
+            copy_from=self.files.folder,
             dtype=dtype,
             overwrite=overwrite,
         )

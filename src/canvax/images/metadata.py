@@ -118,16 +118,21 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: no such file, not such an image, or nothing in it that can be read.
     """
-    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
-
     path = Path(path)
     try:
         with open_regular(path) as raw, BufferedReader(raw) as file:
-            is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
-            file.seek(0)
-            texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
+            return metadata_in(file, path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give the path of an image") from None
+
+
+def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """The same of an open file; ``path`` is what errors call it."""
+    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
+
+    is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
+    file.seek(0)
+    texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
     if JSON_TEXT in texts:
         try:
             metadata = json.loads(texts[JSON_TEXT], parse_float=_finite, parse_constant=_finite)
@@ -155,8 +160,8 @@ def _finite(text: str) -> float:
 
 def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """The texts of a PNG, in order; those under other ``names`` are given as empty."""
+    size = file.seek(0, os.SEEK_END)
     file.seek(len(_SIGNATURE))
-    size = os.fstat(file.fileno()).st_size
     for _ in range(_MAX_CHUNKS):
         head = file.read(8)
         length, kind = int.from_bytes(head[:4]), head[4:]

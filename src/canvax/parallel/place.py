@@ -25,6 +25,13 @@ def put(array: Any, sharding: Sharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def put_all(arrays: Any, sharding: Sharding) -> Any:
+    """The same of a tree of them. Where it can be one transfer it is: each costs a tenth of a millisecond."""
+    if sharding.is_fully_addressable and len(sharding.device_set) == 1:
+        return jax.device_put(arrays, sharding)
+    return jax.tree.map(lambda array: put(array, sharding), arrays)
+
+
 def own_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
     """The rows of a batch that this process has, and no other one answers for: their indices, and the rows.
 

@@ -36,8 +36,9 @@ from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.request import Request, check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
+from canvax.pipelines.tiles import STRENGTH
 from canvax.pipelines.translate import translate_call, translate_load
-from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
+from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Kinds, Programs
-from canvax.engine.batch import Batch, filled
+from canvax.engine.batch import Batch
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.noise import seed_keys
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_programs
-from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import map_parts, own_rows, put
+from canvax.parallel.mesh import padded_batch
+from canvax.parallel.place import map_parts, own_rows
 from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
-from canvax.pipelines.encoding import encode
 from canvax.pipelines.options import Step
+from canvax.pipelines.prepare import prepare
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
-from canvax.pipelines.start import begin, encode_images, keep_renoised, keeps, noise_of, start, tuning_of
+from canvax.pipelines.start import keeps, tuning_of
 from canvax.samplers import SamplerTable, build_table
 from canvax.types import HostArray
 
@@ -54,36 +51,9 @@ def text_to_image(
     check_programs(ready.named, mesh, cure)
 
     with clock("encode"):
-        texts, later = encode(model, programs, ready.encode, params, request, table)
-        jax.block_until_ready(texts.conditions)
-        images, known, masked = request.given and request.given.latents, None, None
-        if ready.encode_image is not None:
-            encode_image = partial(encode_images, programs, params, request, encoder=ready.encode_image)
-            images, known, masked = begin(model, request, encode_image)
-        if masked is not None:
-            beside = put(filled(masked, latents[0]), over_batch(mesh))
-            for half in (half for told in (texts, *later.values()) for half in told.halves):
-                half["masked"] = beside
+        batch, keep = prepare(model, programs, params, request, ready, table, deep)
     with clock("denoise"):
-        noise = request.latents
-        if noise is None:
-            noise = noise_of(request)
-        batch = Batch(programs, params, latents, ready.denoisers)
-        keys = seed_keys(request.seeds)
-        renoised = None
-        if known is not None and request.options.mask_blend == "renoised":
-            renoised, known = partial(keep_renoised, known, noise, table), None
-        if images is not None:
-            images = start(request, images, noise, model.vae.factor)
-        more = {
-            "images": images,
-            "known": known,
-            "composed": texts.composed,
-            "later": later,
-            "tuning": tuning_of(request),
-        }
-        batch.fill(noise, texts.conditions, texts.negative, keys, [table] * count, deep, **more)
-        denoise(batch, request, table, display, spread=multihost.is_spread(mesh), keep=renoised)
+        denoise(batch, request, table, display, spread=multihost.is_spread(mesh), keep=keep)
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
         pixels = np.zeros((0, request.height, request.width, 3), np.float32)

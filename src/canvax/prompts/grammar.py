@@ -20,6 +20,9 @@ BREAK: Fragment = ("BREAK", -1.0)
 
 MOST_WEIGHT = 100.0
 
+_DEEPEST = 100
+"""Brackets that are open at once; more are text. Each weighs all that it holds: time goes with depth."""
+
 _UP = 1.1
 _DOWN = 0.9
 """Compel's minus sign."""
@@ -29,7 +32,8 @@ _COMFY = re.compile(r"\\[()]|\(|\)|[^\\()]+|\\")
 _COMFY_WEIGHT = re.compile(r"(.*):\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*", re.DOTALL)
 _COMPEL = re.compile(
     r"(?P<open>\()|(?P<close>\))(?P<group>\++|-+|\d*\.?\d+)?"
-    r"|(?P<word>(?:\\.|[^\s()\\+])*(?:\\.|[^\s()\\+-]))(?P<sign>\++|-+)(?=[\s),.]|$)|\\.|[^\s()\\]+|\s+|\\"
+    r"|(?P<word>(?:\\.|[^\s()\\+])*(?:\\.|[^\s()\\+-]))(?P<sign>\++|-+)(?=[\s),.]|$)"
+    r"|(?:\\.|[^\s()\\+])+|[^\s()\\]+|\s+|\\"
 )
 _ESCAPED = re.compile(r"\\(.)")
 _BREAK = re.compile(r"\s*\bBREAK\b\s*")
@@ -85,7 +89,7 @@ def _a1111(prompt: str) -> list[Fragment]:
 
     for token in _A1111.findall(prompt):
         number = _number(token[1:-1]) if token[0] == ":" and token[-1] == ")" else None
-        if token in opened:
+        if token in opened and len(opened[token]) < _DEEPEST:
             opened[token].append(len(found))
         elif number is not None and opened["("]:
             times(number, opened["("].pop())
@@ -118,23 +122,19 @@ def _comfy(prompt: str) -> list[Fragment]:
         elif token == ")" and opens:
             closes[opens.pop()] = i
 
-    def walk(begin: int, end: int, weight: float) -> None:
-        i = begin
-        while i < end:
-            token = tokens[i]
-            if i in closes:
-                last = closes[i]
-                inner = weight * _UP
-                number = _COMFY_WEIGHT.fullmatch(tokens[last - 1]) if last - 1 > i else None
-                if number is not None and (value := _number(number[2])) is not None:
-                    tokens[last - 1], inner = number[1], value
-                walk(i + 1, last, inner)
-                i = last
-            else:
-                found.append((token[1:] if token in ("\\(", "\\)") else token, weight))
-            i += 1
-
-    walk(0, len(tokens), 1.0)
+    weight, outer = 1.0, list[float]()
+    ends = set(closes.values())
+    for i, token in enumerate(tokens):
+        if i in closes:
+            outer.append(weight)
+            weight, last = weight * _UP, closes[i]
+            number = _COMFY_WEIGHT.fullmatch(tokens[last - 1]) if last - 1 > i else None
+            if number is not None and (value := _number(number[2])) is not None:
+                tokens[last - 1], weight = number[1], value
+        elif i in ends:
+            weight = outer.pop()
+        else:
+            found.append((token[1:] if token in ("\\(", "\\)") else token, weight))
     return found
 
 
@@ -143,7 +143,7 @@ def _compel(prompt: str) -> list[Fragment]:
     found: list[Fragment] = []
     opened: list[int] = []
     for match in _COMPEL.finditer(prompt):
-        if match["open"]:
+        if match["open"] and len(opened) < _DEEPEST:
             opened.append(len(found))
             found.append(("(", 1.0))  # which goes when it is closed
         elif match["close"] and opened:
@@ -152,15 +152,14 @@ def _compel(prompt: str) -> list[Fragment]:
         elif match["sign"]:
             found.append((_ESCAPED.sub(r"\1", match["word"]), _factor(match["sign"])))
         else:
-            text = match[0]
-            found.append((text[1:] if text[0] == "\\" and len(text) > 1 else text, 1.0))
+            found.append((_ESCAPED.sub(r"\1", match[0]), 1.0))
     return found
 
 
 def _factor(sign: str) -> float:
     """What a sign of Compel multiplies with."""
     if sign[:1] in ("+", "-"):
-        return (_UP if sign[0] == "+" else _DOWN) ** len(sign)
+        return (_UP if sign[0] == "+" else _DOWN) ** min(len(sign), 1000)  # which is far too much, and a number
     return float(sign or 1)
 
 

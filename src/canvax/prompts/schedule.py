@@ -11,6 +11,9 @@ _PART = re.compile(r"(.*?)(?:\s*:\s*([-+]?(?:\d+\.?|\d*\.\d+)))?\s*", re.DOTALL)
 _WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*")
 _TOKEN = re.compile(r"\\.|[\[\]():|]|[^\\\[\]():|]+", re.DOTALL)
 
+_DEEPEST = 100
+"""Brackets inside one another that are read: each is a call inside a call."""
+
 At = Callable[[int], str]
 """The text of a step, from 1."""
 
@@ -68,10 +71,14 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.ends: set[int] = set()
+        self.depth = 0
 
     def sequence(self, position: int, *, top: bool = False) -> tuple[At, int]:
         """Text and groups up to a separator or a closing bracket that is not their own, and where that is."""
         pieces: list[At] = []
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise _Literal
         while position < len(self.tokens):
             token = self.tokens[position]
             if token == "[" and (group := self.group(position + 1)) is not None:
@@ -88,6 +95,7 @@ class _Reader:
                 break
             pieces.append(_always(token))
             position += 1
+        self.depth -= 1
         return (lambda step: "".join(piece(step) for piece in pieces)), position
 
     def bracket(self, position: int) -> tuple[At, int] | None:

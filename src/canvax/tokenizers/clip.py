@@ -74,8 +74,11 @@ class ClipTokenizer:
             content = {name: token.content for name, token in named.items()}
             backend = _build(vocab, merges, content["unk_token"])
             known = vocab.keys() | {token.content for token in added}
-            if lacking := [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]:
-                raise ValueError(f"the vocabulary lacks {' and '.join(lacking)}")
+            lacking = [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]
+            # For letters that it does not know the BPE looks among its own words alone.
+            lacking += [content["unk_token"]] if content["unk_token"] not in vocab else []
+            if lacking:
+                raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, lacking))}")
             if "left" in (config.get("padding_side"), config.get("truncation_side")):
                 raise CheckpointError(f"{folder}: pads or cuts prompts on the left; a CLIP tokenizer does on the right")
             _add_tokens(backend, added, named, config)
