@@ -564,7 +564,7 @@ def test_smuggling(site: Web, attack: str) -> None:
 def test_old_ways_of_writing_headers_are_read_as_one_header(site: Web) -> None:
     folded = b"GET /health HTTP/1.1\r\nHost: HOST\r\nX-Request-Id: a\r\n b\r\n\r\n"
     answer = site.raw(folded.replace(b"HOST", site.host.encode()))
-    assert b"x-request-id: a" not in answer.lower()
+    assert not re.search(rb"x-request-id: a(\s+b)?\r\n", answer.lower())  # the two lines as one, or the first alone
     bare = b"GET /health HTTP/1.1\nHost: HOST\nConnection: close\n\n"
     assert status_of(site.raw(bare.replace(b"HOST", site.host.encode()))) in (200, 400)
 
