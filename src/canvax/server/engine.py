@@ -361,8 +361,9 @@ class ImageEngine:
     def _preview(self, group: Group, served: Served, item: Item) -> None:
         """How an image looks now: decoded where that costs little, else by colours alone."""
         latents = group.denoised(item)
-        cheap = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
-        self._writer.preview(served, item, group.decode([latents])[0] if cheap else None, latents)
+        if item.decodes is None:
+            item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
+        self._writer.preview(served, item, group.decode([latents])[0] if item.decodes else None, latents)
 
     def _decode(self) -> None:
         """The image that waits for it longest; with more devices as many as they take at once."""

@@ -88,6 +88,7 @@ class Item:
         deadline: on the engine's clock.
         expected: seconds that it takes alone.
         previews: rows after which a preview is wanted.
+        decodes: whether they are decoded; decided at the first, so that all of an image are of one kind.
         turn: see ``canvax.server.policy.Work``.
         carried: where it stands, while it has no slot; None before it is encoded.
         faults: of the devices, that it met.
@@ -103,6 +104,7 @@ class Item:
     deadline: float = 0.0
     expected: float = 0.0
     previews: tuple[int, ...] = ()
+    decodes: bool | None = None
     turn: float | None = None
     carried: Carried | None = None
     faults: int = 0
