@@ -168,7 +168,7 @@ def test_formats(engine: ImageEngine) -> None:
 
 @pytest.mark.parametrize("decoded", [True, False])
 def test_previews_become_the_image(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, decoded: bool) -> None:
-    """Decoded ones come nearer and nearer; colours alone, which lack details from the start, are those of this image."""
+    """Decoded ones come nearer and nearer; colours alone, which never have details, are those of this image."""
     monkeypatch.setattr("canvax.server.engine.CHEAP_PREVIEWS", 1e9 if decoded else 0.0)
     others = [engine.submit(Ask(text, seed=1, steps=10)) for text in ("a dog face", "a pizza", "a lemon", "a house")]
     finished(others)
