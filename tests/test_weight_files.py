@@ -304,6 +304,14 @@ def test_every_truncation_and_flip_is_an_error_or_the_truth(tmp_path: Path) -> N
                 entry.read()
 
 
+@pytest.mark.parametrize("length", [0x280, 0x580, 0x10280])
+def test_a_header_of_a_length_that_looks_like_a_pickle(tmp_path: Path, length: int) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header.ljust(length) + bytes(4))
+    assert [one.name for one in open_safetensors(path)] == ["a"]
+
+
 def test_file_cut_short_while_loading(tmp_path: Path) -> None:
     save_file({"a": np.zeros((100, 100), np.float32)}, tmp_path / "a.safetensors")
     (entry,) = open_safetensors(tmp_path / "a.safetensors")

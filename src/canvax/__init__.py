@@ -15,6 +15,7 @@ from canvax._version import __version__
 
 if TYPE_CHECKING:
     from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
+    from canvax.families.convert import convert
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
@@ -38,6 +39,7 @@ _HOMES = {
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.pipeline",
     "Step": "canvax.pipelines.options",
+    "convert": "canvax.families.convert",
     "load": "canvax.pipelines.pipeline",
     "load_preview": "canvax.pipelines.preview",
     "make_mesh": "canvax.parallel.mesh",
@@ -60,6 +62,7 @@ __all__ = [
     "StableDiffusion",
     "Step",
     "__version__",
+    "convert",
     "load",
     "load_preview",
     "make_mesh",

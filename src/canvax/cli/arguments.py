@@ -25,6 +25,7 @@ COMMANDS = {
         "upscale",
         "serve",
         "compile",
+        "convert",
         "info",
         "plan",
         "bench",
@@ -62,6 +63,12 @@ _BENCH_EXAMPLES = """
 examples:
   canvax bench
   canvax bench owner/name --size 1024x1024 --batch 4 --steps 30 --dtype bfloat16
+"""
+_CONVERT_EXAMPLES = """
+examples:
+  canvax convert model.safetensors my-model              a folder in the diffusers layout
+  canvax convert my-model model.safetensors --dtype float16
+  canvax convert old.ckpt old.safetensors                the tensors of a pickle, without running it
 """
 _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are ignored. A line that starts with {
@@ -197,6 +204,14 @@ def build_parser() -> Parser:
         description="Compile the programs of a model and cache them, without reading its weights or generating "
         "anything.",
     ))  # fmt: skip
+    _convert(commands.add_parser(
+        "convert",
+        help="write a model in another form: a folder, one file, a pickle's tensors",
+        description="Write a model as one safetensors file or as a folder in the diffusers layout, bit for bit. From "
+        "a pickle (.ckpt, .bin, .pt) its tensors become a safetensors file; nothing in it is run.",
+        epilog=_CONVERT_EXAMPLES,
+        formatter_class=plain,
+    ))  # fmt: skip
     info = commands.add_parser(
         "info",
         help="describe a model or an image",
@@ -273,6 +288,16 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
     add_dtype(parser)
+    add_source(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, or a pickle")
+    parser.add_argument("to", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
+    parser.add_argument("--dtype", metavar="DTYPE", help="float16, bfloat16 or float32 (as they are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

@@ -160,12 +160,20 @@ def file_stamp(file: BinaryIO) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def is_pickle(head: bytes) -> bool:
+    """Whether a file begins as those of ``torch.save`` do, and not as a safetensors file whose length looks like it."""
+    is_safetensors = head[4:9] == b"\0\0\0\0{"
+    return (
+        head.startswith((b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))) and not is_safetensors
+    )
+
+
 def check_head(path: Path, head: bytes) -> None:
     """Refuse a file whose first bytes are those of a well-known mix-up, and say what it is."""
     if head.startswith(b"version https://git-lfs"):
         fault = "is a Git LFS pointer, not the file itself: run `git lfs pull` in that folder"
-    elif head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        fault = "is a pickle (.ckpt/.bin) under another name, which canvax refuses to open: convert it to safetensors"
+    elif is_pickle(head):
+        fault = "is a pickle (.ckpt/.bin) under another name; canvax convert FILE NEW.safetensors takes its tensors out"
     elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         fault = "is a web page, not the file that was asked for: download it again"
     else:

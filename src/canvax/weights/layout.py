@@ -47,8 +47,8 @@ FLAX_FILES: dict[Kind, str] = {"diffusers": "diffusion_flax_model.msgpack", "tra
 
 PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
 PICKLE_REFUSED = (
-    "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Convert them to safetensors, for example by "
-    "loading them with PyTorch diffusers where you trust them and calling save_pretrained(..., safe_serialization=True)"
+    "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
+    "anything: canvax convert FILE.ckpt FILE.safetensors"
 )
 
 _VARIANT = re.compile(r"[A-Za-z0-9_\-]+")

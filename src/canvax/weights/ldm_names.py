@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from canvax.weights.entries import Entry
 
-_RESNET = {
+RESNET = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
     "emb_layers.1": "time_emb_proj",
@@ -27,7 +27,7 @@ _RESNET = {
     "nin_shortcut": "conv_shortcut",  # of the VAE, whose other names are those of diffusers
 }
 _MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
-_UNET_ENDS = {
+UNET_ENDS = {
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
     "label_emb.0.0": "add_embedding.linear_1",
@@ -40,23 +40,26 @@ _UNET_BLOCK = re.compile(r"(input|output|middle)_blocks?\.(\d+)\.(?:(\d+)\.)?(.+
 
 _VAE_BLOCK = re.compile(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(downsample|upsample))\.(.+)")
 _VAE_MIDDLE = re.compile(r"(encoder|decoder)\.mid\.(block_1|block_2|attn_1)\.(.+)")
-_VAE_PARTS = {"block_1": "resnets.0", "block_2": "resnets.1", "attn_1": "attentions.0"}
-_VAE_ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+VAE_PARTS = {"block_1": "resnets.0", "block_2": "resnets.1", "attn_1": "attentions.0"}
+VAE_ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
 
 _TEXT_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)\.(weight|bias)")
-_TEXT_PARTS = {
+TEXT_PARTS = {
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
     "attn.out_proj": "self_attn.out_proj",
 }
-_TEXT_ENDS = {
+TEXT_ENDS = {
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "ln_final.weight": "text_model.final_layer_norm.weight",
     "ln_final.bias": "text_model.final_layer_norm.bias",
 }
+FUSED_PARTS = ("q_proj", "k_proj", "v_proj")
+"""Of an attention, in the order in which OpenCLIP joins them."""
+
 _FUSED = re.compile(r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)")
 
 
@@ -84,7 +87,7 @@ def count_layers(entries: Iterable[Entry]) -> int:
 
 
 def _unet_name(name: str, each: int) -> str:
-    for start, ours in _UNET_ENDS.items():
+    for start, ours in UNET_ENDS.items():
         if name.startswith(f"{start}."):
             return ours + name.removeprefix(start)
     match = _UNET_BLOCK.fullmatch(name)
@@ -111,14 +114,14 @@ def _vae_name(name: str, top: int) -> str:
         side, part, rest = match.groups()
         if part == "attn_1":
             step, _, leaf = rest.rpartition(".")
-            rest = f"{_VAE_ATTENTION.get(step, step)}.{leaf}"
-        return f"{side}.mid_block.{_VAE_PARTS[part]}.{_resnet(rest)}"
+            rest = f"{VAE_ATTENTION.get(step, step)}.{leaf}"
+        return f"{side}.mid_block.{VAE_PARTS[part]}.{_resnet(rest)}"
     return re.sub(r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out.", name)
 
 
 def _resnet(rest: str) -> str:
     step, _, leaf = rest.rpartition(".")
-    return f"{_RESNET.get(step, step)}.{leaf}"
+    return f"{RESNET.get(step, step)}.{leaf}"
 
 
 def _text_entries(entry: Entry, layers: int | None) -> Iterator[Entry]:
@@ -130,18 +133,18 @@ def _text_entries(entry: Entry, layers: int | None) -> Iterator[Entry]:
         yield from _three(entry, f"text_model.encoder.layers.{match[1]}.self_attn", match[2])
     elif match := _TEXT_LAYER.fullmatch(name):
         number, part, leaf = match.groups()
-        yield replace(entry, name=f"text_model.encoder.layers.{number}.{_TEXT_PARTS.get(part, part)}.{leaf}")
+        yield replace(entry, name=f"text_model.encoder.layers.{number}.{TEXT_PARTS.get(part, part)}.{leaf}")
     elif name == "text_projection":
         if layers is None:  # stored the other way round than PyTorch's linear maps: as Flax stores them
             yield replace(entry, name="text_projection/kernel", order="flax")
     else:
-        yield replace(entry, name=_TEXT_ENDS.get(name, name))
+        yield replace(entry, name=TEXT_ENDS.get(name, name))
 
 
 def _three(entry: Entry, start: str, leaf: str) -> Iterator[Entry]:
     """Queries, keys and values, which are stored as one array: its three equal parts, in this order."""
     ((offset, length),) = entry.segments
     rows, *rest = entry.shape
-    for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+    for i, part in enumerate(FUSED_PARTS):
         piece = (offset + i * (length // 3), length // 3)
         yield replace(entry, name=f"{start}.{part}.{leaf}", shape=(rows // 3, *rest), segments=(piece,))

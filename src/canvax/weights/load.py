@@ -107,12 +107,8 @@ def load_components(files: ModelFiles, components: Sequence[Component], *, dtype
     Raises:
         CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components.
     """
-    faults = Faults()
     declared: dict[str, dict[str, Param]] = {part.name: dict(flatten(part.spec)) for part in components}
-    matches = {part.name: _match(files, part, faults) for part in components}
-    report = faults.report(str(files))
-    if report:
-        raise CheckpointError(report)
+    matches = _matched(files, components)
     wanted = [(name, dotted, *pair) for name, match in matches.items() for dotted, pair in match.items()]
     wanted.sort(key=lambda match: (match[3].path, match[3].segments))  # a disk is read from front to back
     scratch = Scratch()
@@ -138,6 +134,44 @@ def load_components(files: ModelFiles, components: Sequence[Component], *, dtype
             pool.shutdown(cancel_futures=True)
             raise
     return {name: unflatten({dotted: placed[name, dotted] for dotted in names}) for name, names in declared.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter that stays in its file, in the dtype it has there, until numpy asks for it.
+
+    Attributes:
+        param: what it is.
+        entry: where it is.
+    """
+
+    param: Param
+    entry: Entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in memory."""
+        return self.param.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As stored."""
+        return self.entry.dtype
+
+    def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> HostArray:
+        """Read it."""
+        del copy
+        return materialise(self.param, self.entry, self.dtype if dtype is None else dtype, Scratch())
+
+
+def stored_components(files: ModelFiles, components: Sequence[Component]) -> Params:
+    """As ``load_components``, but nothing is read: each parameter is a ``Stored``.
+
+    Raises:
+        CheckpointError: as ``load_components``.
+    """
+    matches = _matched(files, components)
+    return {name: unflatten({key: Stored(*pair) for key, pair in match.items()}) for name, match in matches.items()}
 
 
 class Scratch(threading.local):
@@ -188,6 +222,15 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
 def _is_quantized(param: Param) -> bool:
     """Whether it is a weight of 8 bits, whose scales are made while loading and are in no file."""
     return param.dtype in QUANTIZED.values()
+
+
+def _matched(files: ModelFiles, components: Sequence[Component]) -> dict[str, dict[str, tuple[Param, Entry]]]:
+    """The parameters of each component with their arrays, once all faults of all components have been looked for."""
+    faults = Faults()
+    matches = {part.name: _match(files, part, faults) for part in components}
+    if report := faults.report(str(files)):
+        raise CheckpointError(report)
+    return matches
 
 
 def _match(files: ModelFiles, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:

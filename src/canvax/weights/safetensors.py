@@ -119,7 +119,7 @@ def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[
     with written(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in ordered:
-            data = np.ascontiguousarray(array.get(), array.dtype)
+            data = np.asarray(array.get(), array.dtype, order="C")  # ascontiguousarray gives a scalar an axis
             if data.shape != array.shape:
                 raise ValueError(f"write_safetensors: {array.name!r} is {data.shape}, announced as {array.shape}")
             file.write(data.reshape(-1).view(np.uint8).data)

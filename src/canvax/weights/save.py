@@ -65,7 +65,7 @@ def save_component(
     """
     check_variant(variant)
     folder = Path(folder)
-    outgoing = _outgoing(component, params, dtype)
+    outgoing = outgoing_of(component, params, dtype)
     shards = _shards(outgoing, max_shard_bytes)
     infix = f".{variant}" if variant else ""
     stem = f"{STEMS[component.kind]}{infix}"
@@ -159,8 +159,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
 
 
-def _outgoing(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
-    """What to write, after checking it against the spec; no array is moved yet."""
+def outgoing_of(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
+    """What to write of a component as PyTorch diffusers has it, after checking it; no array is moved yet.
+
+    Raises:
+        InputError: params do not fit the spec.
+    """
     wanted: dict[str, Param] = dict(flatten(component.spec))
     given: dict[str, Any] = dict(flatten(params))
     faults = [f"{name} is missing" for name in wanted.keys() - given.keys()]

@@ -1,0 +1,30 @@
+"""``canvax convert``: writes a model in another form, and prints its name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from canvax.cli.terminal import say
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Convert; ``report`` receives the name of what was written."""
+    from canvax.families.convert import convert
+    from canvax.pipelines.checks import parse_dtype
+
+    output = convert(
+        arguments.model,
+        arguments.to,
+        dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
+        overwrite=arguments.overwrite,
+        revision=arguments.revision,
+        variant=arguments.variant,
+        token=arguments.token,
+        cache_dir=arguments.cache_dir,
+        local_files_only=arguments.local_files_only,
+        progress=not arguments.quiet,
+    )
+    report["output"] = str(output)
+    if not arguments.json:
+        say(str(output))

@@ -1,0 +1,166 @@
+"""From one form of a model to another: a folder in the diffusers layout, one file, PyTorch's pickles to safetensors.
+
+Arrays go from file to file as they are stored, one at a time; no device is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from canvax.errors import CheckpointError, InputError, warn
+from canvax.families.base import Model, read_clip_unet_vae
+from canvax.families.read import family_of, read_model
+from canvax.models.networks import Networks
+from canvax.params import flatten
+from canvax.tokenizers.clip import ClipTokenizer
+from canvax.types import DType, Params
+from canvax.weights.entries import is_pickle, open_weight_file
+from canvax.weights.layout import PICKLES
+from canvax.weights.load import stored_components
+from canvax.weights.open import open_files
+from canvax.weights.pickled import Pickled, read_pickled
+from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.save import outgoing_of
+from canvax.weights.single_file import KINDS, SingleFile
+from canvax.weights.single_save import as_read, single_arrays, single_metadata
+from canvax.weights.source import Source
+
+_ALIKE = {
+    *("sample_size", "transformer_layers_per_block", "attention_head_dim", "num_attention_heads"),
+    *("eos_token_id", "projection_dim"),
+}
+"""Fields of configs that may be written in several ways, or that specs say already."""
+
+
+def convert(
+    model: str | Path, output: str | Path, *, dtype: DType | None = None, overwrite: bool = False, **source: Any
+) -> Path:
+    """Write a model in another form; what is not cast is the same bits.
+
+    Args:
+        model: a folder, a Hub id or one file of a whole model, or one of PyTorch's pickles with any tensors.
+        output: a name that ends in .safetensors for one file, else a folder in the diffusers layout. From a pickle
+            only .safetensors, with the names that the pickle has.
+        dtype: of the written arrays; their own by default.
+        overwrite: write into a folder that is not empty, or over a file.
+        source: see ``canvax.weights.source.Source``.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        InputError: an argument cannot be used, or the model is one that the form cannot hold.
+        CheckpointError: the model is missing, damaged or refused.
+    """
+    output, single = Path(output), str(output).lower().endswith(".safetensors")
+    if single and output.is_dir():
+        raise InputError(f"output = {str(output)!r} is a folder; choose another name")
+    if single and output.exists() and not overwrite:
+        raise InputError(f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True")
+    path = Path(model).expanduser()
+    if path.is_file() and _is_pickle(path):
+        if not single:
+            raise InputError(f"output = {str(output)!r}: a pickle becomes one file; name one that ends in .safetensors")
+        return _from_pickle(path, output, dtype)
+    files = open_files(Source(model, **source), accept=_of_a_family)
+    opened = read_model(files, np.float32)
+    params = stored_components(files, opened.components)
+    if not single:
+        return opened.save(output, params, dtype=dtype, overwrite=overwrite)
+    arrays, metadata = _single(opened, params, output, dtype)
+    write_safetensors(output, arrays, metadata)
+    return output
+
+
+def _of_a_family(index: Mapping[str, Any]) -> None:
+    """A model of another kind is refused before anything of it is fetched."""
+    family_of(index)
+
+
+def _is_pickle(path: Path) -> bool:
+    with open_weight_file(path) as file:
+        if is_pickle(file.read(64)):
+            return True
+    if path.suffix.lower() in PICKLES:
+        raise CheckpointError(f"{path}: is none of the files that torch.save writes")
+    return False
+
+
+def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
+    found = read_pickled(path)
+    arrays, metadata = _embedding(found) or (list(found.arrays), {"format": "pt"})
+    write_safetensors(output, [_cast(one, dtype) for one in arrays], metadata)
+    if found.left_out:
+        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        warn(f"{path}: left out what is no tensor: {', '.join(found.left_out[:5])}{more}")
+    return output
+
+
+def _embedding(found: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
+    """An embedding of A1111's under the name that its safetensors files have; None for other files."""
+    own = [one for one in found.arrays if one.name.startswith("string_to_param.")]
+    if len(own) != 1:
+        return None
+    return [dataclasses.replace(own[0], name="emb_params")], {"format": "pt", **found.texts}
+
+
+def _cast(one: Outgoing, dtype: DType | None) -> Outgoing:
+    if dtype is None or one.dtype.kind not in "fV":
+        return one
+    return dataclasses.replace(one, dtype=np.dtype(dtype), get=lambda: one.get().astype(dtype))
+
+
+def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
+    """All arrays of one file that is read as this very model."""
+    config = model.files.config("scheduler")
+    says = {
+        "v_prediction": config.get("prediction_type") == "v_prediction",
+        "zero_snr": bool(config.get("rescale_betas_zero_snr")),
+    }
+    parts = {part.name: outgoing_of(part, params[part.name], dtype) for part in model.components}
+    faults: list[str] = []
+    for kind in KINDS:
+        if kind.encoders.keys() != model.text.parts.keys():
+            continue
+        arrays = single_arrays(kind, parts, **says)
+        faults = list(_differences(model, as_read(output, kind, arrays, **says)))
+        if not faults:
+            return arrays, single_metadata(kind, v_prediction=says["v_prediction"], inpaints=model.networks.inpaints)
+    raise InputError(
+        f"output = {str(output)!r}: one file cannot say what {model.name} is: {'; '.join(faults[:4])}. Write a folder "
+        "(a name without .safetensors)"
+    )
+
+
+def _differences(model: Model, single: SingleFile) -> Iterator[str]:
+    """What reading the file would make of the model."""
+    for name, own in model.tokenizers.items():
+        clip = ClipTokenizer.from_folder(single.folder(name.replace("text_encoder", "tokenizer")))
+        if (own.backend.get_vocab(), own.pad) != (clip.backend.get_vocab(), clip.pad):
+            yield "its tokenizer is not CLIP's"
+    try:
+        yield from _other_networks(model.networks, read_clip_unet_vae(model.family, single))
+    except CheckpointError as error:
+        yield str(error)
+    ours, theirs = model.files.config("scheduler"), single.config("scheduler")
+    for name in ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type"):
+        if ours.get(name, theirs[name]) != theirs[name]:
+            yield f"scheduler: {name} is {ours[name]!r}, not {theirs[name]!r}"
+
+
+def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
+    own, found = ({name: dict(flatten(spec)) for name, spec in one.specs().items()} for one in (ours, theirs))
+    for name, spec in own.items():
+        if spec != found[name]:
+            yield f"{name}: its parameters are not those of this kind of model"
+    pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
+    pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]
+    for name, one, other in pairs:
+        for field in (field.name for field in dataclasses.fields(one)):
+            if field not in _ALIKE and getattr(one, field) != getattr(other, field):
+                yield f"{name}: {field} is {getattr(one, field)!r}, not {getattr(other, field)!r}"
