@@ -13,7 +13,8 @@ import pytest
 
 import canvax
 from canvax.errors import CheckpointError
-from canvax.models.configs import SD15_TEXT, SD15_UNET, SD_VAE, SDXL_UNET, TinyConfig, UNetConfig, VaeConfig
+from canvax.models.configs import TinyConfig, UNetConfig, VaeConfig
+from canvax.models.presets import SD15_TEXT, SD15_UNET, SD_VAE, SDXL_UNET
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params

@@ -18,9 +18,10 @@ from small_checkpoint import TEXT, VAE, write_small_checkpoint
 import canvax
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
-from canvax.models.configs import SD15_UNET, SDXL_UNET, UNetConfig
+from canvax.models.configs import UNetConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import SD15_UNET, SDXL_UNET
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.parallel import memory

@@ -48,7 +48,7 @@ for call in json.load(sys.stdin):
         options["look"] = look
     without = call.pop("without", False)
     config = call.pop("config", None)
-    network, preview = call.pop("network", False), call.pop("preview", False)
+    network, preview = call.pop("network", None), call.pop("preview", False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -60,10 +60,10 @@ for call in json.load(sys.stdin):
             if config:
                 answers.append(read_config(source, config))
                 continue
-            if network:
-                files = open_network(source)
-                names = sorted(path.name for path in files.folder().iterdir())
-                answers.append({"sha": files.revision, "files": names, "arrays": len(files.entries(""))})
+            if network is not None:
+                files = open_network(source, component=network)
+                names = sorted(path.name for path in files.folder(network).iterdir())
+                answers.append({"sha": files.revision, "files": names, "arrays": len(files.entries(network))})
                 continue
             files = open_files(source, weights=not without, **options)
             if without:
@@ -204,7 +204,7 @@ def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
     hub.repositories["someone/tiny"] = Repository()
     more = {"diffusion_pytorch_model.bin": b"PK", "other/diffusion_pytorch_model.safetensors": b"?"}
     sha = hub.repositories["someone/tiny"].commit("main", files | more)
-    call = {"model": "someone/tiny", "network": True}
+    call = {"model": "someone/tiny", "network": ""}
     assert client(call) == [{"sha": sha, "files": sorted(files), "arrays": 0}]
     assert hub.fetched() == sorted(files)
     hub.requests.clear()
@@ -215,6 +215,20 @@ def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
     assert "pickle" in client(call)[0]["text"]
     branch = hub.repositories["someone/tiny"].commit("other", files | {"config.json": b'{"a": 1}'})
     assert client(call | {"revision": "other"})[0]["sha"] == branch
+
+
+def test_a_safety_checker_if_asked(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
+    own = {"config.json": b"{}", "model.safetensors": raw_safetensors({})}
+    inside = {f"safety_checker/{name}": data for name, data in own.items()}
+    index = json.loads(toy["model_index.json"]) | {"safety_checker": ["stable_diffusion", "X"]}
+    hub.repositories["someone/toy"] = Repository()
+    sha = hub.repositories["someone/toy"].commit(
+        "main", toy | inside | {"model_index.json": json.dumps(index).encode(), "safety_checker/x.bin": b"PK"}
+    )
+    client({"model": "someone/toy"})
+    assert not any(name.startswith("safety_checker") for name in hub.fetched())
+    call = {"model": "someone/toy", "network": "safety_checker"}
+    assert client(call) == [{"sha": sha, "files": sorted(own), "arrays": 0}]
 
 
 def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

@@ -189,6 +189,24 @@ def test_previews_become_the_image(engine: ImageEngine, monkeypatch: pytest.Monk
         assert apart[0] < min(apart[1:])
 
 
+def test_what_a_safety_checker_refuses_is_black_and_has_no_previews(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses:
+        def flags(self, pixels: np.ndarray) -> list[bool]:
+            return [True] * len(pixels)
+
+    seen: list[Previewed] = []
+    monkeypatch.setattr(engine._models.named("emoji"), "safety_checker", Refuses())
+    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
+    tell = job.tell
+    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
+    finished([job])
+    assert not pixels(job.pictures[0].data).any()
+    assert job.pictures[0].metadata["nsfw"] is True
+    assert not seen
+
+
 def test_short_work_passes_long_work(engine: ImageEngine) -> None:
     long = [engine.submit(Ask("a dog face", seed=i, steps=100)) for i in range(8)]
     until(lambda: long[0].pictures[0].step > 0)

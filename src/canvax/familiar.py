@@ -80,7 +80,6 @@ LOAD: dict[str, Familiar] = {
 """Arguments of ``canvax.load``."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
-    "safety_checker": (None,),
     "feature_extractor": (None,),
     "image_encoder": (None,),
     "requires_safety_checker": (False, None),
@@ -113,7 +112,7 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
     **_same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on, configs "
             "pipe.model.unet and so on; docs/under-the-pipeline.md calls the networks"),
-    **_same("safety_checker feature_extractor image_encoder", "canvax has no safety checker"),
+    **_same("feature_extractor image_encoder", "pipe.safety_checker prepares images by itself"),
     **_same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("vae_scale_factor", "pipe.model.vae.factor"),
@@ -143,7 +142,7 @@ FLAGS: dict[str, Familiar] = {
     **_same("size resolution", "write --width 512 --height 512"),
     **_same("ckpt checkpoint safetensors ckpt-dir", "write --model with a folder in the diffusers layout or a Hub id"),
     **_same("vae", "a model folder holds its own VAE: put it into vae/"),
-    **_same("safety-checker no-safety-checker nsfw disable-nsfw-checker", "canvax has no safety checker: leave it out"),
+    **_same("no-safety-checker nsfw disable-nsfw-checker", "no safety checker is used unless --safety-checker says so"),
     **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
     **_same("hires-fix", "write --hires 2"),
     **_same("upscale upscaler", "write canvax upscale IMAGE, or --hires 2"),

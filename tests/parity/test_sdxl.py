@@ -19,14 +19,8 @@ from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
-from canvax.models.configs import (  # noqa: E402
-    SDXL_REFINER_UNET,
-    SDXL_TEXT,
-    SDXL_TEXT_2,
-    SDXL_UNET,
-    ClipTextConfig,
-    UNetConfig,
-)
+from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
+from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET  # noqa: E402
 from canvax.models.text import TextEncoders, encode_text  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402

@@ -212,6 +212,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         cache_dir=arguments.cache_dir,
         local_files_only=arguments.local_files_only,
         mesh=mesh,
+        safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
     )
 

@@ -205,6 +205,7 @@ def _load(model: str, arguments: argparse.Namespace) -> Any:
         cache_dir=arguments.cache_dir,
         local_files_only=arguments.local_files_only,
         mesh=mesh_of(arguments.mesh),
+        safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
     )
 

@@ -33,6 +33,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))
     model = parser.add_argument_group("model")
+    model.add_argument(
+        "--safety-checker", action="store_true",
+        help="the models' own: images that it refuses are answered black, and none has previews",
+    )  # fmt: skip
     add_dtype(model)
     model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     add_source(model)

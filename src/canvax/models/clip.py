@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
-from canvax.models.configs import ClipTextConfig
+from canvax.models.configs import ClipTextConfig, ClipVisionConfig
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array
@@ -21,7 +21,7 @@ def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
                 "token_embedding": embedding_spec(cfg.vocab_size, cfg.hidden_size),
                 "position_embedding": embedding_spec(cfg.max_position_embeddings, cfg.hidden_size),
             },
-            "encoder": {"layers": {str(i): _layer_spec(cfg) for i in range(cfg.num_hidden_layers)}},
+            "encoder": {"layers": {str(i): layer_spec(cfg) for i in range(cfg.num_hidden_layers)}},
             "final_layer_norm": norm_spec(cfg.hidden_size),
         }
     }
@@ -55,7 +55,7 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     chosen = x
     with jax.named_scope("text_encoder"):
         for i in range(cfg.num_hidden_layers):
-            x = _layer(p["encoder"]["layers"][str(i)], x, cfg=cfg)
+            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg)
             chosen = jnp.where(wanted == i + 1, x, chosen)
     return chosen, x
 
@@ -68,7 +68,8 @@ def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Arra
     return linear(p["text_projection"], layer_norm(p["text_model"]["final_layer_norm"], end, eps=cfg.layer_norm_eps))
 
 
-def _layer_spec(cfg: ClipTextConfig) -> Spec:
+def layer_spec(cfg: ClipTextConfig | ClipVisionConfig) -> Spec:
+    """Parameters of one layer of either encoder."""
     d, heads = cfg.hidden_size, Axis("heads", cfg.num_attention_heads)
     return {
         "layer_norm1": norm_spec(d),
@@ -87,12 +88,13 @@ def _layer_spec(cfg: ClipTextConfig) -> Spec:
 
 
 @outlined
-def _layer(p: Params, x: Array, *, cfg: ClipTextConfig) -> Array:
+def layer(p: Params, x: Array, *, cfg: ClipTextConfig | ClipVisionConfig, causal: bool = True) -> Array:
+    """One layer of either encoder, [B, T, D] -> [B, T, D]; ``causal``: a token sees those before it alone."""
     a = p["self_attn"]
     h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
     q, k, v = (linear(a[name], h).reshape(split) for name in ("q_proj", "k_proj", "v_proj"))
-    x = x + linear(a["out_proj"], attention(q, k, v, causal=True).reshape(x.shape))
+    x = x + linear(a["out_proj"], attention(q, k, v, causal=causal).reshape(x.shape))
     h = layer_norm(p["layer_norm2"], x, eps=cfg.layer_norm_eps)
     h = ACTIVATIONS[cfg.hidden_act](linear(p["mlp"]["fc1"], h))
     return x + linear(p["mlp"]["fc2"], h)

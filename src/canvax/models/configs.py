@@ -25,6 +25,9 @@ class Range:
         return f"{self.least:g} to {self.most:g}"
 
 
+ACTIVATIONS = ("gelu", "quick_gelu")
+"""Of CLIP."""
+
 Count = Annotated[int, Range(1, 2**16)]
 Ids = Annotated[int, Range(0, 2**24)]
 Size = Annotated[int, Range(1, 2048)]
@@ -360,7 +363,7 @@ class ClipTextConfig(Config):
     STRICT = False
 
     def __post_init__(self) -> None:
-        if self.hidden_act not in ("gelu", "quick_gelu"):
+        if self.hidden_act not in ACTIVATIONS:
             raise CheckpointError(f"ClipTextConfig: hidden_act {self.hidden_act!r}; supported: 'gelu', 'quick_gelu'")
         if self.hidden_size % self.num_attention_heads:
             raise CheckpointError(
@@ -369,60 +372,33 @@ class ClipTextConfig(Config):
             )
 
 
-SD_VAE = VaeConfig(
-    down_block_types=("DownEncoderBlock2D",) * 4,
-    up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(128, 256, 512, 512),
-    layers_per_block=2,
-)
-SD15_UNET = UNetConfig(sample_size=64, cross_attention_dim=768)
-SD15_TEXT = ClipTextConfig(
-    hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, hidden_act="quick_gelu"
-)
-SD21_UNET = UNetConfig(
-    sample_size=96,
-    cross_attention_dim=1024,
-    attention_head_dim=(5, 10, 20, 20),
-    use_linear_projection=True,
-    upcast_attention=True,
-)
-SD21_TEXT = ClipTextConfig(
-    hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16, hidden_act="gelu"
-)
-SDXL_VAE = dataclasses.replace(SD_VAE, scaling_factor=0.13025)
-SDXL_UNET = UNetConfig(
-    sample_size=128,
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    block_out_channels=(320, 640, 1280),
-    attention_head_dim=(5, 10, 20),
-    transformer_layers_per_block=(1, 2, 10),
-    cross_attention_dim=2048,
-    use_linear_projection=True,
-    addition_embed_type="text_time",
-    addition_time_embed_dim=256,
-    projection_class_embeddings_input_dim=2816,
-)
-SDXL_REFINER_UNET = UNetConfig(
-    sample_size=128,
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    block_out_channels=(384, 768, 1536, 1536),
-    attention_head_dim=(6, 12, 24, 24),
-    transformer_layers_per_block=4,
-    cross_attention_dim=1280,
-    use_linear_projection=True,
-    addition_embed_type="text_time",
-    addition_time_embed_dim=256,
-    projection_class_embeddings_input_dim=2560,
-)
-SDXL_TEXT = dataclasses.replace(SD15_TEXT, projection_dim=768, eos_token_id=2)
-SDXL_TEXT_2 = ClipTextConfig(
-    hidden_size=1280,
-    intermediate_size=5120,
-    num_hidden_layers=32,
-    num_attention_heads=20,
-    hidden_act="gelu",
-    projection_dim=1280,
-    eos_token_id=2,
-)
+@dataclass(frozen=True)
+class ClipVisionConfig(Config):
+    """``CLIPVisionModel``: names and defaults are those of the transformers config."""
+
+    hidden_size: Count = 768
+    intermediate_size: Count = 3072
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Count = 12
+    image_size: Size = 224
+    patch_size: Count = 32
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: Epsilon = 1e-5
+    projection_dim: Count = 512
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"model_type": ("clip_vision_model",), "num_channels": (3,)}
+    STRICT = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_act not in ACTIVATIONS:
+            raise CheckpointError(f"ClipVisionConfig: hidden_act {self.hidden_act!r}; supported: 'gelu', 'quick_gelu'")
+        if self.hidden_size % self.num_attention_heads or self.image_size % self.patch_size:
+            raise CheckpointError(
+                f"ClipVisionConfig: {self.num_attention_heads} heads do not divide hidden_size {self.hidden_size}, or "
+                f"patches of {self.patch_size} an image of {self.image_size}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """The whole and its patches."""
+        return 1 + (self.image_size // self.patch_size) ** 2

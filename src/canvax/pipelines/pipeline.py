@@ -35,6 +35,7 @@ from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.request import Request, check_layers, make_request
 from canvax.pipelines.result import Result
+from canvax.pipelines.safety import SafetyChecker, check_has_checker, load_safety_checker
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
 from canvax.pipelines.translate import translate_call, translate_load
@@ -42,6 +43,7 @@ from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
+from canvax.weights.source import Source
 
 
 @dataclass(eq=False, repr=False)
@@ -53,11 +55,13 @@ class StableDiffusion:
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
             arrays; None when the caller keeps them and passes them to each call.
+        safety_checker: looks at the images of each call, if ``canvax.load`` was asked for it.
     """
 
     model: Model
     programs: Programs
     params: Params | None = None
+    safety_checker: SafetyChecker | None = None
 
     def __repr__(self) -> str:
         return summary(self)
@@ -70,7 +74,7 @@ class StableDiffusion:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
-        if name != "params" and (name not in ("model", "programs") or name in vars(self)):
+        if name != "params" and (name not in ("model", "programs", "safety_checker") or name in vars(self)):
             raise AttributeError(f"cannot be set: {answer(name, ATTRIBUTES, [], 'an attribute that can be set')}")
         object.__setattr__(self, name, value)
 
@@ -81,6 +85,7 @@ class StableDiffusion:
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
+        keywords["safety_checker"] = self.safety_checker is not None
         return _load_again, (files.name, keywords, dict(self.mesh.shape))
 
     @property
@@ -177,7 +182,7 @@ class StableDiffusion:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
         assert pipe.params is not None
-        return cls(pipe.model, pipe.programs), pipe.params
+        return cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params
 
     @accepts(translate_call)
     def __call__(
@@ -269,7 +274,8 @@ class StableDiffusion:
         )
         with explained(cure), counting() as counts:
             run = two_passes if request.options.hires > 1 else text_to_image
-            return run(self.model, self.programs, params, request, cure, counts)
+            result = run(self.model, self.programs, params, request, cure, counts)
+        return self.safety_checker(result) if self.safety_checker else result
 
     def upscale(
         self,
@@ -494,6 +500,7 @@ def load(
     local_files_only: bool = False,
     mesh: Mesh | None = None,
     precision: str | None = None,
+    safety_checker: bool | None = None,
     progress: bool = True,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
@@ -511,6 +518,8 @@ def load(
         mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them; by default all
             devices on ``data``, those of all processes that ``jax.distributed`` has joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
+        safety_checker: True to load the model's own, another 1.2 GB: images that it refuses become black, and
+            ``nsfw`` in their metadata is true.
         progress: show downloads on stderr.
 
     Raises:
@@ -519,17 +528,13 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
+    if not isinstance(safety_checker, bool | None):
+        raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
+    hub = {"revision": revision, "variant": variant, "token": token, "cache_dir": cache_dir}
+    hub |= {"local_files_only": local_files_only, "progress": progress}
+    accept = check_has_checker if safety_checker else None
     opened, programs, params = open_model(
-        model,
-        dtype=dtype,
-        quantize=quantize,
-        revision=revision,
-        variant=variant,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        mesh=mesh,
-        precision=precision,
-        progress=progress,
+        model, dtype=dtype, quantize=quantize, mesh=mesh, precision=precision, accept=accept, **hub
     )
-    return StableDiffusion(opened, programs, params)
+    checker = load_safety_checker(Source(model, **hub)) if safety_checker else None
+    return StableDiffusion(opened, programs, params, checker)

@@ -350,7 +350,7 @@ class ImageEngine:
         for item in (item for item in seated if not item.over):
             told = item.told()
             item.job.seconds_left = told.seconds_left
-            if item.picture.step in item.previews and id(item) not in done:
+            if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
             item.job.tell(told)
         with self._wake:

@@ -20,6 +20,7 @@ from canvax.parallel.multihost import is_spread
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
+from canvax.pipelines.safety import SafetyChecker
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, ModelCard, Refused
@@ -62,6 +63,7 @@ class Loaded(Protocol):
     model: Model
     programs: Programs
     params: Params | None
+    safety_checker: SafetyChecker | None
 
 
 class Served:
@@ -75,6 +77,7 @@ class Served:
         model: everything but its weights.
         groups: by key, those whose programs are ready or are being made.
         colours: for previews.
+        safety_checker: looks at finished images, which have no previews then.
         used: when it was last run, on the engine's clock.
         load_seconds: what loading it took.
     """
@@ -88,6 +91,7 @@ class Served:
         loaded = load(name)
         self.load_seconds = time.perf_counter() - began
         self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params
+        self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):

@@ -48,7 +48,7 @@ class Writer:
         self, served: Served, item: Item, pixels: HostArray | None, latents: HostArray | None, step: int, number: int
     ) -> None:
         shown = item.shown
-        if shown.status.over or item.job.status.over:
+        if shown.status.over or item.job.status.over or served.safety_checker:
             return
         if pixels is None:
             assert latents is not None
@@ -71,6 +71,9 @@ class Writer:
                 if not last:
                     return
             metadata = item.metadata(served.model)
+            if served.safety_checker:
+                (flag,) = served.safety_checker.flags(pixels[None])
+                pixels, metadata = pixels * (not flag), {**metadata, "nsfw": flag}
             data = image_file(pixels, job.ask.format, job.ask.quality, metadata if job.ask.metadata else {})
         except Exception as error:
             log.exception("an image cannot be written")

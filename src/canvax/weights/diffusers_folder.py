@@ -16,6 +16,7 @@ from canvax.weights.layout import (
     DEFAULTS,
     INDEX,
     KINDS,
+    OTHER_KINDS,
     PLAIN_FILES,
     WeightPlan,
     config_file,
@@ -99,7 +100,8 @@ class DiffusersFolder:
             _check_variant_exists(self.name, self.variant, {part: names_in(self.folder(part)) for part in parts})
 
     def _weights(self, component: str) -> list[Path]:
-        return find_weights(self.folder(component), KINDS.get(component, "diffusers"), self.variant)
+        kind = {**KINDS, **OTHER_KINDS}.get(component, "diffusers")
+        return find_weights(self.folder(component), kind, self.variant)
 
 
 def read_folder(

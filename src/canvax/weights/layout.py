@@ -30,6 +30,9 @@ KINDS: dict[str, Kind] = {
 }
 """Components whose weights canvax reads, and the library whose file names they use."""
 
+OTHER_KINDS: dict[str, Kind] = {"safety_checker": "transformers"}
+"""Components that are read if they are asked for."""
+
 PLAIN_FILES: dict[str, tuple[str, ...]] = {
     "scheduler": ("scheduler_config.json",),
     **dict.fromkeys(

@@ -5,6 +5,7 @@ A spec's names are those of today's PyTorch diffusers files, so most need no tra
     Flax trees            down_blocks_0/resnets_1/conv1/kernel -> down_blocks.0.resnets.1.conv1.weight
     old VAE attention     mid_block.attentions.0.query.weight -> mid_block.attentions.0.to_q.weight
     text encoders         embeddings.token_embedding.weight -> text_model.embeddings.token_embedding.weight
+    image encoders        encoder.layers.0.mlp.fc1.weight -> vision_model.encoder.layers.0.mlp.fc1.weight
                           (newer files leave the prefix out)
 """
 
@@ -27,10 +28,10 @@ _FLAX_LISTS = {"layers"}
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _OLD_ATTENTION_STEP = re.compile(r"\.(query|key|value|proj_attn)\.(?=(weight|bias)$)")
 
-_TEXT_PREFIX = "text_model."
+_PREFIXES = ("text_model.", "vision_model.")
 
-_LEFTOVER = re.compile(r"(text_model\.)?embeddings\.position_ids")
-"""Not weights: the numbers 0 to 76, which older text encoder files carry along."""
+_LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.position_ids")
+"""Not weights: the numbers from 0 on, which older files of encoders carry along."""
 
 
 def spec_name(entry: Entry, known: Container[str]) -> str | None:
@@ -40,7 +41,7 @@ def spec_name(entry: Entry, known: Container[str]) -> str | None:
     else:
         name = unchanged = entry.name
     modern = _OLD_ATTENTION_STEP.sub(lambda match: f".{_OLD_ATTENTION[match[1]]}.", name)
-    for candidate in (name, modern, _TEXT_PREFIX + name, unchanged):
+    for candidate in (name, modern, *(prefix + name for prefix in _PREFIXES), unchanged):
         if candidate in known:
             return candidate
     return None

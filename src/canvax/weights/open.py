@@ -15,7 +15,7 @@ from canvax.files import read_json
 from canvax.weights.diffusers_folder import Accept, DiffusersFolder, plan_components, read_folder, small_files
 from canvax.weights.files import ModelFiles
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.layout import INDEX, WeightPlan, names_in, plan_weights, shard_names, why_no_index
+from canvax.weights.layout import INDEX, OTHER_KINDS, WeightPlan, names_in, plan_weights, shard_names, why_no_index
 from canvax.weights.single_file import open_single_file
 from canvax.weights.source import Source
 
@@ -69,27 +69,30 @@ def open_files(
     return files
 
 
-def open_network(source: Source, *, accept: Accept | None = None) -> ModelFiles:
-    """Find a network that is a repository or folder of its own: ``config.json`` and weights of diffusers at the top.
+def open_network(source: Source, *, accept: Accept | None = None, component: str = "") -> ModelFiles:
+    """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
 
-    It is the component ``""`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
+    It is the component ``component`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
 
     Raises:
         CheckpointError, HubError: as ``open_files``.
     """
+    inside = f"{component}/" if component else ""
     path = source.local_folder()
-    commit = find_commit(source, _CONFIG) if path is None else None
+    commit = find_commit(source, inside + _CONFIG) if path is None else None
     if commit is not None:
-        path = commit.fetch([_CONFIG])
+        path = commit.fetch([inside + _CONFIG])
     assert path is not None
-    config = read_json(path / _CONFIG)
+    config = read_json(path / inside / _CONFIG)
     if accept is not None:
         accept(config)
     if commit is not None and commit.names is not None:
-        top = [name for name in commit.names if "/" not in name]
-        _fetch_weights(commit, {"": plan_weights(top, "diffusers", source.variant, source.name)})
+        names = [name.removeprefix(inside) for name in commit.names if name.startswith(inside)]
+        own = [name for name in names if "/" not in name]
+        kind = OTHER_KINDS.get(component, "diffusers")
+        _fetch_weights(commit, {inside: plan_weights(own, kind, source.variant, source.name)})
         commit.remember()
-    components = {"": str(config.get("_class_name"))}
+    components = {component: str(config.get("_class_name"))}
     return DiffusersFolder(source.name, path, commit.sha if commit else None, source.variant, {}, components)
 
 

@@ -1,0 +1,58 @@
+"""CLIP's image encoder (Radford et al. 2021): a vision transformer over patches and one token for the whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from canvax.models.clip import layer, layer_spec
+from canvax.models.configs import ClipVisionConfig
+from canvax.nn import conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
+from canvax.params import Param, Params, Spec
+from canvax.types import Array
+
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+"""Of the pixels that CLIP was trained on."""
+
+
+def vision_encoder_spec(cfg: ClipVisionConfig) -> Spec:
+    """Parameters of the encoder, named as in the released checkpoints (``pre_layrnorm`` is spelled so there)."""
+    return {
+        "vision_model": {
+            "embeddings": {
+                "class_embedding": Param((cfg.hidden_size,), (None,), "normal"),
+                "patch_embedding": conv2d_spec(3, cfg.hidden_size, cfg.patch_size, bias=False),
+                "position_embedding": embedding_spec(cfg.tokens, cfg.hidden_size),
+            },
+            "pre_layrnorm": norm_spec(cfg.hidden_size),
+            "encoder": {"layers": {str(i): layer_spec(cfg) for i in range(cfg.num_hidden_layers)}},
+            "post_layernorm": norm_spec(cfg.hidden_size),
+        }
+    }
+
+
+def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Array, Array]:
+    """What an image shows.
+
+    Args:
+        p: parameters as declared by ``vision_encoder_spec``.
+        images: [B, S, S, 3] in 0..1, S the config's ``image_size``.
+        cfg: the config.
+
+    Returns:
+        Features of all tokens before the last layer [B, 1 + patches, D], and of the whole [B, D], normalised.
+    """
+    p = p["vision_model"]
+    dtype = p["embeddings"]["class_embedding"].dtype
+    x = (images - jnp.asarray(MEAN, images.dtype)) / jnp.asarray(STD, images.dtype)
+    x = conv2d(p["embeddings"]["patch_embedding"], x.astype(dtype), stride=cfg.patch_size, padding=(0, 0))
+    x = x.reshape(x.shape[0], -1, cfg.hidden_size)
+    whole = jnp.broadcast_to(p["embeddings"]["class_embedding"], (x.shape[0], 1, cfg.hidden_size))
+    x = jnp.concatenate([whole, x], axis=1) + p["embeddings"]["position_embedding"]["weight"]
+    x = layer_norm(p["pre_layrnorm"], x, eps=cfg.layer_norm_eps)
+    before = x
+    with jax.named_scope("image_encoder"):
+        for i in range(cfg.num_hidden_layers):
+            before, x = x, layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False)
+    return before, layer_norm(p["post_layernorm"], x[:, 0], eps=cfg.layer_norm_eps)

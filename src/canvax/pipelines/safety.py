@@ -1,0 +1,157 @@
+"""The safety checker of Stable Diffusion 1.x: images that show what it was taught to refuse become black.
+
+CLIP's image encoder gives each image a vector, which is compared with those of 17 concepts, and of 3 that make it
+stricter; vectors and thresholds are in the checkpoint (Rando et al. 2022, "Red-Teaming the Stable Diffusion Safety
+Filter", describe it). It errs both ways, and knows nothing that is not photographic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from canvax.errors import CheckpointError
+from canvax.images.convert import to_pil
+from canvax.images.formats import GeneratedImage
+from canvax.models.clip_vision import vision_encoder, vision_encoder_spec
+from canvax.models.configs import ClipVisionConfig
+from canvax.nn import linear
+from canvax.params import Param, Params, Spec
+from canvax.pipelines.result import Result
+from canvax.types import Array, HostArray
+from canvax.weights.load import Component, load_components
+from canvax.weights.open import open_network
+from canvax.weights.source import Source
+
+COMPONENT = "safety_checker"
+CONCEPTS, SPECIAL = 17, 3
+STRICTER = 0.01
+"""What an image that shows a special concept is nearer to each other one."""
+
+
+@dataclass(frozen=True, eq=False)
+class SafetyChecker:
+    """Looks at images on the first device, in float32.
+
+    Attributes:
+        cfg: config of its image encoder.
+        params: its parameters, those of ``safety_spec``.
+    """
+
+    cfg: ClipVisionConfig
+    params: Params = field(repr=False)
+
+    def flags(self, pixels: HostArray) -> list[bool]:
+        """Whether each image [B, H, W, 3] float32 in 0..1 is one to refuse."""
+        if not len(pixels):
+            return []
+        seen = np.stack([prepared(image, self.cfg.image_size) for image in to_pil(pixels)])
+        special, concepts = (np.asarray(one, np.float64) for one in _cosines(self.params, seen, cfg=self.cfg))
+        limits = {name: np.asarray(self.params[name], np.float64) for name in ("concept", "special")}
+        return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
+
+    def __call__(self, result: Result) -> Result:
+        """``result`` with what is refused in black, and the answer for each image in its metadata."""
+        flags = self.flags(result.pixels)
+        kept = ~np.asarray(flags, bool)
+        records = [{**own, "nsfw": flag} for own, flag in zip(result.metadata, flags, strict=True)]
+        pixels = result.pixels * kept[:, None, None, None]
+        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(pixels), records, strict=True)]
+        return replace(result, pixels=pixels, images=images, metadata=records, latents=_without(result.latents, kept))
+
+
+def check_has_checker(index: Mapping[str, Any]) -> None:
+    """Refuse a model without a safety checker, by its ``model_index.json``."""
+    if index.get(COMPONENT) in (None, [None, None]):
+        raise CheckpointError(
+            "safety_checker=True: this model has none (its model_index.json names none); leave it out"
+        )
+
+
+def load_safety_checker(source: Source) -> SafetyChecker:
+    """The safety checker of a model.
+
+    Raises:
+        CheckpointError: the model has none, or it is damaged.
+        HubError: the Hub cannot be reached.
+    """
+
+    def accept(config: Mapping[str, Any]) -> None:
+        _config(config)
+
+    files = open_network(source, accept=accept, component=COMPONENT)
+    cfg = _config(files.config(COMPONENT))
+    device = jax.local_devices()[0]
+    loaded = load_components(
+        files,
+        [Component(COMPONENT, safety_spec(cfg), "transformers")],
+        dtype=np.float32,
+        place=lambda param, array: jax.device_put(array, device),
+    )[COMPONENT]
+    named = {"concept": loaded.pop("concept_embeds_weights"), "special": loaded.pop("special_care_embeds_weights")}
+    return SafetyChecker(cfg, {**loaded, **named})
+
+
+def safety_spec(cfg: ClipVisionConfig) -> Spec:
+    """Parameters, named as in the released checkpoints."""
+    width = cfg.projection_dim
+    return {
+        "vision_model": vision_encoder_spec(cfg),
+        "visual_projection": {"weight": Param((cfg.hidden_size, width), ("embed", None), layout="linear")},
+        "concept_embeds": Param((CONCEPTS, width), (None, None), "normal"),
+        "special_care_embeds": Param((SPECIAL, width), (None, None), "normal"),
+        "concept_embeds_weights": Param((CONCEPTS,), (None,), "ones"),
+        "special_care_embeds_weights": Param((SPECIAL,), (None,), "ones"),
+    }
+
+
+def prepared(image: Image.Image, side: int) -> HostArray:
+    """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
+    wide, tall = image.size
+    short = min(wide, tall)
+    size = (side * wide // short, side * tall // short)
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = (size[0] - side) // 2, (size[1] - side) // 2
+    return np.asarray(image.crop((left, top, left + side, top + side)), np.float32) / 255
+
+
+def refused(special: Sequence[float], concepts: Sequence[float], stricter: HostArray, limits: HostArray) -> bool:
+    """Whether cosines are beyond their limits, each rounded to three digits as the original does."""
+    adjustment = 0.0
+    for cosine, limit in zip(special, stricter, strict=True):
+        if round(cosine - limit + adjustment, 3) > 0:
+            adjustment = STRICTER
+    return any(round(cosine - limit + adjustment, 3) > 0 for cosine, limit in zip(concepts, limits, strict=True))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _cosines(p: Params, images: Array, *, cfg: ClipVisionConfig) -> tuple[Array, Array]:
+    """Of images [B, S, S, 3] with the special concepts [B, 3] and the others [B, 17]."""
+    _, pooled = vision_encoder(p["vision_model"], images, cfg)
+    seen = _unit(linear(p["visual_projection"], pooled))
+    with jax.default_matmul_precision("highest"):
+        return seen @ _unit(p["special_care_embeds"]).T, seen @ _unit(p["concept_embeds"]).T
+
+
+def _unit(vectors: Array) -> Array:
+    return vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+
+
+def _config(config: Mapping[str, Any]) -> ClipVisionConfig:
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise CheckpointError("the safety checker's config.json has no vision_config; canvax reads those of CLIP")
+    own = {name: value for name, value in vision.items() if value is not None}
+    return ClipVisionConfig.from_dict({**own, "projection_dim": config.get("projection_dim", 512)})
+
+
+def _without(latents: HostArray, kept: HostArray) -> HostArray:
+    """An image that is refused cannot be had from its latents either."""
+    return latents * kept[:, None, None, None]
