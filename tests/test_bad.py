@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,7 @@ CONFIGS: list[tuple[str, str, Any]] = [
         "trained_betas": ([], "x", [2.0], [0.1] * 3, [float("nan")] * 1000, {}),
         "_class_name": ("NopeScheduler", 5, None, [], "../../x"),
         "clip_sample_range": (0, "x", -1, float("nan")),
+        "dynamic_thresholding_ratio": (5, -1, "x"),
         "rescale_betas_zero_snr": ("x", 3, []),
     }.items()
     for value in values
@@ -353,6 +356,17 @@ def test_weight_files(kind: str, model: Path) -> None:
 # Calls from Python
 
 LATENTS = np.zeros((1, 8, 8, 32), np.float32)
+
+
+class Strange:
+    """What raises an error of its own whenever it is looked at, as an array does whose buffer is gone."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("deleted")
+
+    __index__ = __float__ = __repr__ = __array__ = __len__ = __iter__ = _fail
+
+
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({"prompt": value}, "prompt") for value in (None, 5, [], [5], b"a", {}, object(), ["a", None], ())),
     *(({"negative_prompt": value}, "negative_prompt") for value in (5, ["a", "b"], [5], b"a", {})),
@@ -376,6 +390,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, name) for name in ("tiling", "noise", "spacing", "progress") for value in (5, "nope", [])),
     *(({name: value}, name) for name in ("denoising_start", "denoising_end") for value in ("x", -1, 2, float("nan"))),
     *(({"original_size": value}, "original_size") for value in (5, (1,), "x", (0.5, 1), (64, 64))),
+    *(({name: Strange()}, "cannot be read") for name in ("prompt", "seed", "num_inference_steps", "guidance_scale", "image", "outpaint", "eta")),
+    *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),
+    *(({name: "a" * 200_000}, name) for name in ("prompt", "negative_prompt")),
+    ({"prompt": " AND ".join("a" * 17), "prompt_syntax": "a1111"}, "adds up 17"), ({"prompt": {"text": LATENTS, "x": 1}}, "'x'"),
+    ({"image": np.broadcast_to(np.uint8(0), (10**5, 10**5, 3))}, "pixels"), ({"image": "https://example.org/a.png"}, "download"),
+    *(({"seed_size": value}, "seed_size") for value in ((7, 7), (64, 10**9))),
+    *(({name: ["norm=1", "norm=2"], "guidance_method": "apg"}, "twice") for name in ("guidance_settings", "sampler_settings")),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
 
@@ -417,6 +438,8 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "model axis": (lambda _: canvax.make_mesh(model=10**9), "model"), "axis": (lambda _: canvax.make_mesh(data="x"), "data"),
     "compile": (lambda pipe: pipe.compile(batch=10**9), "batch"), "compile text": (lambda pipe: pipe.compile(batch="x"), "batch"), "compile size": (lambda pipe: pipe.compile(height=7), "height"),
     "compile layers": (lambda pipe: pipe.compile(reuse_layers=99), "reuse_layers"), "memory": (lambda pipe: pipe.memory(batch=0), "batch"),
+    "decode nothing": (lambda pipe: pipe.decode(LATENTS[:0]), "no image"), "devices": (lambda pipe: canvax.make_mesh(pipe.devices * 2), "twice"),
+    "save gif": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).save("x.gif"), r"\.gif"),
     "encode": (lambda pipe: pipe.encode(5), "prompt"), "encode size": (lambda pipe: pipe.encode("a", height=7), "height"), "decode": (lambda pipe: pipe.decode("x"), "latents"),
     "decode shape": (lambda pipe: pipe.decode(np.zeros((1, 8, 8, 4))), "latents"), "encode image": (lambda pipe: pipe.encode_image(5), "image"),
     "attribute": (lambda pipe: pipe.enable_nothing, "enable_nothing"), "options": (lambda _: canvax.Options(nope=1), "nope"),
@@ -451,6 +474,11 @@ COMMANDS: list[tuple[str, str]] = [
     ("train", "finetune|train|usage"), ("train nope", "nope"), ("train finetune nope -m emoji -o m", "nope"), ("train finetune . -m nope -o m", "nope|image|picture|caption"),
     ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
     ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
+    ("generate x -o x.gif", r"\.gif"), ("generate x -o -", "stdout"), ("generate x --outpaint left=8,left=16", "twice"), ("generate x --width 512x512", "whole number"),
+    ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "seed_size"),
+    ("generate x --cfg 7,5", "not a number"), ("generate x --image http://127.0.0.1:9/x.png", "download"), ("serve --keys /dev/zero", "regular"),
+    ("serve --warm 7x7:1", "width"), ("serve --chunks 9", "chunks"), ("serve --mesh x", "mesh"), ("serve --dtype int3", "dtype"), ("ui --no-page", "no-page"),
+    ("serve --host 192.0.2.1 --no-keys", "address"),
     ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
@@ -478,6 +506,37 @@ def test_environment(
     code = main(["cache", "list"])
     assert code in (BAD_INPUT, FAILED)
     check_answer(capsys.readouterr().err, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("JAX_ENABLE_X64", "invalid truth value 'maybe' for environment 'JAX_ENABLE_X64'"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", 'Invalid value "maybe" for JAX flag jax_default_matmul_precision'),
+    ],
+)
+def test_variables_of_jax(
+    name: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports_jax(*_: Any) -> None:
+        raise ValueError(error)
+
+    monkeypatch.setenv(name, "maybe")
+    assert main(["cache"], run=imports_jax) == BAD_INPUT
+    check_answer(capsys.readouterr().err, f"{name}='maybe'")
+
+
+def test_an_image_that_is_too_large_is_refused_by_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    header = struct.pack(">IIBBBBB", 10_000, 10_000, 1, 0, 0, 0, 0)  # Pillow warns of it
+
+    def piece(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    Path("i.png").write_bytes(b"\x89PNG\r\n\x1a\n" + piece(b"IHDR", header) + piece(b"IDAT", b"") + piece(b"IEND", b""))
+    code, message = command(capsys, "generate", "x", "--image", "i.png")
+    assert code == BAD_INPUT
+    check_answer(message, "too many")
+    assert "warning" not in message
 
 
 def count() -> Iterator[int]:

@@ -78,7 +78,7 @@ WRONG = [
     (["--drain-seconds", "0"], "is not a number above 0"),
     (["--rate", "0"], "--rate 0.0 is not a number above 0"),
     (["--rate", "inf"], "--rate inf is not a number"),
-    (["--chunks", "0"], "whole numbers of at least 1"),
+    (["--chunks", "0"], "whole numbers in 1..8"),
     (["--batching", "all"], "invalid choice"),
     (["--journal", "none/jobs.db"], "--journal none/jobs.db: cannot be opened"),
     (["--journal", "."], "--journal .: cannot be opened"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
@@ -60,6 +61,25 @@ LONGEST_WORD, LONGEST_MESSAGE = 300, 4000
 
 def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
+@contextmanager
+def reading_arguments() -> Iterator[None]:
+    """What arguments of other libraries raise when they are looked at becomes an error of canvax.
+
+    An array whose buffer was donated, a tensor without data: their own errors name no argument and no cure.
+
+    Raises:
+        InputError: something inside raised what is neither an error of canvax nor a TypeError.
+    """
+    try:
+        yield
+    except (CanvaxError, TypeError, AttributeError):
+        raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"an argument is too large ({error}); give less at a time") from error
+    except Exception as error:
+        raise InputError(f"an argument cannot be read ({type(error).__name__}: {error}); give plain values") from error
 
 
 def plain(value: Any, name: str = "a number") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", HintWarning)
+        warnings.filterwarnings("ignore", r"Image size .* exceeds limit")  # of Pillow: the error that follows says it
         try:
             code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
@@ -91,8 +93,17 @@ def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tupl
     except Exception as error:
         if debug:
             raise
+        if wrong := _setting_of_jax(error):
+            return BAD_INPUT, _error("InputError", f"{wrong} ({error}); set another value, or unset it")
         return FAILED, _error(type(error).__name__, _unexpected(error))
     return 0, None
+
+
+def _setting_of_jax(error: Exception) -> str:
+    """The variable of the environment that JAX refuses when it is imported, with its value; "" if it is not that."""
+    found = re.search(r"environment '(JAX_\w+)'|JAX flag (jax_\w+)", str(error))
+    name = (found[1] or found[2]).upper() if found else ""
+    return f"{name}={os.environ[name]!r:.80} cannot be used" if name in os.environ else ""
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,8 @@ class Parser(argparse.ArgumentParser):
         """Raise InputError."""
         if message.endswith("expected one argument"):
             message += "; a value that starts with - is written --flag=VALUE"
+        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
+        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
         raise InputError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(  # type: ignore[override]

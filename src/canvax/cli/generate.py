@@ -19,7 +19,7 @@ from canvax.cli.images import ImageRequest, Source, check_table, gather, without
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
-from canvax.images.formats import FORMATS
+from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
 
@@ -115,10 +115,12 @@ class Destination:
         """
         try:
             path = Path(arguments.output or OUTPUT).expanduser()
-            is_file = path.suffix.lower() in FORMATS and not path.is_dir()
+            is_file = names_file(path)
         except (OSError, RuntimeError) as error:  # too long a name, an unknown user
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"--output {arguments.output[:80]}: cannot be a name ({reason})") from None
+        if str(path) == "-":
+            raise InputError("--output -: images are not written to stdout; name a folder or a file")
         if is_file and len(requests) > 1 and not arguments.grid:
             raise InputError(f"--output {path}: is one file for {len(requests)} images; name a folder")
         if is_file and os.path.lexists(path):

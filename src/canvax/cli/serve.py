@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import math
 import re
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     del report
     _check_extra()
+    from canvax.parallel.mesh import mesh_of
+    from canvax.pipelines.checks import parse_dtype
     from canvax.server.app import Settings, create_app
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
@@ -40,6 +43,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.server.metrics import Metrics
 
     opens_page = arguments.command == "ui"
+    if opens_page and arguments.no_page:
+        raise InputError("--no-page: canvax ui opens the page; leave it out, or use canvax serve")
     keys = Keys.read(Path(arguments.keys) if arguments.keys else None)
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
@@ -47,6 +52,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "that is meant"
         )
     names = _names(arguments.models or ["emoji"])
+    if arguments.dtype:
+        parse_dtype(arguments.dtype)
+    mesh_of(arguments.mesh)
     settings = _engine_settings(arguments)
     web = Settings(
         keys=keys,
@@ -123,6 +131,7 @@ def _names(models: list[str]) -> dict[str, str]:
 
 
 def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
+    from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
     from canvax.server.served import Warm
 
@@ -130,8 +139,8 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         value = getattr(arguments, flag)
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0")
-    if any(count < 1 for count in arguments.chunks):
-        raise InputError(f"--chunks {arguments.chunks} are not whole numbers of at least 1")
+    if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
+        raise InputError(f"--chunks {' '.join(map(str, arguments.chunks))} are not whole numbers in 1..{MOST_CHUNKS}")
     return EngineSettings(
         warm=tuple(_warm(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
@@ -146,14 +155,15 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
 
 
 def _warm(text: str) -> Any:
+    from canvax.pipelines.checks import check_size
     from canvax.server.served import Warm
 
     found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
     if not found:
         raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
     batches = tuple(int(part) for part in found[3].split(",")) if found[3] else Warm().batches
-    if int(found[1]) == 0 or int(found[2]) == 0:
-        raise InputError(f"--warm {text}: an image has at least a pixel; write 512x512:1,4")
+    for name, side in (("width", found[1]), ("height", found[2])):
+        check_size(f"--warm {text}: {name}", int(side), 0)
     if 0 in batches:
         raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
     return Warm((int(found[1]), int(found[2])), batches)
@@ -175,7 +185,11 @@ def _listen(host: str, port: int | None) -> socket.socket:
         if listener:
             listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--host {host} --port {port}: {reason}; choose another port, such as --port 0") from None
+        known = listener is not None and getattr(error, "errno", None) != errno.EADDRNOTAVAIL
+        cure = (
+            "choose another port, such as --port 0" if known else "name an address of this machine, such as 127.0.0.1"
+        )
+        raise InputError(f"--host {host} --port {port}: {reason}; {cure}") from None
     return listener
 
 

@@ -22,6 +22,12 @@ JSON_TEXT = "canvax"
 INFOTEXT = "parameters"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
+_OTHERS = (
+    *(".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl"),
+    *(".mp4", ".pdf", ".psd", ".svg", ".tga", ".tif", ".tiff", ".webm"),
+)
+"""Endings of other formats of images, which nobody gives to a folder."""
+
 MAX_EXIF = 65_000
 """Bytes of EXIF that a JPEG can hold, about: one segment of 64 KiB."""
 
@@ -40,6 +46,18 @@ def format_of(path: str | Path) -> str:
     if suffix not in FORMATS:
         raise InputError(f"{path}: {suffix or 'no ending'} is no format here; end it with .png, .jpg or .webp")
     return FORMATS[suffix]
+
+
+def names_file(path: Path) -> bool:
+    """Whether a name where images are to go is that of one image, and not of a folder.
+
+    Raises:
+        InputError: it has the ending of another format.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _OTHERS and not path.is_dir():
+        format_of(path)
+    return suffix in FORMATS and not path.is_dir()
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:

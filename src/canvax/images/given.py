@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import InputError
+from canvax.errors import InputError, reading_arguments
 from canvax.files import open_regular
 from canvax.images.convert import upright_rgb
 from canvax.images.formats import FORMATS
@@ -19,6 +21,7 @@ MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
 
 
+@reading_arguments()
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
     """One image for all of ``count``, or one for each, as upright RGB (or with ``grey`` L) images.
 
@@ -53,11 +56,15 @@ def _is_array(value: Any) -> bool:
 
 
 def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
+    if isinstance(value, str) and re.match(r"[a-z0-9+.-]{2,}:/", value, re.IGNORECASE):
+        raise InputError(f"{name}={value!r}: no address is fetched; download the image and give its file")
     if isinstance(value, str | Path):
         image = _from_file(name, Path(value))
     elif isinstance(value, Image.Image):
         image = value
     elif _is_array(value):
+        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a view may pretend to any size
+            raise InputError(f"{name} is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
         image = _from_array(name, np.asarray(value))
     else:
         raise InputError(f"{name}={value!r} is not an image, a path or an array")

@@ -117,6 +117,24 @@ def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callab
             )
 
 
+def check_least(needed: int, mesh: Mesh, cure: Callable[[], str]) -> None:
+    """Refuse images of which the features alone are too large, before a compiler spends minutes on them.
+
+    Args:
+        needed: bytes on each device, less than a program will take.
+        mesh: the devices in use.
+        cure: says what helps.
+
+    Raises:
+        OutOfMemoryError: naming what is needed, what there is and the cure.
+    """
+    free = free_bytes(mesh)
+    if free is not None and needed > free:
+        raise OutOfMemoryError(
+            f"the denoiser needs more than {gigabytes(needed)} on each device, and {gigabytes(free)} are free; {cure()}"
+        )
+
+
 @contextmanager
 def explained(cure: Callable[[], str]) -> Iterator[None]:
     """Turn a device's running out of memory, while compiling or running, into an error that names the cure.
@@ -153,12 +171,12 @@ def cures(
     data, model = mesh.shape["data"], mesh.shape.get("model", 1)
     if batch is not None and batch > data:
         ways.append(f"generate fewer images at once (now {batch}; {data} or a multiple suits the mesh)")
+    if batch is not None:
+        ways.append(f"generate smaller images (now {width} x {height})")
     if dtype == "float32":
         ways.append("load in bfloat16, which takes half")
     if not quantized:
         ways.append("keep the large weights in 8 bits (quantize int8)")
-    if batch is not None:
-        ways.append(f"generate smaller images (now {height} x {width})")
     if data > 1:
         ways.append(f"split the weights over devices (mesh data={data // 2}, model={2 * model})")
     elif model == 1:

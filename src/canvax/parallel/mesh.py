@@ -39,6 +39,8 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
         raise InputError(f"devices={chosen!r:.80} are not JAX devices, such as jax.devices()[:2]")
     if not chosen:
         raise InputError("devices is empty; give at least one, or None for all of them")
+    if len(set(chosen)) < len(chosen):
+        raise InputError(f"devices={chosen!r:.80} name one twice; give each once")
     data = check_sizes(len(chosen), data, model)
     if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board talk fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)

@@ -19,6 +19,8 @@ from canvax.types import DType
 MAX_SIDE = 16384
 MOST_IMAGES = 65536
 """Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+LONGEST_PROMPT = 100_000
+"""Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
 SIZE_STEP = 8
 LARGEST_WHOLE = 1536 * 1536
 """Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
@@ -47,6 +49,8 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
         raise InputError(f"negative_prompt={negative!r} is neither a string nor a list of strings")
+    check_length("prompt", prompts)
+    check_length("negative_prompt", negatives)
     if len(prompts) * per_prompt > MOST_IMAGES:
         raise InputError(
             f"num_images_per_prompt={per_prompt} of {len(prompts)} prompts is more than {MOST_IMAGES} images at once; "
@@ -71,9 +75,16 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
     values = [value] * count if isinstance(value, str) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
         raise InputError(f"{name}={value!r} is neither a string nor a list of strings")
+    check_length(name, values)
     if len(values) != count:
         raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one string, or one for each")
     return [v for v in values for _ in range(per_prompt)]
+
+
+def check_length(name: str, texts: Sequence[str]) -> None:
+    """Refuse texts that no model reads to their end."""
+    if (longest := max(map(len, texts), default=0)) > LONGEST_PROMPT:
+        raise InputError(f"{name} has {longest} letters, more than {LONGEST_PROMPT}; shorten it")
 
 
 def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:

@@ -99,4 +99,6 @@ def decode(model: Model, params: Params, latents: Array) -> Array:
         channels = model.vae.latent_channels
         if np.ndim(latents) != 4 or np.shape(latents)[-1] != channels or np.asarray(latents).dtype.kind not in "fiuV":
             raise InputError(f"latents of shape {np.shape(latents)} are not [B, h, w, {channels}] numbers")
+        if 0 in np.shape(latents):
+            raise InputError(f"latents of shape {np.shape(latents)} hold no image; give those of at least one")
     return _decode_images(params["vae"], jnp.asarray(latents), cfg=model.vae)

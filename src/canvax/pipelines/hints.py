@@ -25,6 +25,16 @@ def give_hints(model: Model, request: Request) -> None:
         warn(hint, HintWarning)
 
 
+def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
+    """What some options go with, whether it is there, and which they are."""
+    options, given = request.options, request.given
+    yield "variation_strength", options.variation_strength > 0, {"variation_seed"}
+    yield "pag_scale", options.pag_scale > 0, {"pag_adaptive_scale"}
+    yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
+    yield "an image", given is not None, {"strength_rule", "image_encoding"}
+    yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
+
+
 def hints(model: Model, request: Request) -> Iterator[str]:
     """One sentence for each kind of thing."""
     prompts, syntax = dict.fromkeys(request.prompts), request.options.prompt_syntax
@@ -41,6 +51,9 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield (
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
+    for needed, there, idle in _needs(request):
+        if names := [] if there else sorted(request.options.changed().keys() & idle):
+            yield f"{', '.join(names)} without {needed}: changes nothing"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     for prompt in prompts:

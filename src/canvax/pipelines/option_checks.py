@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from canvax.errors import InputError
 from canvax.guidance import SETTINGS as METHODS
 
 _SIDES = ("left", "top", "right", "bottom")
+MOST_NUMBERS = 10_000
+"""Numbers of a list: more than any run has steps. What has no end is not read to its end."""
 
 
 def check_callback(callback: Any) -> None:
@@ -52,9 +55,11 @@ def numbers_of(name: str, value: Any) -> Any:
     if value is None and name != "guidance_interval":
         return None
     try:
-        numbers = tuple(float(one) for one in value or ())
-    except (TypeError, ValueError):
+        numbers = tuple(float(one) for one in islice(value or (), MOST_NUMBERS + 1))
+    except (TypeError, ValueError, OverflowError):
         numbers = ()
+    if len(numbers) > MOST_NUMBERS:
+        raise InputError(f"{name} has more than {MOST_NUMBERS} numbers; give one for each step")
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
         raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
     if not numbers or not all(math.isfinite(one) for one in numbers):
@@ -110,6 +115,15 @@ def check_hires(options: Any) -> None:
         raise InputError(f"{given[0]} without hires: give hires=2 as well")
 
 
+def check_once(name: str, parts: Iterable[str]) -> None:
+    """Refuse a part of an option that is given twice, of which one would win without a word."""
+    seen: set[str] = set()
+    for part in parts:
+        if part in seen:
+            raise InputError(f"{name} has {part!r} twice; keep one")
+        seen.add(part)
+
+
 def sides_of(value: Any) -> tuple[int, int, int, int] | None:
     """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
     if value is None:
@@ -118,13 +132,14 @@ def sides_of(value: Any) -> tuple[int, int, int, int] | None:
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",")]
         named = "=" in value
+        check_once("outpaint", (name.strip() for name, _, _ in pairs if named))
         value = {name.strip(): number for name, _, number in pairs} if named else [name for name, _, _ in pairs]
     if isinstance(value, Mapping):
         if value.keys() - set(_SIDES):
             raise InputError(wrong)
         value = [value.get(side, 0) for side in _SIDES]
     try:
-        sides = tuple(int(side) if isinstance(side, str) else side for side in value)
+        sides = tuple(int(side) if isinstance(side, str) else side for side in islice(value, 5))
     except (TypeError, ValueError):
         raise InputError(wrong) from None
     if len(sides) != 4 or not all(is_whole(side) and 0 <= side <= 16384 for side in sides) or not any(sides):
@@ -140,6 +155,7 @@ def settings_of(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
         such = "s_churn=10" if name == "sampler_settings" else "norm=2.5"
         raise InputError(f"{name}={value!r} are not names with values, such as {such}")
+    check_once(name, (str(one).partition("=")[0] for one in value))
     return tuple(str(one) for one in value)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from canvax.errors import InputError, check_count, nearest, plain
+from canvax.errors import InputError, check_count, nearest, plain, reading_arguments
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
 from canvax.noise import NoiseKind
@@ -213,6 +213,7 @@ class Options:
             raise InputError(f"canvax.Options has no {name!r}; {nearest(name, _names())}")
         return super().__new__(cls)
 
+    @reading_arguments()
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(

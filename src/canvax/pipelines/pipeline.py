@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from canvax.compile.aot import Build
 from canvax.compile.monitor import counting
 from canvax.compile.programs import PROGRAMS, Kinds, Programs, Ready
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model
 from canvax.models.text import Conditions
@@ -238,7 +238,7 @@ class StableDiffusion:
         """
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        with multihost.together("canvax generate") if spread else nullcontext():
+        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
             params = self._params(params)
             request = make_request(
                 self.model,

@@ -13,6 +13,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
+    MAX_SIDE,
     check_guidance,
     check_latents,
     check_prompts,
@@ -106,6 +107,7 @@ def make_request(
     if not isinstance(sampler, str | None):
         raise InputError(f"sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
     check_for_model(options, model)
+    check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = taken_apart(prompt, negative, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
@@ -185,6 +187,16 @@ def check_for_model(options: Options, model: Model) -> None:
     if not 0 <= options.clip_skip <= limit:
         raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")
     check_layers(options.reuse_layers, model)
+
+
+def check_seed_size(options: Options, factor: int) -> None:
+    """Refuse a size of noise that is smaller than a latent, or larger than any image.
+
+    Raises:
+        InputError: naming the sides that do.
+    """
+    if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
+        raise InputError(f"seed_size={options.seed_size} is not (height, width) of {factor} to {MAX_SIDE} pixels")
 
 
 def check_layers(layers: int, model: Model) -> None:

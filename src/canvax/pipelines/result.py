@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.errors import CanvaxError, InputError
 from canvax.images.convert import to_pil
-from canvax.images.formats import FORMATS, GeneratedImage
+from canvax.images.formats import GeneratedImage, names_file
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
 
@@ -87,7 +87,7 @@ class Result:
         if not len(self.pixels) and self.metadata:
             raise InputError("there are no images to save: the run was stopped by denoising_end; go on from latents")
         path, images = Path(path), to_pil(self.pixels)
-        if path.suffix.lower() in FORMATS and not path.is_dir():
+        if names_file(path):
             if len(images) != 1:
                 raise InputError(f"path={str(path)!r} is one file for {len(images)} images; give a folder")
             make_folder(path.parent)

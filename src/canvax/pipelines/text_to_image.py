@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from canvax.compile.monitor import Counts
@@ -16,8 +17,9 @@ from canvax.errors import Cancelled, CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
+from canvax.models.unet import least_bytes
 from canvax.parallel import multihost
-from canvax.parallel.memory import check_programs
+from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import padded_batch
 from canvax.parallel.place import map_parts, own_rows
 from canvax.params import Params
@@ -47,6 +49,8 @@ def text_to_image(
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
+    samples = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
+    check_least(least_bytes(model.unet, samples, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(ready.named, mesh, cure)
 

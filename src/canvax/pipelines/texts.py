@@ -29,6 +29,9 @@ from canvax.types import HostArray
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
 """Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
 
+MOST_PARTS = 16
+"""Prompts that are added up (AND), each of which takes an evaluation of the network."""
+
 _ALMOST_NOTHING = 1e-4
 """In place of a weight of 0 or less, where its tangent would be infinite (Compel)."""
 
@@ -115,6 +118,9 @@ def read_texts(
     syntax, read = options.prompt_syntax, _Reader(model, options.prompt_syntax)
     composed = [[parts_of(text) if syntax == "a1111" else [(text, 1.0)] for text in side] for side in prompts]
     most = max(len(parts) for side in composed for parts in side)
+    if most > MOST_PARTS:
+        adds = f"prompt={prompts[0][0][:60]!r} adds up {most} prompts (AND)"
+        raise InputError(f"{adds}, more than {MOST_PARTS}; leave some out")
     weights = np.zeros((len(prompts[0]), most), np.float32)
     schedules: list[list[list[list[tuple[int, str]]]]] = []  # [part][side][image]
     for i, parts in enumerate(composed[0]):
@@ -221,6 +227,8 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     if text.second:
         shapes["pooled"] = ("n", text.pooled_width)
     found: Embeds = {}
+    if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
+        raise InputError(f"{name} has {', '.join(unknown)}, which says nothing here; give what pipe.encode returns")
     for part, shape in shapes.items():
         if part not in value:
             raise InputError(f"{name} has no {part!r}; give what pipe.encode returns")

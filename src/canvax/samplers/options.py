@@ -43,6 +43,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lambda_min_clipped": (-math.inf, 0),
     "clip_sample_range": (1e-6, FLOAT32_MAX),
     "timestep_scaling": (0, math.inf),
+    "dynamic_thresholding_ratio": (0, 1),
+    "sample_max_value": (1, FLOAT32_MAX),
 }
 
 

@@ -239,7 +239,8 @@ class ImageEngine:
         try:
             self._begin()
         except Exception as error:
-            log.error("the models cannot be loaded", exc_info=not isinstance(error, CanvaxError))
+            if not isinstance(error, CanvaxError):  # which the command says itself
+                log.exception("the models cannot be loaded")
             with self._wake:
                 self.failure, self.state = error, State.FAILED
                 self._wake.notify_all()

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Self
 
 from canvax.errors import InputError, warn
+from canvax.files import open_regular
 
 SHORTEST = 16
 """Characters of a key."""
+
+LONGEST_FILE = 1 << 20
+"""Bytes of a file of keys."""
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.IGNORECASE)
 _COMMENT = re.compile(r"(?:^|\s)#.*")
@@ -44,8 +48,11 @@ class Keys:
         found: dict[str, bytes] = {}
         if file is not None:
             try:
-                text = file.read_text(encoding="utf-8-sig")
-                mode = file.stat().st_mode
+                with open_regular(file) as opened:
+                    text = opened.read(LONGEST_FILE + 1).decode("utf-8-sig")
+                    mode = os.fstat(opened.fileno()).st_mode
+                if len(text) > LONGEST_FILE:
+                    raise InputError(f"--keys {file}: is longer than {LONGEST_FILE} bytes, so it is no file of keys")
             except (OSError, UnicodeDecodeError) as error:
                 reason = getattr(error, "strerror", None) or "it is not text"
                 raise InputError(f"--keys {file}: cannot be read ({reason})") from None

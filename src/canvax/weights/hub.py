@@ -258,7 +258,8 @@ def explain(error: Exception, source: Source, file: str | None = None) -> HubErr
         )
     if status is not None and status >= 400:
         kind = Unreachable if status >= 500 else HubError
-        return kind(f"{what}: the Hub answered HTTP {status}. Try again later.")
+        cure = "Try again later." if status >= 500 else "Check the name of the model, and HF_ENDPOINT."
+        return kind(f"{what}: the Hub answered HTTP {status}. {cure}")
     if isinstance(error, errors.HFValidationError):
         return HubError(f"{what}: is not a valid Hub id. Use 'owner/name'.")
     module = type(error).__module__
