@@ -104,11 +104,11 @@ def from_infotext(text: str) -> dict[str, Any]:
     read = _read_settings(settings)
     for name, words in prompts.items():
         read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
-        prompts[name] = _without_networks(words)
+        prompts[name] = without_networks(words)
     return {**prompts, **read}
 
 
-def _without_networks(prompt: str) -> str:
+def without_networks(prompt: str) -> str:
     """``prompt`` with one blank in place of each network and the blanks around it, and none at the ends of lines.
 
     Without patterns of repeated blanks, which take quadratic time where there are thousands of them.
