@@ -114,9 +114,7 @@ def loha_tucker(draw: Draw, shape: tuple[int, ...]) -> Made:
     t1, a, b = draw(r, r, *kernel), draw(r, out), draw(r, into)
     t2, c, d = draw(r, r, *kernel), draw(r, out), draw(r, into)
     arrays = {".hada_t1": t1, ".hada_w1_a": a, ".hada_w1_b": b, ".hada_t2": t2, ".hada_w2_a": c, ".hada_w2_b": d}
-    return Made(
-        arrays | {".alpha": alpha}, lambda w: ratio(alpha, r) * tucker(t1, a, b) * tucker(t2, c, d)
-    )
+    return Made(arrays | {".alpha": alpha}, lambda w: ratio(alpha, r) * tucker(t1, a, b) * tucker(t2, c, d))
 
 
 def lokr(first: str, second: str) -> Callable[[Draw, tuple[int, ...]], Made]:

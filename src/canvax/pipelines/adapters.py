@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.sharding import Mesh
 
-from canvax.adapters import change
-from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError, nearest, warn
+from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import Model
-from canvax.parallel.rules import place
-from canvax.params import Param, Params, flatten
+from canvax.params import Params
 from canvax.pipelines.adapter_weights import Weights, parse_weight
+from canvax.pipelines.merging import Change, Merging
 from canvax.pipelines.prompt_tags import take_tags
-from canvax.quantize import KINDS as QUANTIZED
-from canvax.quantize import SCALE, quantize
-from canvax.types import Array, HostArray
+from canvax.types import HostArray
 from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
 from canvax.weights.embeddings import Embedding, read_embeddings
-from canvax.weights.load import THREADS
 from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, token_widths
 from canvax.weights.safetensors import read_metadata
 
@@ -65,25 +59,15 @@ class LoadedAdapter:
 
 
 class _Word(NamedTuple):
-    """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders."""
+    """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
 
-    source: str
-    ids: Mapping[str, tuple[int, ...]]
-    vectors: Mapping[str, HostArray]
-
-
-class _Kept(NamedTuple):
-    """A parameter without adapters.
-
-    Attributes:
-        weight: on the host, in its dtype.
-        scale: of a weight of 8 bits.
-        ours: what stands in its place now, by which another array of the user's is known.
+    ``source`` and ``token`` are how it was asked for.
     """
 
-    weight: HostArray
-    scale: HostArray | None
-    ours: Any
+    source: str
+    token: str | tuple[str, ...] | None
+    ids: Mapping[str, tuple[int, ...]]
+    vectors: Mapping[str, HostArray]
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -91,15 +75,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def __init__(self, model: Model, mesh: Mesh, params: Callable[[], Params]) -> None:
         """``params`` gives the parameters that adapters are merged into, which are changed in place."""
-        self._model, self._mesh, self._params = model, mesh, params
+        self._model, self._params = model, params
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
-        self._kept: dict[Key, _Kept] = {}
         self._folder: Path | None = None
-        specs = model.networks.specs(model.quantize)
-        self._declared: dict[Key, Param] = {
-            (component, name): param for component in specs for name, param in flatten(specs[component])
-        }
+        self._merging = Merging(model.networks.specs(model.quantize), mesh)
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         self._check_known(name)
@@ -159,7 +139,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         adapter = read_adapter(path, specs, config)
         loaded = LoadedAdapter(name, str(source), adapter, weight, _sha256(path), weights=parse_weight(weight, adapter))
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
-        words = self._placed(adapter.embeddings, str(source))
+        words = self._placed(adapter.embeddings, str(source), None)
         self._apply({**self._loaded, name: loaded}, {**self._words, **words}, set(adapter.parts))
         return loaded
 
@@ -197,7 +177,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]
-        words = self._placed(read_embeddings(paths, widths, token), str(source))
+        asked = token if token is None or isinstance(token, str) else tuple(token)
+        words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
@@ -292,14 +273,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return tag
 
     def recipe(self) -> list[tuple[Any, ...]]:
-        """What loads the same again: of adapters name, source and weight, of textual inversions source and words."""
+        """What loads the same again: of adapters name, source and weight, of textual inversions source and token."""
         own = {word for one in self._loaded.values() for word in one.words}
-        sources = dict.fromkeys(word.source for name, word in self._words.items() if name not in own)
-        words = [tuple(name for name, word in self._words.items() if word.source == source) for source in sources]
-        return [
-            *((one.name, one.source, one.weight) for one in self._loaded.values()),
-            *zip(sources, words, strict=True),
-        ]
+        words = dict.fromkeys((word.source, word.token) for name, word in self._words.items() if name not in own)
+        return [*((one.name, one.source, one.weight) for one in self._loaded.values()), *words]
 
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
         """Load what ``recipe`` tells of."""
@@ -329,7 +306,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
             there = nearest(str(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
             raise InputError(f"adapter {str(name)[:80]!r} is not loaded; {there}")
 
-    def _placed(self, embeddings: Sequence[Embedding], source: str) -> dict[str, _Word]:
+    def _placed(
+        self, embeddings: Sequence[Embedding], source: str, token: str | tuple[str, ...] | None
+    ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
         Raises:
@@ -350,7 +329,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            found[embedding.name] = _Word(source, ids, embedding.vectors)
+            found[embedding.name] = _Word(source, token, ids, embedding.vectors)
         return found
 
     def _hint(self, embedding: Embedding) -> None:
@@ -372,18 +351,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if words.keys() != self._words.keys():
             different = self._words.keys() ^ words.keys()
             changed = changed | {(part, TABLE) for word in different for part in altered[word].ids}
-        kept = {key: self._base(params, key) for key in changed}
-
-        def one(key: Key) -> tuple[Key, list[tuple[str, Array]] | None]:
-            active = [(one, one.factor(key)) for one in loaded.values() if key in one.adapter.parts]
-            rows = {i: v for word in words.values() if key[1] == TABLE and key[0] in word.ids
-                    for i, v in zip(word.ids[key[0]], word.vectors[key[0]], strict=True)}  # fmt: skip
-            return key, self._merged(key, kept[key], [pair for pair in active if pair[1]], rows)
-
-        with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
-            leaves = dict(pool.map(one, changed))
-        for key, arrays in leaves.items():
-            self._put(params, key, kept[key], arrays)
+        self._merging.apply(params, {key: self._change(key, loaded, words) for key in changed})
         self._loaded, self._words = loaded, words
         for part, tokenizer in self._model.tokenizers.items():
             tokenizer.added.clear()
@@ -391,70 +359,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._model.merged.clear()
         self._model.merged.update(self.record())
 
-    def _base(self, params: Params, key: Key) -> _Kept:
-        """A parameter without adapters: what is kept, or what is there now if it is not ours."""
-        now = _leaf(params, key)
-        if key in self._kept and self._kept[key].ours is now:
-            return self._kept[key]
-        if not getattr(now, "is_fully_addressable", True) and not now.is_fully_replicated:
-            raise InputError("adapters: the mesh splits weights over several processes; load with model=1")
-        scale = None
-        if self._declared[key].dtype in QUANTIZED.values():
-            scale = np.asarray(_leaf(params, (key[0], key[1].removesuffix("weight") + SCALE)))
-        return _Kept(np.asarray(now), scale, now)
-
-    def _merged(
-        self, key: Key, kept: _Kept, active: Sequence[tuple[LoadedAdapter, float]], rows: Mapping[int, HostArray]
-    ) -> list[tuple[str, Array]] | None:
-        """The arrays of a parameter with adapters, on the devices; None for those that are kept."""
-        if not active and not rows:
-            return None
-        param, name = self._declared[key], key[1]
-        base = kept.weight.reshape(param.shape).astype(np.float32)
-        base = base if kept.scale is None else base * kept.scale
-        merged = base.copy()
-        for one, factor in active:
-            added = change(param.turned(base), one.adapter.parts[key])
-            param.turned(merged)[...] += added if factor == 1 else added * np.float32(factor)
-        for i, vector in rows.items():
-            merged[i] = vector
-        if kept.scale is not None:
-            weight, scale = quantize(merged, kept.weight.dtype)
-            return self._on_devices(key, [(name, weight), (name.removesuffix("weight") + SCALE, scale)])
-        with np.errstate(over="ignore"):
-            merged = merged.astype(kept.weight.dtype)
-        if not np.isfinite(merged.astype(np.float32, copy=False)).all():
-            raise CanvaxError(
-                f"{'.'.join(key)}: overflows in {kept.weight.dtype} with {', '.join(one.name for one, _ in active)}; "
-                "give them smaller weights, or load the model in float32"
-            )
-        return self._on_devices(key, [(name, merged)])
-
-    def _on_devices(self, key: Key, arrays: Sequence[tuple[str, HostArray]]) -> list[tuple[str, Array]]:
-        return [(name, place(self._declared[key[0], name], array, self._mesh)) for name, array in arrays]
-
-    def _put(self, params: Params, key: Key, kept: _Kept, arrays: list[tuple[str, Array]] | None) -> None:
-        """Set a parameter; without adapters to what was kept, which then need be kept no longer."""
-        if arrays is None:
-            whole = [(key[1], kept.weight)]
-            whole += [] if kept.scale is None else [(key[1].removesuffix("weight") + SCALE, kept.scale)]
-            arrays = self._on_devices(key, whole)
-            self._kept.pop(key, None)
-        else:
-            self._kept[key] = kept._replace(ours=arrays[0][1])
-        for name, array in arrays:
-            *parents, last = name.split(".")
-            node = params[key[0]]
-            for parent in parents:
-                node = node[parent]
-            node[last] = array
-
-
-def _leaf(params: Params, key: Key) -> Any:
-    node = params[key[0]]
-    for step in key[1].split("."):
-        node = node[step]
-    return node
+    def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
+        """What adapters and words together do to one parameter."""
+        parts = [(one.adapter.parts[key], one.factor(key)) for one in loaded.values() if key in one.adapter.parts]
+        rows: dict[int, HostArray] = {}
+        for word in words.values():
+            if key[1] == TABLE and key[0] in word.ids:
+                rows |= dict(zip(word.ids[key[0]], word.vectors[key[0]], strict=True))
+        return Change([pair for pair in parts if pair[1]], rows)
 
 
 def _check_name(name: object, taken: Mapping[str, Any]) -> None:

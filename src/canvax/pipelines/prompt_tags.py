@@ -48,8 +48,8 @@ def tags_of(prompt: str) -> Tags:
         for word in rest.split(":")[1:]:
             label, _, number = word.rpartition("=")
             label = label.strip() or ("te" if "te" not in places else "unet")
-            if label not in ("te", "unet"):
-                raise InputError(f"<lora:{name}{rest}>: {label!r} is not known; te and unet are")
+            if label not in ("te", "unet") or label in places:
+                raise InputError(f"<lora:{name}{rest}>: has other parts than a weight, or te=0.5 and unet=0.8")
             places[label] = _number(f"<lora:{name}{rest}>", number)
         text = places.get("te", 1.0)
         unet = places.get("unet", text)
