@@ -298,7 +298,8 @@ def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str,
         split = split_name(entry.name)
         reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k") and len(entry.shape) > 1
         if split and reads and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
-            return _BASES.get(entry.shape[1], ""), entry.shape[1]
+            _, width, *_ = entry.shape
+            return _BASES.get(width, ""), width
     if any(entry.name.startswith("lora_te2_") for entry in entries):
         return _BASES[2048], 0
     told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
