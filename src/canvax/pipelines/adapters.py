@@ -22,6 +22,7 @@ from canvax.pipelines.adapter_weights import Weights, parse_weight
 from canvax.pipelines.merging import Change, Merging
 from canvax.pipelines.prompt_tags import take_tags
 from canvax.types import HostArray
+from canvax.weights.adapter_info import suggested, trigger_words
 from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
 from canvax.weights.embeddings import Embedding, read_embeddings
 from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, token_widths
@@ -50,6 +51,16 @@ class LoadedAdapter:
     sha256: str = field(repr=False)
     words: tuple[str, ...] = ()
     weights: Weights = field(default_factory=dict, repr=False)
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
+        return suggested(self.adapter.path.stem, self.adapter.metadata)
+
+    @property
+    def trigger_words(self) -> list[str]:
+        """Words that it was trained with, the most frequent first, where its file tells."""
+        return trigger_words(self.adapter.metadata)
 
     def factor(self, key: Key) -> float:
         """How strong it is for one parameter: by the longest name that leads there."""

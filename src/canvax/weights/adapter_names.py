@@ -114,6 +114,15 @@ def split_name(name: str) -> Split | None:
     return None
 
 
+_COMMON = ("weight", "alpha", "scalar", "on_input")
+
+
+def is_adapters(name: str) -> bool:
+    """Whether an array of this name can be an adapter's alone, and not a model's."""
+    split = split_name(name)
+    return split is not None and bool(split.role) and split.role not in _COMMON
+
+
 def flat(name: str) -> str:
     """A name as trainers flatten it."""
     return name.replace(".", "_")

@@ -69,6 +69,19 @@ class AdapterSource:
             InputError, CheckpointError: there is no such file, or only pickles.
             HubError: the Hub cannot be reached, or does not have it.
         """
+        local = self._local(usual)
+        if local is not None:
+            return local
+        match = _HUB_ID.fullmatch(str(self.name))
+        assert match is not None
+        return replace(self, name=match[1], weight_name=self.weight_name or match[2])._fetched(usual)
+
+    def check(self, usual: Sequence[Sequence[str]]) -> None:
+        """Raise what ``find`` would, as far as that can be told without the Hub."""
+        self._local(usual)
+
+    def _local(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None] | None:
+        """What ``find`` returns for a file or folder; None for a Hub id."""
         try:
             path = Path(self.name).expanduser()
             is_folder, is_file = path.is_dir(), path.is_file()
@@ -83,12 +96,11 @@ class AdapterSource:
         if is_folder:
             names = self._chosen([one.name for one in path.iterdir() if one.is_file()], usual)
             return [path / name for name in names], _config(path, names[0])
-        match = _HUB_ID.fullmatch(str(self.name))
-        if match is None or ".." in str(self.name) or path.is_absolute():
+        if not _HUB_ID.fullmatch(str(self.name)) or ".." in str(self.name) or path.is_absolute():
             raise InputError(
-                f"adapter {str(self.name)!r}: there is no such file or folder, and it is no Hub id 'owner/name'"
+                f"adapter {str(self.name)[:200]!r}: there is no such file or folder, and it is no Hub id 'owner/name'"
             )
-        return replace(self, name=match[1], weight_name=self.weight_name or match[2])._fetched(usual)
+        return None
 
     def _fetched(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
         """The files of a repository."""

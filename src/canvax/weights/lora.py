@@ -296,10 +296,10 @@ def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str,
                 return family, 0
     for entry in entries:
         split = split_name(entry.name)
-        reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k") and len(entry.shape) > 1
-        if split and reads and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
-            _, width, *_ = entry.shape
-            return _BASES.get(width, ""), width
+        widths = entry.shape[1:2]
+        reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k")
+        if split and reads and widths and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
+            return _BASES.get(widths[0], ""), widths[0]
     if any(entry.name.startswith("lora_te2_") for entry in entries):
         return _BASES[2048], 0
     told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
