@@ -18,7 +18,7 @@ ROWS: list[set[str]] = [
     {"files", "familiar"},
     {"kernels"},
     {"params", "noise"},
-    {"quantize"},
+    {"quantize", "adapters"},
     {"nn"},
     {"models", "samplers", "tokenizers"},
     {"images"},

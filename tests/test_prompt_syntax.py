@@ -208,6 +208,9 @@ class Letters:
     def ids(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def units(self, text: str) -> list[tuple[int, ...]]:
+        return [(token,) for token in self.ids(text)]
+
 
 def cut(text: str) -> list[int]:
     """Tokens of the prompt in each chunk."""

@@ -45,7 +45,7 @@ CALL: dict[str, Familiar] = {
     **_renamed("denoising_strength", "strength"),
     **_same("control_image controlnet_conditioning_scale guess_mode", NOT_HERE.format("ControlNet")),
     **_same("ip_adapter_image ip_adapter_image_embeds", NOT_HERE.format("IP-Adapter")),
-    **_same("cross_attention_kwargs lora_scale", NOT_HERE.format("LoRA")),
+    **_same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's: pipe.adapters.set({'name': 0.8})"),
     **_same("callback_steps", "options.callback is called after each evaluation of the network"),
     **_same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
     **_renamed("hr_scale", "hires"),
@@ -74,7 +74,7 @@ LOAD: dict[str, Familiar] = {
     **_same("force_download resume_download proxies mirror local_dir",
             "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
     **_same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
-    **_same("lora adapter adapters", NOT_HERE.format("LoRA")),
+    **_same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
     **_same("controlnet", NOT_HERE.format("ControlNet")),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
@@ -101,9 +101,16 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
     **_same("enable_freeu disable_freeu", "pass freeu=(b1, b2, s1, s2) to a call"),
-    **_same("load_lora_weights unload_lora_weights fuse_lora unfuse_lora set_adapters delete_adapters load_attn_procs",
-            NOT_HERE.format("LoRA")),
-    **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
+    **_same("load_lora_weights load_lora_into_unet load_lora_adapter load_attn_procs",
+            "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
+    **_same("set_adapters set_lora_device", "write pipe.adapters.set({'name': 0.8}), which leaves the others out"),
+    **_same("fuse_lora unfuse_lora enable_lora_hotswap", "adapters are merged into the weights, and come out to the "
+            "last bit: drop this line; pipe.save writes a model with them in it"),
+    **_same("unload_lora_weights delete_adapters disable_lora enable_lora", "write pipe.adapters.remove('name'), or "
+            "pipe.adapters.remove() for all; pipe.adapters.set({}) lets them rest"),
+    **_same("get_active_adapters get_list_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
+    **_same("load_textual_inversion", "write pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
+    **_same("unload_textual_inversion", "write pipe.adapters.remove('word')"),
     **_same("load_ip_adapter set_ip_adapter_scale", NOT_HERE.format("IP-Adapter")),
     **_same("set_progress_bar_config progress_bar", "pass progress=False to a call"),
     **_same("encode_prompt", "pipe.encode(prompt) gives the conditions of a prompt"),
@@ -125,11 +132,12 @@ ATTRIBUTES: dict[str, Familiar] = {
 """Attributes and methods of a pipeline."""
 
 FLAGS: dict[str, Familiar] = {
-    **_same("lora lora-dir lora-model", NOT_HERE.format("LoRA")),
+    **_same("lora-model lora-weights", "write --lora FILE:0.8"),
+    **_same("lora-model-dir", "write --lora-dir FOLDER"),
     **_same("controlnet control control-net control-image", NOT_HERE.format("ControlNet")),
     **_same("image-path img2img", "write --image FILE --strength 0.6"),
     **_same("inpaint", "write --image FILE --mask FILE"),
-    **_same("embedding embeddings embeddings-dir textual-inversion", NOT_HERE.format("textual inversion")),
+    **_same("embeddings embeddings-dir embd-dir textual-inversion", "write --embedding FILE, once for each"),
     **_same("ip-adapter", NOT_HERE.format("IP-Adapter")),
     **_same("device gpu cuda cpu use-cpu platform", "the variable JAX_PLATFORMS chooses: JAX_PLATFORMS=cpu canvax ..."),
     **_same("fp16 half precision no-half", "write --dtype float16 (or bfloat16, float32)"),
@@ -227,8 +235,8 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
     **_same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
     **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
-    **_same("load_lora_weights", NOT_HERE.format("LoRA")),
-    **_same("load_textual_inversion", NOT_HERE.format("textual inversion")),
+    **_same("load_lora_weights", "pipe = canvax.load(model) has it, which keeps its weights: pipe.adapters.load"),
+    **_same("load_textual_inversion", "pipe = canvax.load(model) has it: pipe.adapters.load_embedding"),
     **_same("enable_xformers_memory_efficient_attention enable_attention_slicing",
             "attention never holds all its scores: drop this line"),
     **_same("get_velocity common", "canvax.samplers has the noise schedule: pipeline.model.scheduler.schedule"),

@@ -110,11 +110,13 @@ class Param:
 
     def to_checkpoint(self, array: HostArray) -> HostArray:
         """Inverse of ``from_checkpoint``, in the first of ``checkpoint_shapes``."""
+        return np.ascontiguousarray(self.turned(array)).reshape(self.checkpoint_shapes[0])
+
+    def turned(self, array: HostArray) -> HostArray:
+        """View of an array in memory layout with the axes in a checkpoint's order, outputs first."""
         if self.layout == "conv":
-            array = array.transpose(3, 2, 0, 1)
-        elif self.layout in ("linear", "conv1x1"):
-            array = array.T
-        return np.ascontiguousarray(array).reshape(self.checkpoint_shapes[0])
+            return array.transpose(3, 2, 0, 1)
+        return array.T if self.layout in ("linear", "conv1x1") else array
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

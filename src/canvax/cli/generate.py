@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
@@ -199,12 +200,13 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
 
+    check_adapters(arguments)
     mesh = mesh_of(arguments.mesh)
     if not multihost.leads(mesh):
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
-    return canvax.load(
+    pipe = canvax.load(
         source.model,
         dtype=source.dtype,
         quantize=source.quantize,
@@ -217,6 +219,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
     )
+    load_adapters(pipe, arguments)
+    return pipe
 
 
 def description(pipe: StableDiffusion) -> dict[str, Any]:

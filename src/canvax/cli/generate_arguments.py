@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from canvax.cli.adapters import add_adapters
+
 OUTPUT = "out"
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax generate``."""
-    for add in (_subject, _images, _settings, _hires, _sdxl, _model, _devices, _where_to):
+    for add in (_subject, _images, _settings, _hires, _sdxl, _model, add_adapters, _devices, _where_to):
         add(parser)
 
 
@@ -23,7 +25,7 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
     parser.add_argument("-N", "--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="(-1, the default: random)")
-    for add in (_settings, _model, _devices, _where_to):
+    for add in (_settings, _model, add_adapters, _devices, _where_to):
         add(parser)
 
 

@@ -19,6 +19,7 @@ from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
+from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
 if TYPE_CHECKING:
@@ -71,12 +72,15 @@ class ImageRequest:
     image: str | None = None
     mask: str | None = None
     strength: float | None = None
+    adapters: tuple[Any, ...] = ()
+    """That the prompt names, where such names are read."""
 
     @property
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
         size, given = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
-        return *size, self.steps, self.guidance, self.sampler, self.options, self.negative is None, *given
+        more = (self.options, self.negative is None, *given, self.adapters)
+        return *size, self.steps, self.guidance, self.sampler, *more
 
     def checked(self, model: Model) -> Request:
         """The call of a pipeline that generates this image alone."""
@@ -127,6 +131,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     shared = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
     requests = list(_requests(entries, shared))
+    if arguments.lora_dir is not None:
+        requests = [dataclasses.replace(one, adapters=tuple(TAG.findall(one.prompt))) for one in requests]
     for request in without_prompts(requests):
         check_table(request, None)
     return requests, source
@@ -301,6 +307,12 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         settings.pop(name, None)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))
+    used = {*map(str, metadata.get("adapters") or ()), *map(str, metadata.get("embeddings") or ())}
+    if used and not (arguments.lora or arguments.embedding):
+        complain(
+            f"{path}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
+            label="warning: ",
+        )
     if metadata.get("noise") == "given":
         settings.pop("noise")
         complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.images import OF_MODEL, OPTIONS
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
+from canvax.weights.adapter_info import adapter_info
+from canvax.weights.source import Source
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -51,6 +54,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if is_image:
         report |= image_info(path)
         lines = _image_lines(report)
+    elif (kind := Source(arguments.what).other_kind()) in ("a LoRA", "a textual inversion"):
+        if arguments.memory or arguments.concepts:
+            raise InputError(f"--memory and --prompts: {path} is {kind}; leave them out")
+        report |= adapter_info(path)
+        lines = info_lines(report)
     else:
         files = _files(arguments)
         report |= model_info(files)
@@ -102,7 +110,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
             if flag.removeprefix("--").replace("-", "_") not in PAIRS:
                 texts = [",".join(texts)]
             words += [f"{flag}={texts[0]}"] if texts[0].startswith("-") else [flag, *texts]
-    return command_line(words)
+    return command_line([*words, *flags_of(metadata)])
 
 
 def _image_lines(report: Mapping[str, Any]) -> list[str]:
@@ -112,7 +120,7 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     else:
         nested = [inner for name in ("options", "other") if isinstance(inner := metadata.get(name), dict)]
         plain = {name: value for part in (metadata, *nested) for name, value in part.items()}
-        hidden = ("options", "other", "sampler_label")
+        hidden = ("options", "other", "sampler_label", "adapters", "embeddings")
         shown = [
             (key, _text(value)) for key, value in plain.items() if value not in (None, "", {}, []) and key not in hidden
         ]
@@ -135,7 +143,6 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
     from canvax.families.read import family_of
     from canvax.weights.open import open_files
-    from canvax.weights.source import Source
 
     def open_source(local: bool) -> ModelFiles:
         source = Source(

@@ -109,6 +109,7 @@ class Model:
         dtype: name of the dtype its weights were loaded in.
         quantize: to what its large weights were quantised, or None.
         concepts: what a small model can generate; empty if its folder says nothing of it.
+        merged: adapters in the weights of its pipeline now, as metadata of images tells of them.
     """
 
     files: ModelFiles
@@ -120,6 +121,7 @@ class Model:
     dtype: str
     quantize: str | None = None
     concepts: Concepts = field(default_factory=Concepts)
+    merged: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

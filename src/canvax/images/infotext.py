@@ -40,12 +40,20 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
         metadata: as in ``canvax.Result.metadata``. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
             programs call the sampler.
     """
-    lines = [str(metadata.get("prompt", ""))]
+    lines = [" ".join([str(metadata.get("prompt", "")), *_networks(metadata)])]
     if metadata.get("negative_prompt"):
         lines.append(f"{_NEGATIVE} {metadata['negative_prompt']}")
     settings = {name: value for name, value in _settings(metadata) if value not in (None, "")}
     lines.append(", ".join(f"{name}: {_quote(value)}" for name, value in settings.items()))
     return "\n".join(lines)
+
+
+def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Adapters as other programs name them in a prompt; one with a table of weights cannot be named."""
+    for entry in (metadata.get("adapters") or {}).values():
+        if isinstance(entry["weight"], int | float):
+            name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")
+            yield f"<lora:{name}:{entry['weight']:g}>"
 
 
 def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -104,11 +112,11 @@ def from_infotext(text: str) -> dict[str, Any]:
     read = _read_settings(settings)
     for name, words in prompts.items():
         read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
-        prompts[name] = _without_networks(words)
+        prompts[name] = without_networks(words)
     return {**prompts, **read}
 
 
-def _without_networks(prompt: str) -> str:
+def without_networks(prompt: str) -> str:
     """``prompt`` with one blank in place of each network and the blanks around it, and none at the ends of lines.
 
     Without patterns of repeated blanks, which take quadratic time where there are thousands of them.

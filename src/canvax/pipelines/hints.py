@@ -58,7 +58,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     for prompt in prompts:
         if network := _NETWORK.search(prompt):
-            yield f"{network[0]} is read as text: canvax does not have LoRA yet"
+            yield (
+                f"{network[0]} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
+                "it with pipe.adapters.load"
+            )
             break
     for prompt in prompts:
         if syntax == "plain" and (weight := _WEIGHT.search(prompt)):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +27,14 @@ from canvax.parallel.mesh import make_mesh, padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
+from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
 from canvax.pipelines.open import open_model, weight_bytes
 from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.prompt_tags import has_tags
 from canvax.pipelines.request import Request, check_layers, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.safety import SafetyChecker, check_has_checker, load_safety_checker
@@ -86,7 +88,13 @@ class StableDiffusion:
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         keywords["safety_checker"] = self.safety_checker is not None
-        return _load_again, (files.name, keywords, dict(self.mesh.shape))
+        adapters = self.adapters.recipe() if self.model.merged else ()
+        return _load_again, (files.name, keywords, dict(self.mesh.shape), adapters)
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        """LoRAs and textual inversions in this pipeline: load, set, remove (docs/adapters.md)."""
+        return Adapters(self.model, self.mesh, lambda: self._params(None))
 
     @property
     def mesh(self) -> Mesh:
@@ -236,6 +244,12 @@ class StableDiffusion:
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
+        if params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
+            with self.adapters.named_in(prompt) as words:
+                return self(
+                    words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
+                    seed, sampler, latents, options, params, image, mask, strength,
+                )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
@@ -255,6 +269,10 @@ class StableDiffusion:
                 image=(image, mask, strength),
             )
         return self._generate(request, params, seed)
+
+    def _names_adapters(self, prompt: Any) -> bool:
+        """Whether a prompt names adapters that may be read from a folder."""
+        return has_tags(prompt) and self.adapters.folder is not None
 
     def _generate(self, request: Request, params: Params, seed: Any) -> Result:
         """A checked call; ``seed`` is what was asked for."""
@@ -480,11 +498,16 @@ class StableDiffusion:
         return params
 
 
-def _load_again(model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int]) -> StableDiffusion:
+def _load_again(
+    model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int], adapters: Sequence[Any] = ()
+) -> StableDiffusion:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
     count = math.prod(mesh.values())
     devices = jax.devices()
-    return load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+    if adapters:
+        pipe.adapters.restore(adapters)
+    return pipe
 
 
 @accepts(translate_load)

@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
         """Ids of a text, without those that begin and end it."""
         ...
 
+    def units(self, text: str) -> list[tuple[int, ...]]:
+        """The same, those together that belong in one chunk."""
+        ...
+
 
 def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = CHUNK) -> list[Chunk]:
     """The chunks of a prompt, at least one.
@@ -61,13 +65,13 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
             full.append(current)
             current = []
             continue
-        for token in tokenizer.ids(fragment[0]):
-            if len(current) == room:
+        for unit in tokenizer.units(fragment[0]):
+            while len(current) + len(unit) > room:
                 commas = [i for i, (other, _) in enumerate(current) if other == comma]
-                keep = commas[-1] + 1 if commas and room - commas[-1] <= _BACK and token != comma else room
+                keep = commas[-1] + 1 if commas and room - commas[-1] <= _BACK and unit != (comma,) else room
                 full.append(current[:keep])
                 current = current[keep:]
-            current.append((token, fragment[1]))
+            current += [(token, fragment[1]) for token in unit]
     chunks = [*full, current] if current or not full else full
     if len(chunks) > MOST_CHUNKS:
         words = "".join(text for text, _ in fragments)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +29,12 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
+_SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTES = {byte: chr(byte) for byte in _SEEN}
+_BYTES |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _BYTES)}
+"""How the BPE writes each byte (Radford et al. 2019): as itself if it can be seen, else as a letter from 256 on."""
+
+
 class TruncationWarning(UserWarning):
     """A prompt was longer than the text encoder reads."""
 
@@ -41,6 +49,7 @@ class ClipTokenizer:
         eos: id that ends it.
         pad: id that fills up the rest: ``eos`` in Stable Diffusion 1.x, 0 in 2.x.
         largest: the largest id there is.
+        added: words that stand for ids of their own, such as those of textual inversions; read before the BPE.
     """
 
     backend: Tokenizer
@@ -48,6 +57,7 @@ class ClipTokenizer:
     eos: int
     pad: int
     largest: int
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
@@ -116,21 +126,72 @@ class ClipTokenizer:
         """
         return self._encode(text, sys.maxsize)[0]
 
+    def units(self, text: str) -> list[tuple[int, ...]]:
+        """``ids`` of a text, those that must not be parted together: all of an added word, else one by one."""
+        return [ids for ids, _ in self._units(text)]
+
     def overflow(self, prompt: str, *, length: int = 77) -> str:
         """The end of ``prompt`` that does not fit, "" when all of it does."""
         return self._encode(prompt, length - 2)[1]
 
+    @cached_property
+    def spare(self) -> tuple[int, ...]:
+        """Ids that no text has, whose rows of an embedding table are free.
+
+        They are bytes that UTF-8 never holds, white space and large letters, which the BPE never sees; behind them, for
+        want of more, control characters.
+        """
+        vocabulary = self.backend.get_vocab()
+        never = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\v\f\r", 0xC0, 0xC1, *range(0xF5, 0x100)]
+        never += [byte for byte in (*range(0x20), 0x7F) if byte not in never]
+        words = [_BYTES[byte] + end for byte in never for end in ("", "</w>")]
+        taken = {self.bos, self.eos, self.pad}
+        return tuple(vocabulary[word] for word in words if word in vocabulary and vocabulary[word] not in taken)
+
     def _encode(self, prompt: str, room: int) -> tuple[list[int], str]:
+        ids: list[int] = []
+        for unit, begin in self._units(prompt):
+            if len(ids) + len(unit) > room:
+                return ids, prompt[begin:]
+            ids += unit
+        return ids, ""
+
+    def _units(self, prompt: str) -> list[tuple[tuple[int, ...], int]]:
+        """Ids that belong together, and where in the prompt they begin."""
         if not isinstance(prompt, str):
             raise InputError(f"prompt={prompt!r} is not a string")
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(f"prompt has a lone surrogate at {error.start}: {prompt!r}; pass valid Unicode") from error
-        encoding = self.backend.encode(prompt, add_special_tokens=False)
-        if len(encoding.ids) <= room:
-            return encoding.ids, ""
-        return encoding.ids[:room], prompt[encoding.offsets[room][0] :]
+        found: list[tuple[tuple[int, ...], int]] = []
+        begin = 0
+        for match in self._added_words(prompt):
+            found += self._plain(prompt, begin, match.start())
+            found.append((self.added[match[1].lower()], match.start()))
+            begin = match.end()
+        return found + self._plain(prompt, begin, len(prompt))
+
+    def _added_words(self, prompt: str) -> list[re.Match[str]]:
+        """Where added words stand, of several the longest; large and small letters are the same."""
+        if not self.added:
+            return []
+        longest_first = sorted(self.added, key=len, reverse=True)
+        found = re.finditer(rf"(?:\bembedding:)?({'|'.join(map(_whole, longest_first))})", prompt, re.IGNORECASE)
+        return [match for match in found if match[1].lower() in self.added]
+
+    def _plain(self, prompt: str, begin: int, end: int) -> list[tuple[tuple[int, ...], int]]:
+        if begin >= end:
+            return []
+        encoding = self.backend.encode(prompt[begin:end], add_special_tokens=False)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        return [((token,), begin + offset[0]) for token, offset in places]
+
+
+def _whole(word: str) -> str:
+    """A pattern for a word that is no part of another one."""
+    before, after = (r"\w" if re.match(r"\w", end) else "" for end in (word[0], word[-1]))
+    return f"{f'(?<!{before})' if before else ''}{re.escape(word)}{f'(?!{after})' if after else ''}"
 
 
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[Mapping[str, Any]]]:

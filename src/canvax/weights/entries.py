@@ -113,9 +113,16 @@ class Entry:
                 return
 
 
-def check_name(path: Path, name: object) -> str:
-    """The name, if it is a plausible array name; names with path tricks or control characters are refused."""
-    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
+def check_name(path: Path, name: object, *, plain: bool = True) -> str:
+    """The name, if it is a plausible array name; names with path tricks or control characters are refused.
+
+    One that is not ``plain`` may hold any letters and signs: it is shown, and no path is made of it.
+    """
+    if (
+        not isinstance(name, str)
+        or len(name) > MAX_NAME
+        or (not _NAME.fullmatch(name) or ".." in name if plain else not name.isprintable())
+    ):
         raise CheckpointError(f"{path}: holds an array with the unusable name {str(name)[:80]!r}. {DAMAGED}")
     return name
 

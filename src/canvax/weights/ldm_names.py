@@ -38,6 +38,9 @@ UNET_ENDS = {
 }
 _UNET_BLOCK = re.compile(r"(input|output|middle)_blocks?\.(\d+)\.(?:(\d+)\.)?(.+)")
 
+_OUR_BLOCK = re.compile(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)")
+_OUR_RESNET = {ours: theirs for theirs, ours in RESNET.items() if theirs != "nin_shortcut"}
+
 _VAE_BLOCK = re.compile(r"(encoder|decoder)\.(down|up)\.(\d+)\.(?:block\.(\d+)|(downsample|upsample))\.(.+)")
 _VAE_MIDDLE = re.compile(r"(encoder|decoder)\.mid\.(block_1|block_2|attn_1)\.(.+)")
 VAE_PARTS = {"block_1": "resnets.0", "block_2": "resnets.1", "attn_1": "attentions.0"}
@@ -103,6 +106,31 @@ def _unet_name(name: str, each: int) -> str:
     if part != "0" and rest.startswith("conv."):
         return f"{start}.upsamplers.0.{rest}"
     return f"{start}.resnets.{place}.{_resnet(rest)}" if part == "0" else f"{start}.attentions.{place}.{rest}"
+
+
+def ldm_modules(name: str, each: int) -> list[str]:
+    """Names in the original code of a layer of the UNet that has a name of diffusers; none for one it has not.
+
+    ``each`` is how many blocks a level has, what follows it included. Of a layer that enlarges, the number depends on
+    whether its level attends: both names are given.
+    """
+    for theirs, ours in UNET_ENDS.items():
+        if name == ours:
+            return [theirs]
+    match = _OUR_BLOCK.fullmatch(name)
+    if match is None:
+        return []
+    way, block, part, number, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
+    inner = _OUR_RESNET.get(rest, rest) if part == "resnets" else rest
+    if way == "mid":
+        return [f"middle_block.{'1' if part == 'attentions' else 2 * number}.{inner}"]
+    last, start = each * block + each - 1, each * block + number
+    if part == "downsamplers":
+        return [f"input_blocks.{last + 1}.0.op"]
+    if part == "upsamplers":
+        return [f"output_blocks.{last}.{place}.conv" for place in (1, 2)]
+    place = int(part == "attentions")
+    return [f"input_blocks.{start + 1}.{place}.{inner}" if way == "down" else f"output_blocks.{start}.{place}.{inner}"]
 
 
 def _vae_name(name: str, top: int) -> str:

@@ -57,8 +57,10 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def open_safetensors(path: Path) -> list[Entry]:
+def open_safetensors(path: Path, *, plain_names: bool = True) -> list[Entry]:
     """The arrays of a safetensors file, in file order; no array is read.
+
+    ``plain_names``: refuse names that no module has. Embeddings are named as people name them.
 
     Raises:
         CheckpointError: the file is truncated, is something else, or lies about itself.
@@ -71,7 +73,7 @@ def open_safetensors(path: Path) -> list[Entry]:
     for name, claim in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape, begin, end = _check_claim(path, check_name(path, name), claim)
+        dtype, shape, begin, end = _check_claim(path, check_name(path, name, plain=plain_names), claim)
         ranges.append((begin, end, name))
         entries.append(Entry(name, shape, dtype, path, ((data_start + begin, end - begin),), "torch", stamp))
     _check_ranges(path, sorted(ranges), size - data_start)

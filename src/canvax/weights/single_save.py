@@ -14,17 +14,13 @@ import numpy as np
 
 from canvax.types import HostArray
 from canvax.weights.entries import Entry
-from canvax.weights.ldm_names import FUSED_PARTS, RESNET, TEXT_ENDS, TEXT_PARTS, UNET_ENDS, VAE_ATTENTION, VAE_PARTS
+from canvax.weights.ldm_names import FUSED_PARTS, TEXT_ENDS, TEXT_PARTS, VAE_ATTENTION, VAE_PARTS, ldm_modules
 from canvax.weights.safetensors import Outgoing
 from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Kind, SingleFile
 
 Parts = Mapping[str, Sequence[Outgoing]]
 """The arrays of each component, as PyTorch diffusers names and lays them out."""
 
-_RESNET = {theirs: ours for ours, theirs in RESNET.items() if ours != "nin_shortcut"}
-_ENDS = {theirs: ours for ours, theirs in UNET_ENDS.items()}
-_BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)")
-_MIDDLE = re.compile(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)")
 _VAE_BLOCK = re.compile(r"(encoder|decoder)\.(down|up)_blocks\.(\d+)\.(resnets|downsamplers|upsamplers)\.(\d+)\.(.+)")
 _VAE_MIDDLE = re.compile(r"(encoder|decoder)\.mid_block\.((?:resnets|attentions)\.\d+)\.(.+)")
 _TEXT_LAYER = re.compile(r"text_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -75,40 +71,12 @@ def as_read(path: Path, kind: Kind, arrays: Sequence[Outgoing], *, v_prediction:
 def _unet(arrays: Sequence[Outgoing]) -> Iterator[tuple[Outgoing, str]]:
     names = {one.name for one in arrays}
     each = 1 + sum(name.startswith("down_blocks.0.resnets.") and name.endswith(".conv1.weight") for name in names)
-    attends = {name.split(".")[1] for name in names if name.startswith("up_blocks.") and ".attentions." in name}
     for one in arrays:
-        yield one, ldm_unet_name(one.name, each, attends)
-
-
-def ldm_unet_name(name: str, each: int, attends: set[str]) -> str:
-    """The original name of a UNet's array.
-
-    Args:
-        name: that of diffusers.
-        each: blocks of a level: its residual blocks, and what follows them.
-        attends: numbers of the levels on the way up that have attention.
-    """
-    for start, ours in _ENDS.items():
-        if name.startswith(f"{start}."):
-            return ours + name.removeprefix(start)
-    if match := _MIDDLE.fullmatch(name):
-        part, number, rest = match.groups()
-        return f"middle_block.1.{rest}" if part == "attentions" else f"middle_block.{2 * int(number)}.{_inner(rest)}"
-    if (match := _BLOCK.fullmatch(name)) is None:
-        return name
-    way, level, part, number, rest = match.groups()
-    place = each * int(level) + int(number)
-    if part == "downsamplers":
-        return f"input_blocks.{each * (int(level) + 1)}.0.op.{rest.removeprefix('conv.')}"
-    if part == "upsamplers":
-        return f"output_blocks.{each * (int(level) + 1) - 1}.{2 if level in attends else 1}.{rest}"
-    block = f"input_blocks.{1 + place}" if way == "down" else f"output_blocks.{place}"
-    return f"{block}.1.{rest}" if part == "attentions" else f"{block}.0.{_inner(rest)}"
-
-
-def _inner(rest: str) -> str:
-    step, _, leaf = rest.rpartition(".")
-    return f"{_RESNET.get(step, step)}.{leaf}"
+        layer, _, leaf = one.name.rpartition(".")
+        start = f"{'.'.join(layer.split('.')[:2])}.attentions."  # of a level that attends
+        places = ldm_modules(layer, each)
+        last = len(places) > 1 and any(name.startswith(start) for name in names)
+        yield one, f"{places[last]}.{leaf}" if places else one.name
 
 
 def _vae(arrays: Sequence[Outgoing]) -> Iterator[Outgoing]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from canvax.errors import CheckpointError, InputError, nearest, warn
+from canvax.weights.adapter_names import is_adapters
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 from canvax.weights.safetensors import open_safetensors
 
@@ -103,8 +104,16 @@ class Source:
         if not is_file:
             return None
         if (kind := _other_kind(path)) is not None:
-            raise CheckpointError(f"{self.name}: is {kind}, which canvax does not read yet; pass a model.")
+            raise CheckpointError(f"{self.name}: is {kind}, not a model; pass a model{_PLACES.get(kind, '')}.")
         return path
+
+    def other_kind(self) -> str | None:
+        """What ``model`` is if it names a file that holds no whole model, such as "a LoRA"; None for all else."""
+        try:
+            path = Path(self.model).expanduser()
+            return _other_kind(path) if path.is_file() else None
+        except (OSError, RuntimeError, ValueError):
+            return None
 
     def _local_folder(self) -> Path | None:
         text = self.name
@@ -136,14 +145,22 @@ class Source:
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
 
 
+_PLACES = {
+    "a LoRA": ", and this to pipe.adapters.load or --lora",
+    "a textual inversion": ", and this to pipe.adapters.load_embedding or --embedding",
+}
+"""Where files of other kinds are read."""
+
+
 def _other_kind(path: Path) -> str | None:
     """What a file is that is no whole model, by the names of its tensors; None for others and for what is damaged."""
     if path.suffix.lower() == ".gguf":
         return "a GGUF file"
     try:
-        names = {entry.name for entry in open_safetensors(path)} if path.suffix.lower() == ".safetensors" else set()
+        entries = open_safetensors(path, plain_names=False) if path.suffix.lower() == ".safetensors" else []
+        names = {entry.name for entry in entries}
     except CheckpointError:
         return None
-    if any("lora_down" in name or "lora_A" in name or ".lora." in name for name in names):
+    if names and any(is_adapters(name) for name in names):
         return "a LoRA"
     return "a textual inversion" if names and names <= {"emb_params", "clip_l", "clip_g"} else None

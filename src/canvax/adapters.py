@@ -1,0 +1,347 @@
+"""What adapters do to a weight: LoRA and its relatives, each a change of the weight as it was trained.
+
+An adapter changes a weight W, as a checkpoint stores it (out, in, kh, kw), to W + D(W). Several are added up, each with
+a weight of its own: W + sum of w_i D_i(W). So neither their order nor what was merged before matters, a weight of 0 is
+nothing, and 1 is the rule of the paper.
+
+    LoRA       D = a/r up down                 Hu et al. 2021; of convolutions (LoCon), with a core (Tucker)
+    LoHa       D = a/r (w1a w1b) * (w2a w2b)   Hyeon-Woo et al. 2022 (FedPara)
+    LoKr       D = a/r w1 (x) w2               Edalati et al. 2022 (KronA)
+    DoRA       W + D = m (W + D') / |W + D'|   Liu et al. 2024, over any of these three
+    IA3        W + D = W (1 + l)               Liu et al. 2022
+    OFT, BOFT  W + D = R W, R orthogonal       Qiu et al. 2023; Liu et al. 2023
+    GLoRA      D = a/r (W a1 a2 + b1 b2)       Chavan et al. 2023, as LyCORIS reduces it
+    full       D itself, or W + D              for biases and normalisations as well
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from canvax.types import HostArray
+
+Shape = tuple[int, ...]
+Arrays = Mapping[str, HostArray]
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What an adapter does to one weight.
+
+    Attributes:
+        kind: a key of ``KINDS``.
+        arrays: its numbers by their roles in ``KINDS``, float32.
+        scale: what D is multiplied with, alpha / rank.
+        constraint: the longest that OFT's generator may be; 0 for any.
+    """
+
+    kind: str
+    arrays: Arrays
+    scale: float = 1.0
+    constraint: float = 0.0
+
+
+class Kind(NamedTuple):
+    """A kind of adapter.
+
+    Attributes:
+        name: for people.
+        needed: roles that its arrays must have.
+        optional: roles that they may have.
+        shapes: shapes of the arrays and of the weight -> the shapes that the arrays must have.
+        change: D of a weight [out, in, ...] float32.
+    """
+
+    name: str
+    needed: frozenset[str]
+    optional: frozenset[str]
+    shapes: Callable[[Shapes, Shape], dict[str, Shape]]
+    change: Callable[[HostArray, Part], HostArray]
+
+
+DECOMPOSED = ("dora_scale", "magnitude")
+"""Roles of DoRA's magnitudes: with the axis that they belong to, and always of the outputs."""
+
+
+def change(weight: HostArray, part: Part) -> HostArray:
+    """D of a weight [out, in, ...] float32, for an adapter's weight of 1; of the same shape."""
+    found = KINDS[part.kind].change(weight, part).reshape(weight.shape)
+    if "scalar" in part.arrays:
+        found = found * part.arrays["scalar"].reshape(())
+    for role in DECOMPOSED:
+        if role in part.arrays:
+            return decomposed(weight, found, part.arrays[role], outputs=role == "magnitude")
+    return found
+
+
+def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, outputs: bool = False) -> HostArray:
+    """DoRA: what brings ``weight + added`` to the ``magnitude`` of each output, or of each input.
+
+    The shape of the magnitudes says which: (out, 1, ...) or (1, in, ...). PEFT stores them as (out) and (1, out, 1, 1).
+    """
+    merged = weight + added
+    axis = 0 if outputs or magnitude.ndim < 2 or magnitude.shape[0] != 1 or weight.shape[0] == 1 else 1
+    others = tuple(i for i in range(weight.ndim) if i != axis)
+    norm = np.sqrt(np.square(merged, dtype=np.float64).sum(others, keepdims=True))
+    ratio = magnitude.reshape(norm.shape) / np.maximum(norm, np.finfo(np.float32).tiny)
+    return merged * ratio.astype(np.float32) - weight
+
+
+def faults(kind: str, shapes: Shapes, weight: Shape) -> list[str]:
+    """What is wrong with the shapes of an adapter's arrays for a weight of shape (out, in, kh, kw)."""
+    try:
+        wanted = KINDS[kind].shapes(shapes, weight)
+    except (IndexError, ValueError):
+        return [f"{role} is {shape}" for role, shape in shapes.items()]
+    wrong = [
+        f"{role} is {shapes[role]}, not {shape}" for role, shape in wanted.items() if not _alike(shapes[role], shape)
+    ]
+    out, into = (*weight, *weight)[:2]
+    if (shape := shapes.get("dora_scale")) is not None:
+        of_inputs = len(shape) > 1 and shape[0] == 1 != out
+        if math.prod(shape) != (into if of_inputs else out):
+            wrong.append(f"dora_scale is {shape}, not {(out, 1)} or {(1, into)}")
+    if (shape := shapes.get("magnitude")) is not None and math.prod(shape) != out:
+        wrong.append(f"the magnitude is {shape}, not {(out,)}")
+    return wrong
+
+
+def rank(kind: str, shapes: Shapes, weight: Shape) -> int:
+    """The rank that alpha is divided by; 0 where there is none, and alpha means nothing."""
+    if kind == "lora":
+        return shapes["down"][0]
+    if kind == "loha":
+        return shapes["hada_w1_b"][0]
+    if kind == "glora":
+        return shapes["a1.weight"][1 if _is_new(shapes, weight) else 0]
+    if kind == "lokr":
+        return next((shapes[role][0] for role in ("w2_b", "w1_b") if role in shapes), 0)
+    return 0
+
+
+def _alike(shape: Shape, wanted: Shape) -> bool:
+    """Whether two shapes are the same, but for axes of length 1 at the end, and the kernel's as one axis."""
+
+    def bare(one: Shape) -> Shape:
+        while one and one[-1] == 1:
+            one = one[:-1]
+        return one
+
+    flat = (wanted[0], math.prod(wanted[1:])) if len(wanted) > 2 else wanted
+    return bare(shape) == bare(wanted) or bare(shape) == bare(flat)
+
+
+def _matrix(array: HostArray) -> HostArray:
+    """[n, ...] as [n, product of the rest]."""
+    return array.reshape(array.shape[0], -1)
+
+
+def _core(core: HostArray, outer: HostArray, inner: HostArray) -> HostArray:
+    """[a, b, kh, kw] with [a, out] and [b, in] -> [out, in, kh, kw]."""
+    a, b, *kernel = core.shape
+    half = _matrix(outer).T @ core.reshape(a, -1)  # [out, b kh kw]
+    half = half.reshape(-1, b, math.prod(kernel))
+    whole = np.matmul(_matrix(inner).T, half)  # [out, in, kh kw]
+    return whole.reshape(*whole.shape[:2], *kernel)
+
+
+def _lora_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    out, into, *kernel = weight
+    if "mid" not in s:
+        r = s["down"][0]
+        return {"up": (out, r), "down": (r, into, *kernel)}
+    first, second = s["mid"][:2]
+    return {"up": (out, first), "mid": (first, second, *kernel), "down": (second, into)}
+
+
+def _lora(weight: HostArray, part: Part) -> HostArray:
+    up, down = _matrix(part.arrays["up"]), _matrix(part.arrays["down"])
+    if "mid" in part.arrays:
+        return _core(part.arrays["mid"], up.T * np.float32(part.scale), down)
+    # Transposed, as the weight is in memory: what is added to it then lies as it does.
+    return (down.T @ (up.T * np.float32(part.scale))).T
+
+
+def _loha_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    out, into, *kernel = weight
+    found: dict[str, Shape] = {}
+    for i in ("1", "2"):
+        r = s[f"hada_w{i}_b"][0]
+        if f"hada_t{i}" in s:
+            found |= {f"hada_t{i}": (r, r, *kernel), f"hada_w{i}_a": (r, out), f"hada_w{i}_b": (r, into)}
+        else:
+            found |= {f"hada_w{i}_a": (out, r), f"hada_w{i}_b": (r, into, *kernel)}
+    return found
+
+
+def _loha(weight: HostArray, part: Part) -> HostArray:
+    first, second = (_factor(part.arrays, f"hada_w{i}", f"hada_t{i}") for i in (1, 2))
+    return (first * np.float32(part.scale)).reshape(weight.shape) * second.reshape(weight.shape)
+
+
+def _factor(arrays: Arrays, name: str, core: str) -> HostArray:
+    """A factor that is whole, a product, or a product around a core."""
+    if name in arrays:
+        return arrays[name]
+    a, b = arrays[f"{name}_a"], arrays[f"{name}_b"]
+    return _core(arrays[core], a, b) if core in arrays else _matrix(a) @ _matrix(b)
+
+
+def _lokr_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    out, into, *kernel = weight
+    found: dict[str, Shape] = {}
+    if "w1" in s:
+        rows, columns = s["w1"][:2]
+        found["w1"] = (rows, columns)
+    else:
+        (rows, r), columns = s["w1_a"][:2], s["w1_b"][1]
+        found |= {"w1_a": (rows, r), "w1_b": (r, columns)}
+    if not rows or not columns or out % rows or into % columns:
+        return found | {next(iter(found)): (out, into)}
+    rows, columns = out // rows, into // columns
+    if "w2" in s:
+        found["w2"] = (rows, columns, *kernel)
+    elif "t2" in s:
+        r = s["w2_b"][0]
+        found |= {"t2": (r, r, *kernel), "w2_a": (r, rows), "w2_b": (r, columns)}
+    else:
+        r = s["w2_b"][0]
+        found |= {"w2_a": (rows, r), "w2_b": (r, columns, *kernel)}
+    return found
+
+
+def _lokr(weight: HostArray, part: Part) -> HostArray:
+    first = _matrix(_factor(part.arrays, "w1", "t1")) * np.float32(part.scale)
+    rows, columns = weight.shape[0] // first.shape[0], weight.shape[1] // first.shape[1]
+    second = _factor(part.arrays, "w2", "t2").reshape(rows, columns, -1)
+    return np.einsum("ab,cdk->acbdk", first, second, optimize=True)
+
+
+def _glora_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    out, into, *kernel = weight
+    if _is_new(s, weight):
+        r, q = s["a2.weight"][0], s["b2.weight"][0]
+        found = {"a1.weight": (into, r), "a2.weight": (r, into), "b1.weight": (out, q)}
+        return found | {"b2.weight": (q, into, *kernel)}
+    r, q = s["a1.weight"][0], s["b1.weight"][0]
+    return {"a1.weight": (r, into), "a2.weight": (into, r), "b1.weight": (q, into), "b2.weight": (out, q)}
+
+
+def _is_new(s: Shapes, weight: Shape) -> bool:
+    """Whether a1 is (in, rank): at first LyCORIS stored the matrices of both pairs the other way round."""
+    return s["a1.weight"][0] == weight[1]
+
+
+def _glora(weight: HostArray, part: Part) -> HostArray:
+    a1, a2, b1, b2 = (part.arrays[f"{name}.weight"] for name in ("a1", "a2", "b1", "b2"))
+    if not _is_new({role: array.shape for role, array in part.arrays.items()}, weight.shape):
+        a1, a2, b1, b2 = a2, a1, b2, b1
+    by_input = weight.reshape(*weight.shape[:2], -1)
+    inputs = _matrix(a1) @ _matrix(a2)  # [in, in]
+    changed = np.einsum("oik,ij->ojk", by_input, inputs, optimize=True).reshape(weight.shape)
+    return (changed + (_matrix(b1) @ _matrix(b2)).reshape(weight.shape)) * np.float32(part.scale)
+
+
+def _oft_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    *_, blocks, size, _ = s["blocks"]
+    if blocks * size != weight[0]:
+        blocks = weight[0] // max(size, 1)
+    found: dict[str, Shape] = {"blocks": (*s["blocks"][:-3], blocks, size, size)}
+    if len(s["blocks"]) == 4 and (size % 2 or weight[0] % (2 ** (s["blocks"][0] - 1) * size)):
+        raise ValueError("blocks of a butterfly do not fit")
+    return found | ({"rescale": (weight[0],)} if "rescale" in s else {})
+
+
+def _oft(weight: HostArray, part: Part) -> HostArray:
+    """Rotations by Cayley's rule of blocks of outputs; of BOFT in stages, each mixes outputs that lie further apart."""
+    blocks = part.arrays["blocks"].astype(np.float64)
+    skew = blocks - blocks.swapaxes(-1, -2)
+    length = np.linalg.norm(skew)
+    if part.constraint and length > part.constraint:
+        skew *= part.constraint / length
+    one = np.eye(skew.shape[-1])
+    # (I + Q)(I - Q)^-1: both factors commute.
+    turns = np.linalg.solve(one - skew, np.broadcast_to(one, skew.shape) + skew)
+    rows = _matrix(weight).astype(np.float64)
+    if turns.ndim == 3:
+        turned = np.matmul(turns.swapaxes(-1, -2), rows.reshape(*turns.shape[:2], -1))
+    else:
+        turned, size = rows, turns.shape[-1]
+        for i, stage in enumerate(turns):
+            apart = 2**i * (size // 2)
+            mixed = turned.reshape(-1, 2, apart, rows.shape[1]).swapaxes(1, 2).reshape(-1, size, rows.shape[1])
+            mixed = np.matmul(stage, mixed).reshape(-1, apart, 2, rows.shape[1])
+            turned = mixed.swapaxes(1, 2).reshape(rows.shape)
+    turned = turned.reshape(rows.shape)
+    if "rescale" in part.arrays:
+        turned = turned * part.arrays["rescale"].reshape(-1, 1)
+    return (turned - rows).astype(np.float32)
+
+
+def _ia3_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    length = weight[1] if math.prod(s["weight"]) == weight[1] else weight[0]
+    return {"weight": (length,) if len(s["weight"]) == 1 else (1, length)}
+
+
+def _ia3(weight: HostArray, part: Part) -> HostArray:
+    axis = 1 if part.arrays["on_input"].reshape(()) else 0
+    return weight * part.arrays["weight"].reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
+
+
+def _ia3_peft_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
+    return {"ia3_l": (1, weight[1]) if s["ia3_l"][0] == 1 else (weight[0], 1)}
+
+
+def _ia3_peft(weight: HostArray, part: Part) -> HostArray:
+    factors = part.arrays["ia3_l"]
+    axis = 1 if factors.shape[0] == 1 else 0
+    return weight * (factors.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) - np.float32(1))
+
+
+def _one_shape(role: str) -> Callable[[Shapes, Shape], dict[str, Shape]]:
+    return lambda s, weight: {role: weight}
+
+
+def _full(weight: HostArray, part: Part) -> HostArray:
+    return part.arrays["diff"].reshape(weight.shape) * np.float32(part.scale)
+
+
+def _set(weight: HostArray, part: Part) -> HostArray:
+    return part.arrays["set"].reshape(weight.shape) - weight
+
+
+def _kind(name: str, needed: str, optional: str, shapes: Callable, change: Callable) -> Kind:
+    return Kind(name, frozenset(needed.split()), frozenset(optional.split()), shapes, change)
+
+
+_DORA = "alpha scalar dora_scale magnitude"
+
+KINDS: Mapping[str, Kind] = {
+    "lora": _kind("LoRA", "up down", f"mid {_DORA}", _lora_shapes, _lora),
+    "loha": _kind("LoHa", "hada_w1_a hada_w1_b hada_w2_a hada_w2_b", f"hada_t1 hada_t2 {_DORA}", _loha_shapes, _loha),
+    "lokr": _kind("LoKr", "", f"w1 w1_a w1_b w2 w2_a w2_b t2 {_DORA}", _lokr_shapes, _lokr),
+    "oft": _kind("OFT", "blocks", "rescale alpha", _oft_shapes, _oft),
+    "ia3": _kind("IA3", "weight on_input", "", _ia3_shapes, _ia3),
+    "ia3_peft": _kind("IA3", "ia3_l", "", _ia3_peft_shapes, _ia3_peft),
+    "glora": _kind("GLoRA", "a1.weight a2.weight b1.weight b2.weight", "alpha scalar", _glora_shapes, _glora),
+    "full": _kind("full", "diff", "alpha", _one_shape("diff"), _full),
+    "set": _kind("full", "set", "", _one_shape("set"), _set),
+}
+"""All kinds of adapters. LoKr's two factors are each whole or a product."""
+
+
+def kind_of(roles: frozenset[str]) -> str | None:
+    """The kind that arrays of these roles make up; None if they make up none."""
+    for name, kind in KINDS.items():
+        if name != "lokr" and kind.needed <= roles <= kind.needed | kind.optional:
+            return name
+    kind = KINDS["lokr"]
+    if roles <= kind.optional and all((f"w{i}" in roles) != ({f"w{i}_a", f"w{i}_b"} <= roles) for i in (1, 2)):
+        return "lokr"
+    return None

@@ -1,0 +1,128 @@
+"""Adapters on the command line: ``--lora``, ``--lora-dir``, ``--embedding``; what ``canvax info`` tells of a file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.terminal import byte_size, complain
+from canvax.errors import InputError
+
+if TYPE_CHECKING:
+    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.weights.adapter_source import AdapterSource
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Flags of adapters."""
+    group = parser.add_argument_group("adapters")
+    group.add_argument(
+        "--lora", action="append", default=[], metavar="FILE[:WEIGHT]",
+        help="a LoRA or one of its relatives: a file, a folder or a Hub id; several times for several",
+    )  # fmt: skip
+    group.add_argument("--lora-dir", metavar="FOLDER", help="where <lora:name:0.8> in prompts finds its files")
+    group.add_argument(
+        "--embedding", action="append", default=[], metavar="FILE",
+        help="a textual inversion; its word is the name in the file, or the file's own",
+    )  # fmt: skip
+
+
+def check_adapters(arguments: argparse.Namespace) -> None:
+    """Refuse flags of adapters that cannot be used, before a model is opened.
+
+    Raises:
+        InputError, CheckpointError: naming the flag.
+    """
+    from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES
+
+    for text in arguments.lora:
+        name, weight = split_weight(text)
+        if not name or not math.isfinite(weight):
+            raise InputError(f"--lora {text[:200]}: write FILE:0.8")
+        _source(name, arguments).check(LORA_FILES)
+    for text in arguments.embedding:
+        _source(text, arguments).check(EMBEDDING_FILES)
+    if arguments.lora_dir is not None and not Path(arguments.lora_dir).expanduser().is_dir():
+        raise InputError(f"--lora-dir {arguments.lora_dir[:200]}: is not a folder")
+
+
+def split_weight(text: str) -> tuple[str, float]:
+    """``FILE:0.8`` as a name and a weight, by default 1."""
+    name, colon, number = text.rpartition(":")
+    try:
+        return (name, float(number)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
+def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
+    """Load what the flags name."""
+    hub = {name: getattr(arguments, name) for name in ("cache_dir", "local_files_only")}
+    for text in arguments.lora:
+        source, weight = split_weight(text)
+        name = stem = Path(source).name.removesuffix(".safetensors")
+        count = 2
+        while name in pipe.adapters:
+            name, count = f"{stem}-{count}", count + 1
+        loaded = pipe.adapters.load(name, source, weight, token=arguments.token, **hub)
+        if loaded.suggested and not arguments.quiet:
+            complain(f"{name}: was made for {_flags(loaded.suggested)}")
+        if loaded.trigger_words and not arguments.quiet:
+            complain(f"{name}: was trained with the words {', '.join(loaded.trigger_words[:5])}")
+    for source in arguments.embedding:
+        words = pipe.adapters.load_embedding(source, hub_token=arguments.token, **hub)
+        if not arguments.quiet:
+            complain(f"{Path(source).name}: write {' or '.join(words)} in a prompt")
+    if arguments.lora_dir is not None:
+        pipe.adapters.folder = arguments.lora_dir
+
+
+def flags_of(metadata: Mapping[str, Any]) -> list[str]:
+    """The flags that load what an image's metadata tells of; a table of weights has none."""
+    words: list[str] = []
+    for entry in _table(metadata.get("adapters")).values():
+        if isinstance(entry, dict) and isinstance(entry.get("weight"), int | float):
+            words += ["--lora", f"{entry.get('file')}:{entry['weight']:g}"]
+    for source in dict.fromkeys(map(str, _table(metadata.get("embeddings")).values())):
+        words += ["--embedding", source]
+    return words
+
+
+def info_lines(report: Mapping[str, Any]) -> list[str]:
+    """What ``canvax info`` shows of an adapter."""
+    parts = [f"{count} of {name}" for name, count in report["parts"].items()]
+    ranks = report["ranks"]
+    family = report["family"] or (f"text of width {report['text_width']}" if report["text_width"] else "not told")
+    words = [f"{word} ({count} vector{'s' if count > 1 else ''})" for word, count in report["embeddings"].items()]
+    facts = {
+        "changes": "; ".join(parts),
+        "ranks": ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""),
+        "words": ", ".join(words),
+        "for": family,
+        "trained with": ", ".join(report["trigger_words"]),
+        "use with": _flags(report["suggested"]),
+        "arrays": f"{report['arrays']} in {', '.join(report['stored'])}, {byte_size(report['bytes'])}",
+        **report["said"],
+    }
+    width = max(map(len, facts))
+    kind = "an adapter" if report["parts"] else "a textual inversion"
+    shown = [f"{name:<{width}}  {' '.join(value.split())}" for name, value in facts.items() if value]
+    return [f"{report['adapter']}: {kind}", "", *shown]
+
+
+def _flags(suggested: Mapping[str, Any]) -> str:
+    names = {"num_inference_steps": "steps"}
+    return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in suggested.items())
+
+
+def _source(name: str, arguments: argparse.Namespace) -> AdapterSource:
+    from canvax.weights.adapter_source import AdapterSource
+
+    return AdapterSource(name, None, None, None, arguments.cache_dir, arguments.local_files_only)
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,61 @@
+"""How strong an adapter is: one number, or one for each part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from canvax.errors import InputError, check_number, nearest
+from canvax.weights.lora import Adapter
+
+Weights = dict[str, float]
+"""Beginnings of dotted names, "" for all, and the weight of what they lead to."""
+
+MOST = 1000.0
+
+_LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
+"""Parts of a UNet as diffusers calls them in tables of weights."""
+
+
+def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
+    """A weight as it is given, by the beginnings of the names of the layers it is for.
+
+    Without ``adapter`` the layers are not looked for.
+
+    Raises:
+        InputError: it is no number, or is for layers that the adapter does not have.
+    """
+    if not isinstance(weight, Mapping):
+        return {"": _number("weight", weight)}
+    found = dict(_flattened("", weight))
+    if adapter is not None:
+        paths = [".".join(key) for key in adapter.parts]
+        for name in found:
+            if not any(path == name or path.startswith(f"{name}.") for path in paths):
+                blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}
+                raise InputError(
+                    f"weight of {name!r}: the adapter changes nothing there; {nearest(name, sorted(blocks))}"
+                )
+    return found
+
+
+def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in table.items():
+        if not isinstance(name, str) or not name:
+            raise InputError(f"weight has {name!r:.80} where the name of a part belongs, such as 'unet'")
+        step = _LONG.get(name, name) if prefix == "unet" else name.removeprefix("block_")
+        path = f"{prefix}.{step}" if prefix else step
+        if isinstance(value, Mapping):
+            yield from _flattened(path, value)
+        elif isinstance(value, list | tuple):
+            for i, one in enumerate(value):
+                yield f"{path}.attentions.{i}", _number(f"weight of {path}", one)
+        else:
+            yield path, _number(f"weight of {path}", value)
+
+
+def _number(name: str, value: Any) -> float:
+    number = check_number(name, value, "; 0.5 to 1 is usual")
+    if abs(number) > MOST:
+        raise InputError(f"{name}={number:g} is beyond {MOST:g}; 0.5 to 1 is usual")
+    return number

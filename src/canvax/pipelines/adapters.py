@@ -1,0 +1,400 @@
+"""``pipe.adapters``: LoRAs and textual inversions, loaded, weighed and removed while nothing compiles.
+
+The weights of a pipeline are the trained ones with all adapters merged in. What was there before is kept on the host,
+so that every change begins from it: weights are never taken off again, and without adapters the very bits are back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
+from canvax.families.base import Model
+from canvax.params import Params
+from canvax.pipelines.adapter_weights import Weights, parse_weight
+from canvax.pipelines.merging import Change, Merging
+from canvax.pipelines.prompt_tags import take_tags
+from canvax.types import HostArray
+from canvax.weights.adapter_info import suggested, trigger_words
+from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
+from canvax.weights.embeddings import Embedding, read_embeddings
+from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, token_widths
+from canvax.weights.safetensors import read_metadata
+
+MOST_NAME = 100
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in a pipeline.
+
+    Attributes:
+        name: what it is called there.
+        source: the file, folder or Hub id, as it was given.
+        adapter: what it does.
+        weight: how strong it is, as it was given.
+        sha256: of the file.
+        words: textual inversions that came with it.
+    """
+
+    name: str
+    source: str
+    adapter: Adapter = field(repr=False)
+    weight: Any
+    sha256: str = field(repr=False)
+    words: tuple[str, ...] = ()
+    weights: Weights = field(default_factory=dict, repr=False)
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
+        return suggested(self.adapter.path.stem, self.adapter.metadata)
+
+    @property
+    def trigger_words(self) -> list[str]:
+        """Words that it was trained with, the most frequent first, where its file tells."""
+        return trigger_words(self.adapter.metadata)
+
+    def factor(self, key: Key) -> float:
+        """How strong it is for one parameter: by the longest name that leads there."""
+        path = ".".join(key)
+        found = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
+        return self.weights[max(found, key=len)] if found else 1.0
+
+
+class _Word(NamedTuple):
+    """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
+
+    ``source`` and ``token`` are how it was asked for.
+    """
+
+    source: str
+    token: str | tuple[str, ...] | None
+    ids: Mapping[str, tuple[int, ...]]
+    vectors: Mapping[str, HostArray]
+
+
+class Adapters(Mapping[str, LoadedAdapter]):
+    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``."""
+
+    def __init__(self, model: Model, mesh: Mesh, params: Callable[[], Params]) -> None:
+        """``params`` gives the parameters that adapters are merged into, which are changed in place."""
+        self._model, self._params = model, params
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._words: dict[str, _Word] = {}
+        self._folder: Path | None = None
+        self._merging = Merging(model.networks.specs(model.quantize), mesh)
+
+    def __getitem__(self, name: str) -> LoadedAdapter:
+        self._check_known(name)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def __repr__(self) -> str:
+        loaded = [f"{one.name}={one.weight!r}" for one in self._loaded.values()]
+        return f"Adapters({', '.join([*loaded, *map(repr, self._words)])})"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The textual inversions, as prompts write them."""
+        return tuple(self._words)
+
+    def load(
+        self,
+        name: str,
+        source: str | Path,
+        weight: float | Mapping[str, Any] = 1.0,
+        *,
+        weight_name: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> LoadedAdapter:
+        """Load an adapter of the LoRA family and merge it into the weights.
+
+        Args:
+            name: what to call it.
+            source: a safetensors file, a folder, or a Hub id, ``owner/name`` or ``owner/name/file.safetensors``.
+            weight: how strong; of parts of the model as in ``set``.
+            weight_name: which file of a folder or repository.
+            revision: branch, tag or commit of a Hub id.
+            token: Hub token; by default HF_TOKEN or the stored login.
+            cache_dir: where the Hub's files are kept.
+            local_files_only: never ask the Hub.
+
+        Raises:
+            InputError: an argument cannot be used.
+            CheckpointError: the file is damaged, or for another model; it names every array without a use. The pipeline
+                is as it was.
+            HubError: the Hub cannot be reached or does not have it.
+        """
+        _check_name(name, self._loaded)
+        parse_weight(weight, None)
+        self._own()
+        origin = AdapterSource(source, weight_name, revision, token, cache_dir, local_files_only)
+        (path, *_), config = origin.find(LORA_FILES)
+        specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
+        adapter = read_adapter(path, specs, config)
+        loaded = LoadedAdapter(name, str(source), adapter, weight, _sha256(path), weights=parse_weight(weight, adapter))
+        loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
+        words = self._placed(adapter.embeddings, str(source), None)
+        self._apply({**self._loaded, name: loaded}, {**self._words, **words}, set(adapter.parts))
+        return loaded
+
+    def load_embedding(
+        self,
+        source: str | Path,
+        token: str | Sequence[str] | None = None,
+        *,
+        weight_name: str | None = None,
+        revision: str | None = None,
+        hub_token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> tuple[str, ...]:
+        """Load a textual inversion: from now on its word in a prompt stands for its vectors.
+
+        Args:
+            source: as in ``load``. Of SDXL, one file with both encoders' vectors, or a folder with a file for each.
+            token: the word; several take one vector each. By default the name in the file, or the file's own.
+            weight_name: as in ``load``, and so are all below.
+            revision: see there.
+            hub_token: see ``token`` there.
+            cache_dir: see there.
+            local_files_only: see there.
+
+        Returns:
+            The words.
+
+        Raises:
+            InputError, CheckpointError, HubError: as ``load``.
+        """
+        self._own()
+        origin = AdapterSource(source, weight_name, revision, hub_token, cache_dir, local_files_only)
+        paths, _ = origin.find(EMBEDDING_FILES)
+        widths = token_widths(self._model.networks.text.specs)
+        if len(widths) == 1:
+            paths = paths[:1]
+        asked = token if token is None or isinstance(token, str) else tuple(token)
+        words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
+        self._apply(self._loaded, {**self._words, **words}, set())
+        return tuple(words)
+
+    def set(self, weights: Mapping[str, float | Mapping[str, Any]]) -> None:
+        """Give adapters these weights, and all others none; they stay loaded.
+
+        A weight is a number, or a table of numbers by part of the model: ``{"text_encoder": 0.5, "unet": {"down": 0.8,
+        "mid": 1.0, "up": {"block_1": 0.4}}}``, or by any beginning of a layer's name, such as
+        ``{"unet.up_blocks.1": 0.4}``. What is not named there has 1.
+
+        Raises:
+            InputError: there is no such adapter, or no such part in it.
+        """
+        if not isinstance(weights, Mapping):
+            raise InputError(f"weights={weights!r:.80} is not a table of weights by name: {{'style': 0.8}}")
+        for name in weights:
+            self._check_known(name)
+        loaded, changed = {}, set()
+        for name, one in self._loaded.items():
+            weight = weights.get(name, 0.0)
+            parsed = parse_weight(weight, one.adapter)
+            if parsed != one.weights:
+                changed |= one.adapter.parts.keys()
+            loaded[name] = LoadedAdapter(name, one.source, one.adapter, weight, one.sha256, one.words, parsed)
+        self._apply(loaded, self._words, changed)
+
+    def remove(self, *names: str) -> None:
+        """Remove adapters and textual inversions; without names, all of them.
+
+        Raises:
+            InputError: there is none of such a name.
+        """
+        gone = set(names) if names else {*self._loaded, *self._words}
+        for name in gone - self._words.keys():
+            self._check_known(name)
+        with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
+        changed = {key for name in gone & self._loaded.keys() for key in self._loaded[name].adapter.parts}
+        self._apply(
+            {name: one for name, one in self._loaded.items() if name not in gone},
+            {name: word for name, word in self._words.items() if name not in gone | with_them},
+            changed,
+        )
+
+    @property
+    def folder(self) -> Path | None:
+        """A folder of adapters that ``<lora:name:0.8>`` in a prompt may name; None, and such words are text.
+
+        It is read when a prompt names one that is not loaded, which is then loaded for good and used in that call.
+        """
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: str | Path | None) -> None:
+        if folder is not None and not (isinstance(folder, str | Path) and Path(folder).expanduser().is_dir()):
+            raise InputError(f"adapters.folder={str(folder)[:200]!r} is not a folder")
+        self._folder = None if folder is None else Path(folder).expanduser()
+
+    @contextmanager
+    def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
+        """With the adapters that a prompt names, which it yields without their names; afterwards as before.
+
+        Raises:
+            InputError: there is no such adapter in the folder, or prompts of one call name different ones.
+        """
+        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt)
+        before = {name: one.weight for name, one in self._loaded.items()}
+        weights: dict[str, Any] = {}
+        for tag, weight in tags.items():
+            name = self._loaded_for(tag)
+            if isinstance(weight, dict):
+                parts = {key[0] for key in self._loaded[name].adapter.parts}
+                weight = {part: number for part, number in weight.items() if part in parts}
+            weights[name] = weight
+        self.set({**before, **weights})
+        try:
+            yield words[0] if isinstance(prompt, str) else words
+        finally:
+            self.set(before)
+
+    def _loaded_for(self, tag: str) -> str:
+        """The name of the adapter that a prompt means, which is loaded if it is not yet."""
+        if tag in self._loaded:
+            return tag
+        assert self._folder is not None
+        # The name is looked for among the files that are there; no path is made of it.
+        files = {path.stem: path for path in sorted(self._folder.rglob("*.safetensors"))}
+        path = files.get(tag) or next((path for path in files.values() if _alias(path) == tag), None)
+        if path is None:
+            there = nearest(tag, list(files)) if files else "it holds no safetensors file"
+            raise InputError(f"<lora:{tag[:80]}>: no such file in {self._folder}; {there}")
+        self.load(tag, path, 0.0)
+        return tag
+
+    def recipe(self) -> list[tuple[Any, ...]]:
+        """What loads the same again: of adapters name, source and weight, of textual inversions source and token."""
+        own = {word for one in self._loaded.values() for word in one.words}
+        words = dict.fromkeys((word.source, word.token) for name, word in self._words.items() if name not in own)
+        return [*((one.name, one.source, one.weight) for one in self._loaded.values()), *words]
+
+    def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
+        """Load what ``recipe`` tells of."""
+        for entry in recipe:
+            if len(entry) == 3:
+                self.load(*entry)
+            else:
+                self.load_embedding(*entry)
+
+    def record(self) -> dict[str, Any]:
+        """What is merged now, for the metadata of images."""
+        active = {
+            one.name: {"file": one.source, "weight": one.weight, "sha256": one.sha256}
+            for one in self._loaded.values()
+            if any(one.weights.values())
+        }
+        found: dict[str, Any] = {"adapters": active} if active else {}
+        return found | (
+            {"embeddings": {name: word.source for name, word in self._words.items()}} if self._words else {}
+        )
+
+    def _own(self) -> Params:
+        return self._params()
+
+    def _check_known(self, name: str) -> None:
+        if name not in self._loaded:
+            there = nearest(str(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
+            raise InputError(f"adapter {str(name)[:80]!r} is not loaded; {there}")
+
+    def _placed(
+        self, embeddings: Sequence[Embedding], source: str, token: str | tuple[str, ...] | None
+    ) -> dict[str, _Word]:
+        """Embeddings with free rows of the tables.
+
+        Raises:
+            InputError: a word is taken, or there are too few rows.
+        """
+        found: dict[str, _Word] = {}
+        for embedding in embeddings:
+            if embedding.name.lower() in {word.lower() for word in (*self._words, *found)}:
+                raise InputError(f"token={embedding.name!r} is loaded already; remove it first, or give another token")
+            ids = {}
+            for part, vectors in embedding.vectors.items():
+                used = {i for word in (*self._words.values(), *found.values()) for i in word.ids.get(part, ())}
+                free = [i for i in self._model.tokenizers[part].spare if i not in used]
+                if len(free) < len(vectors):
+                    raise InputError(
+                        f"{embedding.name!r} has {len(vectors)} vectors, and {part} has room for {len(free)} more; "
+                        "remove another textual inversion"
+                    )
+                ids[part] = tuple(free[: len(vectors)])
+            self._hint(embedding)
+            found[embedding.name] = _Word(source, token, ids, embedding.vectors)
+        return found
+
+    def _hint(self, embedding: Embedding) -> None:
+        """Warn of what a word most likely should not be."""
+        tokenizers = self._model.tokenizers
+        missing = tokenizers.keys() - embedding.vectors.keys()
+        if any(len(tokenizers[part].ids(embedding.name)) == 1 for part in embedding.vectors):
+            warn(
+                f"{embedding.name!r} is a common word, which from now on means the textual inversion in every prompt; "
+                "give another with token=",
+                HintWarning,
+            )
+        if missing:
+            warn(f"{embedding.name!r} has no vectors for {', '.join(missing)}, which reads it as text", HintWarning)
+
+    def _apply(self, loaded: dict[str, LoadedAdapter], words: dict[str, _Word], changed: set[Key]) -> None:
+        """Bring the parameters, the tokenizers and this record to another state, or leave all as it is."""
+        params, altered = self._own(), {**self._words, **words}
+        if words.keys() != self._words.keys():
+            different = self._words.keys() ^ words.keys()
+            changed = changed | {(part, TABLE) for word in different for part in altered[word].ids}
+        self._merging.apply(params, {key: self._change(key, loaded, words) for key in changed})
+        self._loaded, self._words = loaded, words
+        for part, tokenizer in self._model.tokenizers.items():
+            tokenizer.added.clear()
+            tokenizer.added.update({name.lower(): word.ids[part] for name, word in words.items() if part in word.ids})
+        self._model.merged.clear()
+        self._model.merged.update(self.record())
+
+    def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
+        """What adapters and words together do to one parameter."""
+        parts = [(one.adapter.parts[key], one.factor(key)) for one in loaded.values() if key in one.adapter.parts]
+        rows: dict[int, HostArray] = {}
+        for word in words.values():
+            if key[1] == TABLE and key[0] in word.ids:
+                rows |= dict(zip(word.ids[key[0]], word.vectors[key[0]], strict=True))
+        return Change([pair for pair in parts if pair[1]], rows)
+
+
+def _check_name(name: object, taken: Mapping[str, Any]) -> None:
+    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
+        raise InputError(f"name={str(name)[:80]!r} cannot be the name of an adapter; give a word")
+    if name in taken:
+        raise InputError(f"name={name!r}: such an adapter is loaded; remove it first, or set its weight with set")
+
+
+def _alias(path: Path) -> str | None:
+    """The name that kohya's trainer gave a file."""
+    try:
+        return read_metadata(path).get("ss_output_name")
+    except CheckpointError:
+        return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

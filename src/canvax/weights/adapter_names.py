@@ -1,0 +1,181 @@
+"""Which parameter an array of an adapter belongs to, and what it is for.
+
+Trainers flatten a module's name ("down_blocks.0.attentions.0" becomes "down_blocks_0_attentions_0"), put their own word
+in front and a suffix behind. A flattened name cannot be taken apart again, since names hold underscores themselves. So
+the model's own modules are flattened, under each of their names, and looked up.
+
+    kohya       lora_unet_<name>.lora_down.weight, lora_te_, lora_te1_, lora_te2_; of SDXL mostly with the names of ldm
+    PEFT        unet.<name>.lora_A.weight, text_encoder.<name>; base_model.model.<name>, or nothing in front
+    diffusers   unet.<name>.attn1.processor.to_q_lora.down.weight (2023), unet.<name>.lora.down.weight
+    LyCORIS     as kohya, and lycoris_<name>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from canvax.params import Param, Spec, flatten
+from canvax.weights.ldm_names import ldm_modules
+
+FIRST, SECOND = "text_encoder", "text_encoder_2"
+
+_UNET = (
+    *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
+    *("base_model_model_", "base_model_model_unet_", "lycoris_unet_"),
+)
+_TEXT = {
+    FIRST: ("lora_te1_", "text_encoder_", "te1_", "clip_l_transformer_", "text_encoders_clip_l_transformer_"),
+    SECOND: ("lora_te2_", "text_encoder_2_", "te2_", "clip_g_transformer_", "text_encoders_clip_g_transformer_"),
+}
+_TEXT_ALONE = ("lora_te_", "te_", "base_model_model_text_encoder_", "base_model_model_", "")
+"""Of a model with one text encoder, beside those of the first."""
+
+_OLD_TEXT = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
+
+_DOWN = "lora_down lora_A lora_A.default lora.down lora_linear_layer.down"
+_UP = "lora_up lora_B lora_B.default lora.up lora_linear_layer.up"
+_SUFFIXES: dict[str, str] = {
+    **{f".{name}.weight": "down" for name in _DOWN.split()},
+    **{f".{name}.weight": "up" for name in _UP.split()},
+    **{f".{name}.bias": "up_bias" for name in _UP.split()},
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".lora_mid.weight": "mid",
+    **{f".lora_magnitude_vector{end}": "magnitude" for end in ("", ".weight", ".default.weight", ".default")},
+    **{f".hada_{name}": f"hada_{name}" for name in ["w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"]},
+    **{f".lokr_{name}": name for name in ["w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"]},
+    ".oft_blocks": "blocks",
+    **{f".{name}": name for name in ["alpha", "dora_scale", "scalar", "rescale", "on_input", "ia3_l", "weight"]},
+    **{f".{name}.weight": f"{name}.weight" for name in ["a1", "a2", "b1", "b2"]},
+    ".diff": "diff",
+    ".w_norm": "diff",
+    ".diff_b": "diff_b",
+    ".b_norm": "diff_b",
+    ".set_weight": "set",
+    ".set_bias": "set_b",
+}
+"""Ends of names, and the role of such an array: those of ``canvax.adapters``, and of changes of a bias."""
+
+_UNKNOWN: dict[str, str] = {
+    ".oft_diag": "an early form of OFT",
+    ".oft_R": "PEFT's OFT",
+    ".oft_R.weight": "PEFT's OFT",
+    ".boft_R": "PEFT's BOFT",
+    ".boft_s": "PEFT's BOFT",
+    ".bm.weight": "GLoRA with a core",
+    ".lokr_t1": "LoKr with two cores",
+    ".bias_indices": "a sparse change",
+    ".bias_values": "a sparse change",
+    ".bias_size": "a sparse change",
+    ".lora_embedding_A": "LoRA of an embedding table",
+    ".lora_embedding_B": "LoRA of an embedding table",
+    ".vera_lambda_b": "VeRA",
+    ".vera_lambda_d": "VeRA",
+    ".bora_scale": "BoRA",
+    ".reshape_weight": "a weight of another shape",
+    ".bias": "a bias that is no change",
+}
+"""Ends of names of what canvax does not have."""
+
+_LONGEST_FIRST = sorted({**_SUFFIXES, **_UNKNOWN}, key=len, reverse=True)
+
+
+class Module(NamedTuple):
+    """A layer of the model: its component, and its dotted name there."""
+
+    component: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.component}.{self.name}"
+
+
+class Split(NamedTuple):
+    """An array's name taken apart.
+
+    Attributes:
+        module: what stands in front of the suffix.
+        role: what the array is for; "" if canvax has no use for it.
+        unknown: the algorithm that it belongs to then.
+    """
+
+    module: str
+    role: str
+    unknown: str = ""
+
+
+def split_name(name: str) -> Split | None:
+    """The parts of an array's name; None if it has no suffix that is known."""
+    for suffix in _LONGEST_FIRST:
+        if name.endswith(suffix) and len(name) > len(suffix):
+            return Split(name.removesuffix(suffix), _SUFFIXES.get(suffix, ""), _UNKNOWN.get(suffix, ""))
+    return None
+
+
+_COMMON = ("weight", "alpha", "scalar", "on_input")
+
+
+def is_adapters(name: str) -> bool:
+    """Whether an array of this name can be an adapter's alone, and not a model's."""
+    split = split_name(name)
+    return split is not None and bool(split.role) and split.role not in _COMMON
+
+
+def flat(name: str) -> str:
+    """A name as trainers flatten it."""
+    return name.replace(".", "_")
+
+
+def module_table(specs: Mapping[str, Spec]) -> dict[str, Module]:
+    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model.
+
+    Args:
+        specs: of the denoiser and the text encoders, by component.
+    """
+    table: dict[str, Module] = {}
+    for component, spec in specs.items():
+        names = modules(spec)
+        each = 1 + sum(1 for name in names if name.startswith("down_blocks.0.resnets.") and name.endswith(".conv1"))
+        alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
+        prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _UNET
+        for name in names:
+            known = _text_names(name) if component in _TEXT else _unet_names(name, each)
+            for one in known:
+                for prefix in prefixes:
+                    table.setdefault(prefix + flat(one), Module(component, name))
+    return table
+
+
+def modules(spec: Spec) -> list[str]:
+    """Dotted names of the layers of a network, those that have a weight."""
+    return [name.removesuffix(".weight") for name, _ in flatten(spec) if name.endswith(".weight")]
+
+
+def parameters(specs: Mapping[str, Spec]) -> dict[tuple[str, str], Param]:
+    """All parameters by component and dotted name."""
+    return {(component, name): param for component, spec in specs.items() for name, param in flatten(spec)}
+
+
+def nearest_module(name: str, table: Mapping[str, Module]) -> str:
+    """The module whose name is most like one that is not there, as a clause; "" if none is near."""
+    wanted = flat(name)
+    alike = [known for known in table if known[:9] == wanted[:9]] if len(table) > 2000 else list(table)
+    close = get_close_matches(wanted, alike, n=1, cutoff=0.8)
+    return f" (nearest: {table[close[0]]})" if close else ""
+
+
+def _unet_names(name: str, each: int) -> Iterator[str]:
+    yield name
+    yield from ldm_modules(name, each)
+    if name.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
+        attention, _, step = name.removesuffix(".0").rpartition(".")
+        yield f"{attention}.processor.{step}"
+
+
+def _text_names(name: str) -> Iterator[str]:
+    attention, _, step = name.rpartition(".")
+    for one in (name, *([f"{attention}.{_OLD_TEXT[step]}"] if step in _OLD_TEXT else [])):
+        yield one
+        yield one.removeprefix("text_model.")

@@ -1,0 +1,153 @@
+"""Reads textual inversions (Gal et al. 2022): vectors that stand for a word, for one text encoder or two.
+
+diffusers       an array for each token, named like it: [D] or [n, D]; of SDXL a second file for the second encoder
+A1111           emb_params [n, D]; of SDXL clip_l [n, 768] and clip_g [n, 1280]
+in a LoRA file  bundle_emb.NAME.emb_params, .string_to_param.*, .clip_l, .clip_g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from canvax.errors import CheckpointError, InputError
+from canvax.types import HostArray
+from canvax.weights.entries import Entry
+from canvax.weights.safetensors import open_safetensors
+
+BUNDLED = "bundle_emb."
+"""How names of embeddings in a LoRA file begin."""
+
+MOST_VECTORS = 75
+"""Of one embedding: the tokens of a chunk."""
+
+_MOST_NAME = 200
+_ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
+_BY_KEY = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+_UNNAMED = ("emb_params", "string_to_param.*", "*")
+_WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "the second encoder of SDXL"}
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """A word and its vectors.
+
+    Attributes:
+        name: the word, as prompts write it.
+        vectors: [n, D] float32 for each text encoder that the file is for, by component.
+    """
+
+    name: str
+    vectors: Mapping[str, HostArray]
+
+
+def read_embeddings(
+    paths: Sequence[Path], widths: Mapping[str, int], token: str | Sequence[str] | None = None
+) -> list[Embedding]:
+    """The embeddings of a file, or of the two files of a model with two text encoders.
+
+    Args:
+        paths: safetensors files.
+        widths: of the tokens of each text encoder, by component.
+        token: what to call it; several names take one vector each. By default the name in the file, or the file's.
+
+    Raises:
+        CheckpointError: a file is damaged, holds something else, or is for another model.
+        InputError: ``token`` cannot be the name of what the file holds.
+    """
+    found: dict[str, dict[str, HostArray]] = {}
+    for path in paths:
+        for name, component, vectors in _read_file(path, widths):
+            if component in found.setdefault(name, {}):
+                raise CheckpointError(f"{path}: holds vectors of {name!r} for {component} twice")
+            found[name][component] = vectors
+    if token is not None:
+        if len(found) > 1:
+            raise InputError(f"token={token!r}: {paths[0]} holds {len(found)} embeddings; leave token out")
+        found = _renamed(next(iter(found.values())), token)
+    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+
+
+def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str, int]) -> list[Embedding]:
+    """Embeddings that lie in a LoRA file.
+
+    Raises:
+        CheckpointError: they are for another model.
+    """
+    found: dict[str, dict[str, HostArray]] = {}
+    for entry in entries:
+        if entry.name.startswith(BUNDLED):
+            name = entry.name.removeprefix(BUNDLED)
+            end = next((end for end in _ENDS if name.endswith(end) and len(name) > len(end)), "")
+            component = _component(path, entry, end.removeprefix("."), widths)
+            found.setdefault(name.removesuffix(end), {})[component] = _vectors(path, entry)
+    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+
+
+def check_token(name: object) -> str:
+    """A name that a prompt can hold.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
+        raise InputError(f"token={str(name)[:80]!r} cannot be a word of a prompt; give another with token=")
+    return name.strip()
+
+
+def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, HostArray]]:
+    """Name, component and vectors of each array."""
+    entries = open_safetensors(path, plain_names=False)
+    if not entries:
+        raise CheckpointError(f"{path}: is empty: it holds no array")
+    if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
+        raise CheckpointError(
+            f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width). "
+            "An adapter of weights is loaded by pipe.adapters.load"
+        )
+    if any(entry.name.endswith((".lora_down.weight", ".lora_A.weight", ".alpha")) for entry in entries):
+        raise CheckpointError(f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file)")
+    found = []
+    for entry in entries:
+        unnamed = entry.name in _UNNAMED or entry.name in _BY_KEY
+        component = _component(path, entry, entry.name, widths)
+        found.append((path.stem if unnamed else entry.name, component, _vectors(path, entry)))
+    return found
+
+
+def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) -> str:
+    """The text encoder whose tokens have this width."""
+    width = entry.shape[-1] if entry.shape else 0
+    component = _BY_KEY.get(key) or next((name for name, own in widths.items() if own == width), "")
+    if component not in widths or widths[component] != width:
+        known = f" ({_WIDTHS[width]})" if width in _WIDTHS else ""
+        own = " and ".join(f"{size} ({name})" for name, size in widths.items())
+        raise CheckpointError(
+            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {own}: it was made "
+            "for another model"
+        )
+    return component
+
+
+def _vectors(path: Path, entry: Entry) -> HostArray:
+    if not entry.is_float:
+        raise CheckpointError(f"{path}: {entry.name} is {entry.dtype.name}, not floating point numbers")
+    vectors = entry.read().astype(np.float32).reshape(-1, entry.shape[-1])
+    if not 1 <= len(vectors) <= MOST_VECTORS:
+        raise CheckpointError(f"{path}: {entry.name} has {len(vectors)} vectors, not 1 to {MOST_VECTORS}")
+    if not np.isfinite(vectors).all():
+        raise CheckpointError(f"{path}: {entry.name} has values that are not finite (NaN or infinity)")
+    return vectors
+
+
+def _renamed(vectors: Mapping[str, HostArray], token: str | Sequence[str]) -> dict[str, dict[str, HostArray]]:
+    """Under the name that the user gave, or of each row under its own."""
+    if isinstance(token, str):
+        return {token: dict(vectors)}
+    names, count = list(token), {len(array) for array in vectors.values()}
+    if count != {len(names)} or len(set(names)) < len(names):
+        raise InputError(f"token={names!r:.80} are {len(names)} names for {max(count)} vectors; give one for each")
+    return {name: {part: array[i : i + 1] for part, array in vectors.items()} for i, name in enumerate(names)}

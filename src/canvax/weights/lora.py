@@ -1,0 +1,342 @@
+"""Reads adapters of the LoRA family, of every trainer, strictly: each array is used or named in the error.
+
+An alpha that is missed, a module whose name is not known, a file for another model: elsewhere such files load with a
+line in a log, and make images that are slightly wrong. Here all faults of a file are one error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from canvax.adapters import KINDS, Part, faults, kind_of, rank
+from canvax.errors import CheckpointError
+from canvax.params import Param, Spec
+from canvax.types import HostArray
+from canvax.weights.adapter_names import Module, module_table, nearest_module, parameters, split_name
+from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
+from canvax.weights.entries import Entry
+from canvax.weights.safetensors import open_safetensors, read_metadata
+
+LISTED = 4
+"""Faults of one sort that are spelled out; the rest are counted."""
+
+_MOST_RANK = 1024
+"""A rank above it that is also above both sides of the weight is not one."""
+
+_OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
+_BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
+"""Width of the text that cross-attention reads -> whose it is."""
+
+_OTHERS = {
+    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
+    "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
+}  # fmt: skip
+"""Pieces of names that modules of other families have."""
+
+TABLE = "text_model.embeddings.token_embedding.weight"
+"""Of a text encoder: the vectors of its tokens."""
+
+Key = tuple[str, str]
+"""A parameter: its component and its dotted name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter of the LoRA family, read and checked for one model.
+
+    Attributes:
+        path: the file.
+        parts: what it does to each parameter.
+        embeddings: that are bundled with it.
+        metadata: text in the file's header.
+    """
+
+    path: Path
+    parts: Mapping[Key, Part]
+    embeddings: Sequence[Embedding] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many weights of each component it changes, and in which way: "unet LoRA" -> 192."""
+        names = Counter(f"{component} {_kind_name(part)}" for (component, _), part in self.parts.items())
+        return dict(names)
+
+
+def _kind_name(part: Part) -> str:
+    name = KINDS[part.kind].name
+    return f"{name} with DoRA" if {"dora_scale", "magnitude"} & part.arrays.keys() else name
+
+
+class _Faults(dict[str, list[str]]):
+    """What is wrong with a file, by sort."""
+
+    def add(self, sort: str, what: str) -> None:
+        self.setdefault(sort, []).append(what)
+
+    def check(self, path: Path) -> None:
+        """Raise all of them, if there are any."""
+        parts = []
+        for sort, found in self.items():
+            more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+            parts.append(f"{len(found)} {sort}: {'; '.join(found[:LISTED])}{more}")
+        if parts:
+            raise CheckpointError(f"{path}: cannot be used with this model. {'. '.join(parts)}.")
+
+
+def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any] | None = None) -> Adapter:
+    """An adapter as what it does to the parameters of a model.
+
+    Args:
+        path: a safetensors file.
+        specs: of the denoiser and the text encoders, by component, not quantised.
+        config: PEFT's ``adapter_config.json``, where the file lies beside one.
+
+    Raises:
+        CheckpointError: the file is damaged, for another model, or holds an array that has no use; lists all faults.
+    """
+    entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
+    if not entries:
+        raise CheckpointError(f"{path}: is empty: it holds no array")
+    _check_base(path, entries, specs, metadata)
+    found = _Faults()
+    groups = _grouped(entries, specs, found)
+    if not groups and not any(entry.name.startswith(BUNDLED) for entry in entries):
+        _refuse_stranger(path, entries)
+    declared, configs = parameters(specs), _configs(path, metadata, config)
+    parts: dict[Key, Part] = {}
+    for module, roles in groups.items():
+        for key, part in _parts(module, roles, declared, configs, found):
+            parts[key] = part
+    found.check(path)
+    return Adapter(path, parts, bundled_embeddings(path, entries, token_widths(specs)), metadata)
+
+
+def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
+    """The width of the tokens of each text encoder, by component."""
+    tables = ((component, param) for (component, name), param in parameters(specs).items() if name == TABLE)
+    return {component: param.shape[1] for component, param in tables}
+
+
+def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], found: _Faults) -> dict[Module, dict[str, Entry]]:
+    """The arrays of each module by their roles."""
+    table = module_table(specs)
+    groups: dict[Module, dict[str, Entry]] = {}
+    for entry in entries:
+        if entry.name.startswith(BUNDLED):
+            continue
+        split = split_name(entry.name)
+        if split is None:
+            found.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
+            continue
+        module = table.get(split.module.replace(".", "_"))
+        if split.unknown:
+            found.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
+        elif module is None:
+            found.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
+        elif split.role in (roles := groups.setdefault(module, {})):
+            found.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
+        else:
+            roles[split.role] = entry
+    return groups
+
+
+def _parts(
+    module: Module,
+    roles: Mapping[str, Entry],
+    declared: Mapping[Key, Param],
+    configs: Mapping[str, Mapping[str, Any]],
+    found: _Faults,
+) -> list[tuple[Key, Part]]:
+    """What the arrays of one module do to its weight and its bias."""
+    weight = {role: entry for role, entry in roles.items() if role not in _OF_BIAS}
+    bias = {role: entry for role, entry in roles.items() if role in _OF_BIAS}
+    if set(weight) == {"alpha"}:
+        found.add("incomplete", f"{module} has alpha alone")
+        return []
+    parts, scale = [], 1.0
+    if weight:
+        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, found)
+        if part is not None:
+            parts.append(((module.component, f"{module.name}.weight"), part))
+            scale = part.scale
+    if bias:
+        key = (module.component, f"{module.name}.bias")
+        if key not in declared or len(bias) > 1:
+            found.add("wrong shapes", f"{module} has no bias, and is given {', '.join(bias)}")
+        else:
+            ((role, entry),) = bias.items()
+            kind = _OF_BIAS[role]
+            array = _read(entry, found)
+            if math.prod(entry.shape) != declared[key].size:
+                found.add("wrong shapes", f"{module}: {role} is {entry.shape}, not {declared[key].shape}")
+            else:
+                name = "diff" if kind == "full" else "set"
+                parts.append((key, Part(kind, {name: array}, scale if role == "up_bias" else 1.0)))
+    return parts
+
+
+def _part(
+    module: Module,
+    roles: Mapping[str, Entry],
+    param: Param,
+    configs: Mapping[str, Mapping[str, Any]],
+    found: _Faults,
+) -> Part | None:
+    """What arrays by their roles do to a weight; None with a fault."""
+    kind = kind_of(frozenset(roles))
+    if kind is None:
+        if set(roles) == {"weight"}:
+            found.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
+        else:
+            found.add("incomplete", f"{module} has {', '.join(sorted(roles))}, which together are no known adapter")
+        return None
+    stored = param.checkpoint_shapes[0]
+    if param.layout == "plain" and kind not in ("full", "set"):
+        found.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
+        return None
+    shapes = {role: entry.shape for role, entry in roles.items()}
+    if wrong := faults(kind, {role: shape for role, shape in shapes.items() if role != "alpha"}, stored):
+        found.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
+        return None
+    r = rank(kind, shapes, stored)
+    if r > max(_MOST_RANK, stored[0], math.prod(stored[1:])):
+        found.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
+        return None
+    arrays = {role: _read(entry, found) for role, entry in roles.items()}
+    if kind == "ia3":
+        axis = 1 if arrays["on_input"].reshape(-1)[:1].any() else 0
+        if arrays["weight"].size != stored[axis] or arrays["on_input"].size != 1:
+            found.add("wrong shapes", f"{module} is {stored}: weight is {shapes['weight']} for on_input={axis}")
+            return None
+    alpha = arrays.pop("alpha", None)
+    if any(array is not None and array.size != 1 for array in (alpha, arrays.get("scalar"))):
+        found.add("wrong shapes", f"{module}: alpha is no single number")
+        return None
+    number = 0.0 if alpha is None else float(alpha.reshape(()))
+    constraint = number * stored[0] if kind == "oft" else 0.0
+    return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)), constraint)
+
+
+def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str, Any] | None) -> float:
+    """alpha / r; 1 where the file names no alpha, or 0."""
+    if config:
+        r = r if kind == "lora" else config["r"]
+        pattern = config.get("alpha_pattern") or {}
+        own = (value for name, value in pattern.items() if f".{module.name}".endswith(f".{name}"))
+        alpha = float(next(own, config["lora_alpha"]))
+        return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+    return alpha / r if alpha and r else 1.0
+
+
+def _read(entry: Entry, found: _Faults) -> HostArray:
+    """An array in float32."""
+    if entry.dtype.kind not in "fVib":
+        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+        return np.zeros(entry.shape, np.float32)
+    array = entry.read()
+    if not entry.is_float and entry.name.rpartition(".")[2] not in ("alpha", "on_input"):
+        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        found.add("not finite", f"{entry.name} has NaN or infinity")
+    return array
+
+
+def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """PEFT's settings of each component, from a file beside this one or from its header."""
+    found: dict[str, dict[str, Any]] = {}
+    if config:
+        found = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
+    elif text := metadata.get("lora_adapter_metadata"):
+        try:
+            told = json.loads(text)
+            for key, value in told.items():
+                component, _, name = key.partition(".")
+                found.setdefault(component, {})[name] = value
+        except (ValueError, AttributeError, RecursionError):
+            raise CheckpointError(f"{path}: its lora_adapter_metadata is not JSON of a table. Save it again.") from None
+    for component, one in found.items():
+        patterns = one.get("alpha_pattern") or {}
+        r, alpha = one.get("r", one.get("rank")), one.get("lora_alpha", one.get("alpha"))
+        numbers = [r, alpha, *(patterns.values() if isinstance(patterns, dict) else (None,))]
+        if not all(map(_is_number, numbers)) or not r or r <= 0:
+            raise CheckpointError(
+                f"{path}: its settings of {component[:40]} say r={r!r:.40}, lora_alpha={alpha!r:.40}, alpha_pattern="
+                f"{patterns!r:.40}: not what PEFT writes. Save it again."
+            )
+        one |= {"r": r, "lora_alpha": alpha}
+    return dict(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _reads_width(specs: Mapping[str, Spec]) -> int:
+    """Width of the text that cross-attention of a model reads; 0 without one."""
+    widths = [param.shape[0] for (_, name), param in parameters(specs).items() if name.endswith("attn2.to_k.weight")]
+    return widths[0] if widths else 0
+
+
+def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str, int]:
+    """The family that an adapter was made for, "" if nothing tells; and the width of the text that it reads, or 0."""
+    for entry in entries:
+        for piece, family in _OTHERS.items():
+            if piece in entry.name:
+                return family, 0
+    for entry in entries:
+        split = split_name(entry.name)
+        widths = entry.shape[1:2]
+        reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k")
+        if split and reads and widths and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
+            return _BASES.get(widths[0], ""), widths[0]
+    if any(entry.name.startswith("lora_te2_") for entry in entries):
+        return _BASES[2048], 0
+    told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
+    for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
+        if any(word in told for word in words):
+            return _BASES[width], 0
+    if any(entry.name.startswith("lora_te_") for entry in entries):
+        return "Stable Diffusion 1.x or 2.x", 0
+    return "", 0
+
+
+def _check_base(path: Path, entries: Sequence[Entry], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
+    """Refuse an adapter of another family before each of its arrays is a fault."""
+    family, width = base_of(entries, metadata)
+    own = _reads_width(specs)
+    ours = _BASES.get(own, "")
+    if width and own and width != own:
+        of = f" ({family})" if family else ""
+        raise CheckpointError(
+            f"{path}: was made for another model: it reads text of width {width}{of}, this model reads {own}"
+            f"{f' ({ours})' if ours else ''}. Load the model it was made for, or an adapter made for this one."
+        )
+    strangers = (*_OTHERS.values(), *(() if not ours else _BASES.values()))
+    if not width and family in strangers and family != ours:
+        raise CheckpointError(
+            f"{path}: was made for {family}, and this is another model{f', {ours}' if ours else ''}. Load the model it "
+            "was made for, or an adapter made for this one."
+        )
+
+
+def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
+    """An error for a file none of whose arrays belong to the model."""
+    names = {entry.name for entry in entries}
+    whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
+    if any(name.startswith(whole) for name in names) and not any("lora" in name for name in names):
+        raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
+    if names <= {"emb_params", "clip_l", "clip_g"}:
+        raise CheckpointError(f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r})")
+    if any("control_model" in name or "controlnet" in name for name in names):
+        raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")

@@ -1,0 +1,255 @@
+"""Adapters at work: images, prompts that name them, textual inversions, metadata; and nothing compiles."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from adapter_files import Draw, layers, lora, write
+from small_checkpoint import write_small_checkpoint
+from small_sdxl import build
+
+import canvax
+from canvax.compile.monitor import counting
+from canvax.errors import HintWarning, InputError
+
+STEPS = {"num_inference_steps": 2, "seed": 1, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+
+
+@pytest.fixture(scope="module")
+def sd(folder: Path) -> canvax.StableDiffusion:
+    pipe = canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+    pipe("a cat", **STEPS)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for i, name in enumerate(("ink", "clay")):
+        draw, arrays = Draw(i), {}
+        for (component, module), shape in layers(sd.model.networks.specs()).items():
+            if "attn" in module:
+                arrays |= {f"{component}.{module}{end}": a for end, a in lora(draw, shape).arrays.items()}
+        write(folder / f"{name}.safetensors", arrays, {"ss_output_name": f"{name}-v1"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def empty(sd: canvax.StableDiffusion) -> Any:
+    yield
+    sd.adapters.remove()
+    sd.adapters.folder = None
+
+
+def pixels(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **more: Any) -> np.ndarray:
+    return pipe(prompt, **STEPS, **more).pixels
+
+
+def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    """Loading, weighing and removing, of adapters and of textual inversions, and the images between."""
+    word = write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)})
+    with counting() as counts:
+        plain = pixels(sd)
+        sd.adapters.load("ink", loras / "ink.safetensors")
+        inked = pixels(sd)
+        sd.adapters.load("clay", loras / "clay.safetensors", weight=0.5)
+        both = pixels(sd)
+        sd.adapters.set({"ink": 0.25})
+        less = pixels(sd)
+        sd.adapters.load_embedding(word)
+        woollen = pixels(sd, "a wool cat")
+        sd.adapters.remove()
+        again = pixels(sd)
+        unknown = pixels(sd, "a wool cat")
+    assert counts.compilations == 0
+    np.testing.assert_array_equal(again, plain)
+    different = [plain, inked, both, less, woollen, unknown]
+    assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(different) for b in different[:i])
+
+
+def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+    assert "adapters" not in sd("a cat", **STEPS).metadata[0]
+    sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
+    entry = sd("a cat", **STEPS).metadata[0]["adapters"]["ink"]
+    assert entry["weight"] == 0.5
+    assert entry["file"].endswith("ink.safetensors")
+    assert len(entry["sha256"]) == 64
+    sd.adapters.set({})
+    assert "adapters" not in sd("a cat", **STEPS).metadata[0]
+
+
+def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """From a folder that the user gave alone; afterwards the weights are as they were."""
+    sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
+    wanted = pixels(sd)
+    sd.adapters.remove()
+    with pytest.warns(HintWarning, match=r"<lora:ink:0.5> is read as text: give a folder"):
+        as_text = pixels(sd, "a cat <lora:ink:0.5>")
+    sd.adapters.folder = loras
+    np.testing.assert_array_equal(pixels(sd, "a cat <lora:ink:0.5>"), wanted)
+    np.testing.assert_array_equal(pixels(sd, ["a <lora:ink-v1:0.5> cat"]), wanted)  # by the name of its trainer
+    assert np.abs(as_text - wanted).max() > 1e-3
+    assert {name: one.weight for name, one in sd.adapters.items()} == {"ink": 0.0, "ink-v1": 0.0}
+    half = pixels(sd, "a cat <lora:ink:0:0.5>")
+    sd.adapters.set({"ink": {"text_encoder": 0, "unet": 0.5}})
+    np.testing.assert_array_equal(half, pixels(sd))
+    entry = sd("a cat <lora:clay:0.5>", **STEPS).metadata[0]
+    assert entry["prompt"] == "a cat"
+    assert entry["adapters"].keys() == {"ink", "clay"}
+    for prompt, words in (
+        ("a cat <lora:sand>", "no such file in .*ink"),
+        ("a cat <lora:../ink>", "no such file in "),
+        ("a cat <lora:ink:much>", "'much' is no weight"),
+        ("a cat <lora:ink:1:2:3>", "has other parts than a weight"),
+        (["a cat <lora:ink>", "a dog"], "name different adapters"),
+    ):
+        with pytest.raises(InputError, match=words):
+            sd(prompt, **STEPS)
+
+
+def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
+    sd.adapters.load_embedding(write(tmp_path / "w.safetensors", {"<wool>": Draw()(2, 48)}))
+    other = pickle.loads(pickle.dumps(sd))
+    assert other.adapters["ink"].weight == 0.5
+    assert other.adapters.words == ("<wool>",)
+    assert other.params is not None
+    assert sd.params is not None
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), sd.params, other.params)
+    assert all(jax.tree.leaves(same))
+
+
+# Textual inversions
+
+
+def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
+    """The text's features with vectors put in by hand: ``prompt`` holds words, and vectors [n, D]."""
+    from canvax.models.clip import text_encoder
+
+    assert sd.params is not None
+    p = sd.params["text_encoder"]
+    table = np.asarray(p["text_model"]["embeddings"]["token_embedding"]["weight"])
+    tokenizer, rows, ids = sd.tokenizer, [], []
+    for piece in prompt:
+        if isinstance(piece, str):
+            found = tokenizer.ids(piece)
+            rows.append(table[found])
+            ids += found
+        else:
+            rows.append(piece)
+            ids += [0] * len(piece)
+    whole = np.concatenate(rows)
+    framed = np.concatenate([table[[tokenizer.bos]], whole, table[[tokenizer.eos]]])
+    framed = np.concatenate([framed, np.repeat(table[[tokenizer.pad]], 77 - len(framed), 0)])
+    inner = dict(p["text_model"])
+    inner["embeddings"] = dict(inner["embeddings"], token_embedding={"weight": framed})
+    cfg = sd.model.text.first
+    assert cfg is not None
+    return np.asarray(text_encoder({"text_model": inner}, np.arange(77)[None], cfg))
+
+
+def test_a_word_of_several_vectors(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Of the file's name or its own, in large letters too, twice in a prompt; beside a longer one that begins alike."""
+    draw = Draw()
+    three, one = draw(3, 48), draw(1, 48)
+    sd.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": three}))
+    sd.adapters.load_embedding(write(tmp_path / "x.safetensors", {"wool cat": one[0]}))
+    for prompt, pieces in (
+        ("a wool hat", ["a", three, "hat"]),
+        ("WOOL, and wool", [three, ", and", three]),
+        ("a wool cat", ["a", one]),
+        ("embedding:wool", [three]),
+        ("woolly", ["woolly"]),
+    ):
+        found = np.asarray(sd.encode(prompt)["text"])
+        np.testing.assert_allclose(found, expected(sd, pieces), atol=2e-5, err_msg=prompt)
+
+
+def test_a_word_is_never_cut(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """At the end of a chunk it moves to the next one."""
+    vectors = Draw()(4, 48)
+    sd.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": vectors}))
+    ids = sd.tokenizer.added["wool"]
+    from canvax.prompts import chunked
+
+    (comma,) = sd.tokenizer.ids(",")
+    first, second = chunked(sd.tokenizer, [("! " * 73 + "wool", 1.0)])
+    assert first[0][1:77] == (*sd.tokenizer.ids("! " * 73), sd.tokenizer.eos, sd.tokenizer.pad, sd.tokenizer.pad)
+    assert second[0][1:5] == ids
+    assert comma not in ids
+    assert sd.tokenizer(["! " * 73 + "wool"], length=80).shape == (1, 80)
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+    return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
+
+
+def test_both_encoders_of_sdxl(xl: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """clip_l and clip_g of one file; two files of diffusers; names of their own for each row."""
+    draw = Draw()
+    first, second = draw(2, 16), draw(2, 24)
+    plain = {name: np.asarray(array) for name, array in xl.encode("a wool hat").items()}
+    xl.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"clip_l": first, "clip_g": second}))
+    changed = xl.encode("a wool hat")
+    for part in (slice(0, 16), slice(16, 40)):
+        assert np.abs(np.asarray(changed["text"])[..., part] - plain["text"][..., part]).max() > 1e-3
+    # The pooled output is that of the end of the text, not of the word: its id is not the largest.
+    assert np.argmax(xl.tokenizer(["a wool hat"])[0]) == 1 + 1 + 2 + len(xl.tokenizer.ids("hat"))
+    xl.adapters.remove()
+    two = tmp_path / "two"
+    two.mkdir()
+    write(two / "learned_embeds.safetensors", {"<wool>": first})
+    write(two / "learned_embeds_2.safetensors", {"<wool>": second})
+    assert xl.adapters.load_embedding(two) == ("<wool>",)
+    for name, array in xl.encode("a <wool> hat").items():
+        np.testing.assert_array_equal(array, changed[name])
+    xl.adapters.remove()
+    names = xl.adapters.load_embedding(tmp_path / "wool.safetensors", token=["<s0>", "<s1>"])
+    assert names == ("<s0>", "<s1>")
+    for name, array in xl.encode("a <s0><s1> hat").items():
+        np.testing.assert_array_equal(array, changed[name])
+    xl.adapters.remove()
+    with pytest.warns(HintWarning, match="has no vectors for text_encoder_2"):
+        xl.adapters.load_embedding(write(tmp_path / "l.safetensors", {"clip_l": first}))
+    xl.adapters.remove()
+
+
+def test_embeddings_in_a_lora(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    """They come and go with it."""
+    from safetensors.numpy import load_file
+
+    vectors = Draw()(2, 48)
+    arrays = load_file(loras / "ink.safetensors")
+    file = write(tmp_path / "b.safetensors", arrays | {"bundle_emb.wool.string_to_param.*": vectors})
+    sd.adapters.load("b", file, weight=0.0)
+    assert sd.adapters.words == ("wool",)
+    np.testing.assert_allclose(
+        np.asarray(sd.encode("a wool hat")["text"]), expected(sd, ["a", vectors, "hat"]), atol=2e-5
+    )
+    sd.adapters.remove("b")
+    assert sd.adapters.words == ()
+
+
+def test_room_for_words_ends(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors", {"emb_params": Draw()(70, 48)})
+    sd.adapters.load_embedding(file, "<one>")
+    sd.adapters.load_embedding(file, "<two>")
+    with pytest.raises(InputError, match="text_encoder has room for 6 more; remove"):
+        sd.adapters.load_embedding(file, "<three>")
+    sd.adapters.remove("<one>")
+    sd.adapters.load_embedding(file, "<three>")
+    with pytest.raises(InputError, match="is loaded already"):
+        sd.adapters.load_embedding(file, "<Three>")
+    with pytest.warns(HintWarning, match="is a common word"):
+        sd.adapters.load_embedding(write(tmp_path / "v.safetensors", {"emb_params": Draw()(1, 48)}), "cat")
