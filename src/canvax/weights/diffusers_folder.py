@@ -18,6 +18,7 @@ from canvax.weights.layout import (
     KINDS,
     OTHER_KINDS,
     PLAIN_FILES,
+    Kind,
     WeightPlan,
     config_file,
     find_weights,
@@ -100,7 +101,8 @@ class DiffusersFolder:
             _check_variant_exists(self.name, self.variant, {part: names_in(self.folder(part)) for part in parts})
 
     def _weights(self, component: str) -> list[Path]:
-        kind = {**KINDS, **OTHER_KINDS}.get(component, "diffusers")
+        kinds: dict[str, Kind] = {**KINDS, **OTHER_KINDS}
+        kind = kinds.get(component, "diffusers")
         return find_weights(self.folder(component), kind, self.variant)
 
 
