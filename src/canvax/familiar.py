@@ -43,7 +43,10 @@ CALL: dict[str, Familiar] = {
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength", "strength"),
-    **_same("control_image controlnet_conditioning_scale guess_mode", NOT_HERE.format("ControlNet")),
+    **_renamed("control_image controlnet_image adapter_image", "control"),
+    **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
+    **_renamed("control_guidance_start guidance_start", "control_start"),
+    **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
     **_same("ip_adapter_image ip_adapter_image_embeds", NOT_HERE.format("IP-Adapter")),
     **_same("cross_attention_kwargs lora_scale", NOT_HERE.format("LoRA")),
     **_same("callback_steps", "options.callback is called after each evaluation of the network"),
@@ -75,7 +78,7 @@ LOAD: dict[str, Familiar] = {
             "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
     **_same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
     **_same("lora adapter adapters", NOT_HERE.format("LoRA")),
-    **_same("controlnet", NOT_HERE.format("ControlNet")),
+    **_renamed("controlnets control_net t2i_adapter", "controlnet"),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
@@ -169,8 +172,18 @@ CLASSES = {
         ("StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline", "AutoPipelineForInpainting"),
         "write canvax.load(model), and image= and mask= in the call",
     ),
-    "StableDiffusionControlNetPipeline": NOT_HERE.format("ControlNet"),
-    "ControlNetModel": NOT_HERE.format("ControlNet"),
+    **dict.fromkeys(
+        (
+            "StableDiffusionControlNetPipeline",
+            "StableDiffusionControlNetImg2ImgPipeline",
+            "StableDiffusionControlNetInpaintPipeline",
+            "StableDiffusionXLControlNetPipeline",
+            "StableDiffusionAdapterPipeline",
+            "ControlNetModel",
+            "T2IAdapter",
+        ),
+        "write canvax.load(model, controlnet=...), and control= in the call",
+    ),
     "AutoencoderKL": "canvax.models.vae has its functions; docs/under-the-pipeline.md calls them",
     "UNet2DConditionModel": "canvax.models.unet has its functions; docs/under-the-pipeline.md calls them",
     "FluxPipeline": NOT_HERE.format("FLUX"),

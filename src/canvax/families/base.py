@@ -22,6 +22,7 @@ from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
+from canvax.weights.controlnet import ControlFiles
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component
 from canvax.weights.save import save_checkpoint
@@ -109,6 +110,7 @@ class Model:
         dtype: name of the dtype its weights were loaded in.
         quantize: to what its large weights were quantised, or None.
         concepts: what a small model can generate; empty if its folder says nothing of it.
+        controls: the files of ``networks.controls``, in their order.
     """
 
     files: ModelFiles
@@ -120,6 +122,7 @@ class Model:
     dtype: str
     quantize: str | None = None
     concepts: Concepts = field(default_factory=Concepts)
+    controls: tuple[ControlFiles, ...] = ()
 
     @property
     def name(self) -> str:
@@ -204,6 +207,8 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
+        Networks that read control images are left out: they are files of their own.
+
         Raises:
             InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
         """
@@ -212,7 +217,7 @@ class Model:
         names = (*self.text.parts, self.networks.denoiser.component, "vae", "scheduler")
         return save_checkpoint(
             folder,
-            self.components,
+            [part for part in self.components if part.name in names],
             params,
             index=self.files.index,
             configs={name: self.files.config(name) for name in names},

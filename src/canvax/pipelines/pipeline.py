@@ -28,6 +28,7 @@ from canvax.parallel.rules import abstract_params, check_params, is_on, place_al
 from canvax.params import Params
 from canvax.pipelines import functions
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
+from canvax.pipelines.controls import Opened, control_sources, open_controls, with_controls
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
@@ -80,6 +81,7 @@ class StableDiffusion:
             raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
+        keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         return _load_again, (files.name, keywords, dict(self.mesh.shape))
 
@@ -172,6 +174,19 @@ class StableDiffusion:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
+        """This model with networks that read control images, which shares its weights and programs with this pipeline.
+
+        Args:
+            controlnet: as in ``canvax.load``; None or an empty list for none.
+            source: ``variant``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``: see ``canvax.load``.
+
+        Raises:
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+        """
+        opened = open_controls(self.model, control_sources(controlnet or [], **source))
+        return StableDiffusion(*with_controls(self.model, self.programs, self.params, opened))
+
     @classmethod
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
@@ -197,6 +212,7 @@ class StableDiffusion:
         image: Any = None,
         mask: Any = None,
         strength: float | None = None,
+        control: Any = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -222,6 +238,9 @@ class StableDiffusion:
                 one for each image. Its size is what is generated unless height and width say otherwise.
             mask: with an image: white is generated, black stays as it is; likewise.
             strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
+            control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
+                each. With several networks a list of such, None for one to leave out. Resized to what is generated,
+                whose size it gives if nothing else does (docs/controlnet.md).
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -248,6 +267,7 @@ class StableDiffusion:
                 latents=latents,
                 options=options,
                 image=(image, mask, strength),
+                control=control,
             )
         return self._generate(request, params, seed)
 
@@ -392,6 +412,7 @@ class StableDiffusion:
         reuse_layers: int = 0,
         image: bool = False,
         mask: bool = False,
+        control: bool = False,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -407,6 +428,7 @@ class StableDiffusion:
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
             image: for calls with an image, second passes and ``upscale`` too: the image encoder.
             mask: for calls with a mask: the denoiser that keeps parts of an image.
+            control: for calls with control images for all networks that read one.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -421,6 +443,7 @@ class StableDiffusion:
         if reuse_layers:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
         self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
@@ -495,6 +518,7 @@ def load(
     mesh: Mesh | None = None,
     precision: str | None = None,
     progress: bool = True,
+    controlnet: str | Path | Sequence[str | Path] | None = None,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -512,6 +536,8 @@ def load(
             devices on ``data``, those of all processes that ``jax.distributed`` has joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
         progress: show downloads on stderr.
+        controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
+            file, for calls with ``control`` (docs/controlnet.md).
 
     Raises:
         InputError: an argument cannot be used.
@@ -519,7 +545,10 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
-    opened, programs, params = open_model(
+    named = {"variant": variant, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    sources = control_sources(controlnet or [], **named, progress=progress)
+    opened: list[Opened] = []
+    loaded, programs, params = open_model(
         model,
         dtype=dtype,
         quantize=quantize,
@@ -531,5 +560,8 @@ def load(
         mesh=mesh,
         precision=precision,
         progress=progress,
+        check=lambda found: opened.extend(open_controls(found, sources)),
     )
-    return StableDiffusion(opened, programs, params)
+    if opened:
+        return StableDiffusion(*with_controls(loaded, programs, params, opened))
+    return StableDiffusion(loaded, programs, params)
