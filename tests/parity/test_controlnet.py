@@ -15,18 +15,27 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from ldm_files import ldm_unet, write_folder  # noqa: E402
+from ldm_files import model as ldm_model  # noqa: E402
 from PIL import Image  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.families.controls import adapter_config, controlnet_config  # noqa: E402
+from canvax.models.configs import SD15_UNET, SDXL_UNET  # noqa: E402
 from canvax.models.controlnet import ControlNet  # noqa: E402
 from canvax.models.t2i_adapter import AdapterConfig, adapter, adapter_spec  # noqa: E402
 from canvax.models.unet import Residuals, unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.params import flatten  # noqa: E402
+from canvax.weights.controlnet import open_control  # noqa: E402
+from canvax.weights.source import Source  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import mask, photo  # noqa: E402
 from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
+from .test_sdxl import build as build_xl  # noqa: E402
 
 SIZE, LATENTS = 128, (16, 16, 4)
 SMALL: dict[str, Any] = {
@@ -333,3 +342,190 @@ def test_adapter_in_a_pipeline(pair: Any, nets: list[Any], tmp_path: Path) -> No
     both = adapted(PROMPTS[0], NEGATIVE, control=[photo(1), photo(2)], control_scale=(0.6, 0.0), **told)
     assert psnr(both.pixels, want) >= 60
     assert adapted(PROMPTS[0], NEGATIVE, control=[photo(1), photo(2)], **told).compilations == 0
+
+
+# SDXL
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    folder = tmp_path_factory.mktemp("xl")
+    build_xl(folder / "base")
+    changes = KINDS["xl"] | {"cross_attention_dim": 72}
+    net_of(7, **changes).save_pretrained(folder / "net")
+    base = diffusers.StableDiffusionXLPipeline.from_pretrained(folder / "base")
+    net = diffusers.ControlNetModel.from_pretrained(folder / "net")
+    theirs: Any = diffusers.StableDiffusionXLControlNetPipeline(**base.components, controlnet=net)
+    theirs.set_progress_bar_config(disable=True)
+    mesh = make_mesh(jax.devices()[:1])
+    return theirs, canvax.load(folder / "base", dtype="float32", mesh=mesh, controlnet=folder / "net")
+
+
+@pytest.mark.parametrize("changes", [
+    {"control_scale": 0.5},
+    pytest.param({"control_end": 0.6, "guess_mode": True}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_xl(changes: dict[str, Any], xl: Any) -> None:
+    theirs, ours = xl
+    choice = {"num_inference_steps": 8, "guidance_scale": 5.0}
+    with torch.no_grad():
+        want = theirs(
+            PROMPTS[0], image=photo(1), negative_prompt=NEGATIVE, output_type="np", height=SIZE, width=SIZE,
+            latents=nchw(initial_noise(SEEDS[:1], LATENTS)), **choice | theirs_of(changes),
+        ).images  # fmt: skip
+    got = ours(PROMPTS[0], NEGATIVE, control=photo(1), seed=SEEDS[0], progress=False, **choice | changes)
+    assert psnr(got.pixels, want) >= 60
+
+
+@pytest.mark.parametrize("inpaint", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_xl_with_an_image(inpaint: bool, xl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = xl
+    kind = "Inpaint" if inpaint else "Img2Img"
+    theirs = getattr(diffusers, f"StableDiffusionXLControlNet{kind}Pipeline")(**theirs.components)
+    theirs.set_progress_bar_config(disable=True)
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    module = "pipeline_controlnet_inpaint_sd_xl" if inpaint else "pipeline_controlnet_sd_xl_img2img"
+    where = f"diffusers.pipelines.controlnet.{module}.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(initial_noise(SEEDS[:1], LATENTS)))
+    square = Image.new("L", (SIZE, SIZE), 0)
+    square.paste(255, (32, 16, 96, 80))
+    more: dict[str, Any] = {"mask_image": square} if inpaint else {}
+    choice = {"num_inference_steps": 6, "guidance_scale": 5.0, "strength": 0.5}
+    seen: list[Any] = []
+    with torch.no_grad():
+        theirs(
+            PROMPTS[0], image=photo(1), control_image=photo(3), negative_prompt=NEGATIVE, height=SIZE, width=SIZE,
+            controlnet_conditioning_scale=0.7, output_type="np", **choice, **more,
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        )  # fmt: skip
+    more = {"mask": square, "mask_blend": "renoised"} if inpaint else {}
+    got = ours(PROMPTS[0], NEGATIVE, image=photo(1), control=photo(3), control_scale=0.7, seed=SEEDS[0],
+               progress=False, **choice, **more)  # fmt: skip
+    assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
+
+
+def test_xl_adapter(xl: Any, tmp_path: Path) -> None:
+    theirs, ours = xl
+    own = ADAPTERS["full_adapter_xl"] | {"channels": [32, 64]}  # of two levels; SDXL has three and a fourth feature
+    reference: Any = randomise(diffusers.T2IAdapter(adapter_type="full_adapter_xl", **own))
+    reference.save_pretrained(tmp_path / "adapter")
+    parts = {name: part for name, part in theirs.components.items() if name != "controlnet"}
+    pipeline: Any = diffusers.StableDiffusionXLAdapterPipeline(**parts, adapter=reference)
+    pipeline.set_progress_bar_config(disable=True)
+    choice = {"num_inference_steps": 6, "guidance_scale": 5.0}
+    with torch.no_grad():
+        want = pipeline(
+            PROMPTS[0], image=photo(1), negative_prompt=NEGATIVE, latents=nchw(initial_noise(SEEDS[:1], LATENTS)),
+            adapter_conditioning_scale=0.4, adapter_conditioning_factor=0.5, height=SIZE, width=SIZE,
+            output_type="np", **choice,
+        ).images  # fmt: skip
+    got = ours.with_controlnet(tmp_path / "adapter")(
+        PROMPTS[0], NEGATIVE, adapter_image=photo(1), control_scale=0.4, adapter_conditioning_factor=0.5, seed=SEEDS[0],
+        progress=False, **choice,
+    )  # fmt: skip
+    assert psnr(got.pixels, want) >= 60
+
+
+# Files
+
+
+def ldm_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Arrays of a ControlNet under the names of the original code."""
+    renamed = {}
+    for name, array in ldm_unet(state).items():
+        parts = name.split(".")
+        if parts[0] == "controlnet_cond_embedding":
+            ends = {"conv_in": 0, "conv_out": 14}
+            at = ends[parts[1]] if parts[1] in ends else 2 * int(parts[2]) + 2
+            name = f"input_hint_block.{at}.{parts[-1]}"
+        elif parts[0] == "controlnet_down_blocks":
+            name = f"zero_convs.{parts[1]}.0.{parts[2]}"
+        elif parts[0] == "controlnet_mid_block":
+            name = f"middle_block_out.0.{parts[1]}"
+        renamed[f"control_model.{name}"] = array.clone().contiguous()
+    return renamed
+
+
+def test_names_of_the_original_code(tmp_path: Path) -> None:
+    """One file with other names, or with the difference to the UNet, is the same network as the folder."""
+    parts = ldm_model("sd1")
+    base = write_folder(tmp_path / "base", "sd1", parts)
+    reference: Any = tame(randomise(diffusers.ControlNetModel.from_unet(parts["unet"]), 3))
+    reference.save_pretrained(tmp_path / "folder")
+    state = reference.state_dict()
+    save_file(ldm_of(state), tmp_path / "ldm.safetensors")
+    without = {name.removeprefix("control_model."): array for name, array in ldm_of(state).items()}
+    save_file(without, tmp_path / "bare.safetensors")
+    own = parts["unet"].state_dict()
+    apart = {name: array - own[name] if name in own else array for name, array in state.items()}
+    save_file(ldm_of(apart) | {"difference": torch.zeros(1)}, tmp_path / "difference.safetensors")
+    (tmp_path / "no_config").mkdir()
+    save_file(dict(state), tmp_path / "no_config" / "diffusion_pytorch_model.safetensors")
+    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=tmp_path / "folder")
+    assert pipe.params is not None
+    wanted = dict(flatten(pipe.params["controlnet"]))
+    for name in ("ldm.safetensors", "bare.safetensors", "difference.safetensors", "no_config"):
+        other = pipe.with_controlnet(tmp_path / name)
+        assert other.params is not None
+        assert other.model.networks.denoiser == pipe.model.networks.denoiser
+        for key, leaf in flatten(other.params["controlnet"]):
+            np.testing.assert_allclose(leaf, wanted.pop(key) if name == "no_config" else wanted[key], rtol=0, atol=1e-6)
+        if name != "difference.safetensors":
+            assert other.model.networks.controls == pipe.model.networks.controls
+    assert not wanted
+
+
+@pytest.mark.parametrize("kind", ["full_adapter", "light_adapter"])
+def test_adapters_of_the_original_code(kind: str, tmp_path: Path) -> None:
+    light = kind == "light_adapter"
+    channels = [64] if light else [64, 128]
+    reference: Any = randomise(diffusers.T2IAdapter(3, channels, 4 if light else 2, 8, kind))
+    renamed = {}
+    for name, array in reference.state_dict().items():
+        head, *rest = name.removeprefix("adapter.").split(".")
+        if head != "conv_in":
+            block, part, *more = rest
+            if light:
+                rest = [block, "body", *more] if part == "resnets" else [block, part, *more]
+            else:
+                at = 2 * int(block) + (int(more[0]) if part == "resnets" else 0)
+                rest = [str(at), *more[1:]] if part == "resnets" else [str(at), part, *more]
+        renamed[".".join([head, *rest])] = array.clone()
+    save_file(renamed, tmp_path / "own.safetensors")
+    reference.save_pretrained(tmp_path / "folder")
+    folder, own = (
+        open_control(Source(tmp_path / name), accept=lambda *_: None) for name in ("folder", "own.safetensors")
+    )
+    assert folder.config is not None
+    told, guessed = (AdapterConfig.from_dict(one) for one in (folder.config, adapter_config(own.shapes, SD15_UNET)))
+    assert told == guessed
+    arrays = {one.name: one.read() for one in own.arrays}
+    assert own.shapes == folder.shapes
+    for one in folder.arrays:
+        np.testing.assert_array_equal(arrays[one.name], one.read())
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl", "sdxl-mid", "sdxl-small"])
+def test_full_size_parameters(kind: str) -> None:
+    """Names and shapes of the released networks, and a config that is made of them, without their memory."""
+    base = SDXL_UNET if kind.startswith("sdxl") else SD15_UNET
+    config = {name: value for name, value in vars(base).items() if value is not None}
+    config = {
+        name: value for name, value in config.items() if name not in ("sample_size", "out_channels", "up_block_types")
+    }
+    if kind == "sdxl-small":
+        config |= {"down_block_types": ("DownBlock2D",) * 3, "mid_block_type": "UNetMidBlock2D"}
+    if kind == "sdxl-mid":
+        config |= {
+            "down_block_types": ("DownBlock2D",) * 2 + ("CrossAttnDownBlock2D",),
+            "transformer_layers_per_block": 1,
+        }
+    with torch.device("meta"):
+        reference = diffusers.ControlNetModel(**config)
+    found = {name: tuple(array.shape) for name, array in reference.state_dict().items()}
+    told = ControlNet.from_dict(dict(reference.config))
+    guessed = ControlNet.from_dict(controlnet_config(found, base))
+    for net in (told, guessed):
+        assert found == {name: param.checkpoint_shapes[0] for name, param in flatten(net.spec)}
+    assert guessed.unet.heads == told.unet.heads

@@ -109,17 +109,19 @@ def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
     first = shapes["controlnet_cond_embedding.conv_in.weight"]
     width = text[0] if text else base.cross_attention_dim
     same = levels == len(base.block_out_channels)
-    heads = base.heads if same else 8 if width == 768 else [max(1, channels // 64) for channels in widths]
+    usual = 8 if width == 768 else [max(1, channels // 64) for channels in widths]
+    own_depths = [*(depth or 1 for depth in depths[:-1]), middle or depths[-1] or 1]
     config = {
         "in_channels": shapes["conv_in.weight"][1],
         "block_out_channels": widths,
-        "layers_per_block": [_count(shapes, rf"down_blocks\.{i}\.resnets\.(\d+)\.") for i in range(levels)],
+        "layers_per_block": _one([_count(shapes, rf"down_blocks\.{i}\.resnets\.(\d+)\.") for i in range(levels)]),
         "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
-        "transformer_layers_per_block": [*(depth or 1 for depth in depths[:-1]), middle or depths[-1] or 1],
+        "transformer_layers_per_block": _one(own_depths),
         "mid_block_type": "UNetMidBlock2DCrossAttn" if middle else "UNetMidBlock2D",
         "cross_attention_dim": width,
         "use_linear_projection": 2 in projections if projections else base.use_linear_projection,
-        "attention_head_dim": list(heads) if not isinstance(heads, int) else heads,
+        "attention_head_dim": base.attention_head_dim if same else usual,
+        "num_attention_heads": base.num_attention_heads if same else None,
         "norm_num_groups": base.norm_num_groups,
         "norm_eps": base.norm_eps,
         "upcast_attention": base.upcast_attention,
@@ -155,6 +157,11 @@ def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
     grey, side = sizes[inputs]
     config = {"channels": channels, "num_res_blocks": resnets, "in_channels": grey, "downscale_factor": side}
     return {**config, "adapter_type": XL if kind == FULL and side == 16 else kind}
+
+
+def _one(values: list[int]) -> int | list[int]:
+    """One number where all are the same, as configs have it."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _count(names: Collection[str], pattern: str) -> int:

@@ -145,11 +145,20 @@ class T2IAdapter:
 
 def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
     """Why the features of an adapter cannot be added to those of a UNet; None if they can."""
-    levels, widths = len(unet.block_out_channels), [channels for _, channels, _ in cfg.blocks]
-    own = (*unet.block_out_channels, unet.block_out_channels[-1])[: len(widths)]
-    # SDXL has one level fewer than the adapter has features; the last one is for the middle.
-    usual = len(widths) == levels + (cfg.adapter_type == XL)
-    return None if usual and tuple(widths) == own else f"features of widths {widths} for levels of {list(own)}"
+    own = T2IAdapter(cfg, unet)
+    side, sizes = 64, []
+    for _, level, j in down_layers(unet):
+        side = -(-side // 2) if j is None else side
+        sizes.append((side, level.channels))
+    wanted = [sizes[-1 if at is None else at] for at in own.places()]
+    got = [(shape[1], shape[3]) for shape in own.features((1, 64, 64, 4))]
+    if len(unet.block_out_channels) <= len(got) == len(wanted) and got == wanted:
+        return None
+
+    def shown(levels: list[tuple[int, int]]) -> str:
+        return ", ".join(f"{channels} at 1/{64 // side}" for side, channels in levels)
+
+    return f"its features are {shown(got)}, the UNet's are {shown(wanted)}"
 
 
 def adapter_spec(cfg: AdapterConfig) -> Spec:
