@@ -130,7 +130,9 @@ ATTRIBUTES: dict[str, Familiar] = {
 
 FLAGS: dict[str, Familiar] = {
     **_same("lora lora-dir lora-model", NOT_HERE.format("LoRA")),
-    **_same("controlnet control control-net control-image", NOT_HERE.format("ControlNet")),
+    **_same("controlnet-model t2i-adapter adapter", "write --controlnet NET --control IMAGE"),
+    **_same("controlnet-conditioning-scale control-weight", "write --control-scale"),
+    **_same("guess-mode", "write --control-mode guess"),
     **_same("image-path img2img", "write --image FILE --strength 0.6"),
     **_same("inpaint", "write --image FILE --mask FILE"),
     **_same("embedding embeddings embeddings-dir textual-inversion", NOT_HERE.format("textual inversion")),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
+from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
@@ -175,6 +176,8 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     if source.dtype is not None:
         parse_dtype(source.dtype)
     check_kind(source.quantize)
+    if any(request.control for request in requests) and not source.controlnet:
+        raise InputError("--control without --controlnet: name the network that reads the image")
     try:
         origin = ModelSource(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
@@ -213,6 +216,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         local_files_only=arguments.local_files_only,
         mesh=mesh,
         progress=not arguments.quiet,
+        controlnet=list(source.controlnet),
     )
 
 
@@ -301,6 +305,7 @@ def generate_batch(
         sampler=first.sampler,
         options=dataclasses.replace(first.options, progress=progress, callback=callback),
         **_given(full),
+        control=control_argument([request.control for request in full]),
     )
 
 

@@ -218,7 +218,7 @@ class Model:
         return save_checkpoint(
             folder,
             [part for part in self.components if part.name in names],
-            params,
+            {name: params[name] for name in names if name in params},
             index=self.files.index,
             configs={name: self.files.config(name) for name in names},
             copy_from=self.files.folder,

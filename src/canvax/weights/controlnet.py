@@ -96,6 +96,13 @@ def open_control(source: Source, *, accept: Callable[[Kind, Mapping[str, Any]], 
     if path is not None and path.is_dir() and not (path / "config.json").is_file():
         return _of_arrays(source.name, open_safetensors(_only_file(source.name, path)))
 
+    try:
+        source.local_folder()
+    except CheckpointError:
+        raise CheckpointError(
+            f"controlnet={source.name[:200]!r}: there is no such folder or file, and it is not a Hub id 'owner/name'"
+        ) from None
+
     def accepted(config: Mapping[str, Any]) -> None:
         accept(_kind_of(source.name, config), config)
 
