@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.guidance import Method, compose, guide, projected, thresholded, zero_star
+from canvax.models.controlled import ControlledDenoiser, of_halves
 from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
@@ -109,6 +110,9 @@ class StepInputs(NamedTuple):
         known: what stays of images; None: nothing.
         composed: further prompts, only with ``negative``; None: there are none.
         tuning: numbers of other kinds of guidance.
+        needed: [WINDOW, N] bool, which networks that read control images a row needs for any image, a host-side fact
+            like ``noisy``. Then ``rows`` has a column "control" [B, WINDOW, N, 2, L]: how strong each of the network's
+            layers is for the negative prompt and for the others. None without control images.
     """
 
     state: Any
@@ -122,6 +126,7 @@ class StepInputs(NamedTuple):
     known: Known | None = None
     composed: Composed | None = None
     tuning: Tuning = Tuning()
+    needed: Any = None
 
 
 class InFlight(NamedTuple):
@@ -140,7 +145,7 @@ def denoise(
     params: Params,
     inputs: StepInputs,
     *,
-    denoiser: Denoiser,
+    denoiser: Denoiser | ControlledDenoiser,
     clip: Clip | None = None,
     deep_layers: int = 0,
     method: Method = "cfg",
@@ -148,7 +153,8 @@ def denoise(
     """Run the first ``count`` rows of a window.
 
     Args:
-        params: the denoiser's parameters; their dtype is the dtype computed in.
+        params: the denoiser's parameters; their dtype is the dtype computed in. Of a ``ControlledDenoiser`` those of
+            each of its networks, by name.
         inputs: the batch.
         denoiser: the network.
         clip: limits on D, a static property of the few models that want them.
@@ -182,7 +188,11 @@ def denoise(
         x, timestep = _per_image(row["c_in"]) * x, row["timestep"]
         if times > 1:
             x, timestep = jnp.repeat(x, times, axis=0), jnp.repeat(timestep, times)
-        if deep is None or features is None:
+        if isinstance(denoiser, ControlledDenoiser):
+            scales = of_halves(row["control"], times, guided=inputs.negative is not None)
+            control = scales, inputs.needed[i]
+            output = denoiser.apply(params, x, timestep, prepared, control=control, **changed)
+        elif deep is None or features is None:
             output = denoiser.apply(params, x, timestep, prepared, **changed)
         else:
             recall = _recall(features, deep.full[i], deep.weights[i])

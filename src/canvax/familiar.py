@@ -43,7 +43,10 @@ CALL: dict[str, Familiar] = {
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength", "strength"),
-    **_same("control_image controlnet_conditioning_scale guess_mode", NOT_HERE.format("ControlNet")),
+    **_renamed("control_image controlnet_image adapter_image", "control"),
+    **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
+    **_renamed("control_guidance_start guidance_start", "control_start"),
+    **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
     **_same("ip_adapter_image ip_adapter_image_embeds", NOT_HERE.format("IP-Adapter")),
     **_same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's: pipe.adapters.set({'name': 0.8})"),
     **_same("callback_steps", "options.callback is called after each evaluation of the network"),
@@ -75,7 +78,7 @@ LOAD: dict[str, Familiar] = {
             "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
     **_same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
     **_same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
-    **_same("controlnet", NOT_HERE.format("ControlNet")),
+    **_renamed("controlnets control_net t2i_adapter", "controlnet"),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
@@ -134,7 +137,9 @@ ATTRIBUTES: dict[str, Familiar] = {
 FLAGS: dict[str, Familiar] = {
     **_same("lora-model lora-weights", "write --lora FILE:0.8"),
     **_same("lora-model-dir", "write --lora-dir FOLDER"),
-    **_same("controlnet control control-net control-image", NOT_HERE.format("ControlNet")),
+    **_same("controlnet-model t2i-adapter adapter", "write --controlnet NET --control IMAGE"),
+    **_same("controlnet-conditioning-scale control-weight", "write --control-scale"),
+    **_same("guess-mode", "write --control-mode guess"),
     **_same("image-path img2img", "write --image FILE --strength 0.6"),
     **_same("inpaint", "write --image FILE --mask FILE"),
     **_same("embeddings embeddings-dir embd-dir textual-inversion", "write --embedding FILE, once for each"),
@@ -176,8 +181,18 @@ CLASSES = {
         ("StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline", "AutoPipelineForInpainting"),
         "write canvax.load(model), and image= and mask= in the call",
     ),
-    "StableDiffusionControlNetPipeline": NOT_HERE.format("ControlNet"),
-    "ControlNetModel": NOT_HERE.format("ControlNet"),
+    **dict.fromkeys(
+        (
+            "StableDiffusionControlNetPipeline",
+            "StableDiffusionControlNetImg2ImgPipeline",
+            "StableDiffusionControlNetInpaintPipeline",
+            "StableDiffusionXLControlNetPipeline",
+            "StableDiffusionAdapterPipeline",
+            "ControlNetModel",
+            "T2IAdapter",
+        ),
+        "write canvax.load(model, controlnet=...), and control= in the call",
+    ),
     "AutoencoderKL": "canvax.models.vae has its functions; docs/under-the-pipeline.md calls them",
     "UNet2DConditionModel": "canvax.models.unet has its functions; docs/under-the-pipeline.md calls them",
     "FluxPipeline": NOT_HERE.format("FLUX"),

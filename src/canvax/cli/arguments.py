@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.cli.generate_arguments import add_dtype, add_generate, add_quantize, add_source, add_upscale
+from canvax.cli.generate_arguments import add_control, add_dtype, add_generate, add_quantize, add_source, add_upscale
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
@@ -24,6 +24,7 @@ COMMANDS = {
         "generate",
         "sheet",
         "upscale",
+        "control",
         "serve",
         "compile",
         "convert",
@@ -274,6 +275,13 @@ def _derived(commands: Any, plain: Any) -> None:
         description="Make an image larger and go over it tile by tile at the size the model was trained for.",
     )
     add_upscale(upscale)
+    control = commands.add_parser(
+        "control",
+        usage="canvax control KIND IMAGE OUTPUT [flags]",
+        help="make a control image, such as edges, of an image",
+        description="Make a control image of an image, for canvax generate --control.",
+    )
+    add_control(control)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
+from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
@@ -178,6 +179,8 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     if source.dtype is not None:
         parse_dtype(source.dtype)
     check_kind(source.quantize)
+    if any(request.control for request in requests) and not source.controlnet:
+        raise InputError("--control without --controlnet: name the network that reads the image")
     try:
         origin = ModelSource(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
@@ -218,6 +221,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         mesh=mesh,
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
+        controlnet=list(source.controlnet),
     )
     load_adapters(pipe, arguments)
     return pipe
@@ -308,6 +312,7 @@ def generate_batch(
         sampler=first.sampler,
         options=dataclasses.replace(first.options, progress=progress, callback=callback),
         **_given(full),
+        control=control_argument([request.control for request in full]),
     )
 
 

@@ -12,7 +12,10 @@ OUTPUT = "out"
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax generate``."""
-    for add in (_subject, _images, _settings, _hires, _sdxl, _model, add_adapters, _devices, _where_to):
+    for add in (
+        *(_subject, _images, _control, _settings, _hires, _sdxl, _model),
+        *(add_adapters, _devices, _where_to),
+    ):
         add(parser)
 
 
@@ -77,6 +80,35 @@ def _images(parser: argparse.ArgumentParser) -> None:
         help="generate the masked part alone, at the size of a whole image, with so much around it",
     )  # fmt: skip
     group.add_argument("--outpaint", metavar="SIDES", help="add pixels on these sides: left=64,right=64")
+
+
+def _control(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("from a control image (the first three once for each network)")
+    group.add_argument(
+        "--controlnet", "--control-net", action="append", metavar="NET",
+        help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
+    )  # fmt: skip
+    group.add_argument(
+        "--control", "--control-image", action="append", metavar="FILE",
+        help="the image that it reads, such as edges; none for no image",
+    )  # fmt: skip
+    group.add_argument("--control-from", metavar="KIND", help="make that of the image first: canny, invert, ...")
+    group.add_argument("--control-scale", metavar="X", help="how strong it is (1); X,X for two networks; also below")
+    group.add_argument("--control-start", metavar="X", help="0..1, from which part of the run on (0)")
+    group.add_argument("--control-end", metavar="X", help="0..1, up to which part (1)")
+    group.add_argument("--control-mode", metavar="MODE", help="balanced, guess, prompt or control")
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """All flags of ``canvax control``."""
+    parser.add_argument("kind", metavar="KIND", help="canny, invert, threshold or blur")
+    parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP")
+    parser.add_argument("output", metavar="OUTPUT", help="the file to write: .png, .jpg or .webp")
+    parser.add_argument("--low", type=float, metavar="X", help="canny: gradients that go on with an edge (100)")
+    parser.add_argument("--high", type=float, metavar="X", help="canny: gradients that are edges (200)")
+    parser.add_argument("--at", type=float, metavar="X", help="threshold: the darkest white (127)")
+    parser.add_argument("--radius", type=float, metavar="PIXELS", help="blur: its standard deviation (9)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.control import Control, control_argument, control_of, read_control
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.control_images import ControlImages
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
 from canvax.pipelines.prompt_tags import TAG
@@ -32,7 +34,8 @@ _NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
 OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NOT_FLAGS)
 SETTINGS = (
     *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
-    *("num_inference_steps", "guidance_scale", "sampler", "image", "mask", "strength", *OPTIONS),
+    *("num_inference_steps", "guidance_scale", "sampler", "image", "mask", "strength"),
+    *("control", "control_from", *OPTIONS),
 )
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
@@ -49,6 +52,7 @@ ALIASES: dict[str, str] = {
     "init_image": "image",
     "mask_image": "mask",
     "denoising_strength": "strength",
+    "control_image": "control",
 }
 _MAX_PROMPT_FILE = 64 << 20
 
@@ -74,11 +78,13 @@ class ImageRequest:
     strength: float | None = None
     adapters: tuple[Any, ...] = ()
     """That the prompt names, where such names are read."""
+    control: Control = ()
 
     @property
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
         size, given = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
+        given = (*given, tuple(one is None for one in self.control))
         more = (self.options, self.negative is None, *given, self.adapters)
         return *size, self.steps, self.guidance, self.sampler, *more
 
@@ -90,6 +96,7 @@ class ImageRequest:
         return make_request(
             model, self.prompt, self.negative, 1, size=size, steps=self.steps, guidance=self.guidance, seed=self.seed,
             sampler=self.sampler, latents=None, options=self.options, image=(self.image, self.mask, self.strength),
+            control=control_argument([self.control]),
         )  # fmt: skip
 
 
@@ -102,6 +109,7 @@ class Source:
     variant: str | None
     dtype: str | None
     quantize: str | None
+    controlnet: tuple[str, ...] = ()
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -124,6 +132,7 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     if arguments.from_image is not None:
         base, source = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
+    source = dataclasses.replace(source, controlnet=tuple(arguments.controlnet or ()))
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     if cells:
@@ -160,10 +169,15 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             height, width = (None if name not in settings else check_size(name, settings[name], 0)
                              for name in ("height", "width"))  # fmt: skip
             image, mask, strength = _text(settings, "image"), _text(settings, "mask"), settings.get("strength")
-            checked = (image, mask, strength, height, width, options)
+            control = control_of(settings)
+            checked = (image, mask, strength, height, width, options, control)
             if checked not in sizes:  # each file is read once
                 given = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
                 sizes[checked] = (height, width) if given is None or given.boxes else given.size
+                if control:  # each is read here, before anything is loaded
+                    read = {str(i): [read_control(one)] for i, one in enumerate(control) if one is not None}
+                    size = ControlImages(read, {}, ()).size((height, width), SIZE_STEP) if read else (height, width)
+                    sizes[checked] = sizes[checked] if image is not None else size
             height, width = sizes[checked]
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
             steps = _check_steps(settings.get("num_inference_steps"))
@@ -181,7 +195,7 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
             negative = None if none else negative
             yield ImageRequest(
-                prompt, negative, seed, height, width, steps, guidance, sampler, options, image, mask, strength
+                prompt, negative, seed, height, width, steps, guidance, sampler, options, image, mask, strength, control
             )
         index += count
 
@@ -303,7 +317,13 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
-    for name in ("num_images_per_prompt", "image", "mask"):  # a file must not choose which others are read
+    for name in (
+        "num_images_per_prompt",
+        "image",
+        "mask",
+        "control",
+        "control_from",
+    ):  # a file must not choose which others are read
         settings.pop(name, None)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))
@@ -313,6 +333,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
             f"{path}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
+    _check_control(path, metadata, arguments)
     if metadata.get("noise") == "given":
         settings.pop("noise")
         complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
@@ -330,8 +351,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if arguments.model and arguments.model != recorded["model"]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
-    rest = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
-    return settings, Source(model, *rest)
+    revision, variant, dtype, quantize = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
+    return settings, Source(model, revision, variant, dtype, quantize)
 
 
 def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:
@@ -342,6 +363,22 @@ def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str |
         raise InputError(f"{path}: it began from {'an image' if name == 'image' else 'a mask'}; name it with --{name}")
     if fingerprint(read_images(name, given, 1, grey=name == "mask")[0]) != wanted:
         complain(f"--{name} {given}: is not the one that {path} began from", label="warning: ")
+
+
+def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Ask for the control images of another image and their networks, and say so if they are others."""
+    if not isinstance(wanted := metadata.get("control_sha256"), list):
+        return
+    named = control_of(vars(arguments))
+    if len(named) != len(wanted) or not arguments.controlnet:
+        nets = metadata.get("controlnet")
+        raise InputError(
+            f"{path}: it was generated with control images; name each with --control and its network with --controlnet "
+            f"(they were {', '.join(map(str, nets)) if isinstance(nets, list) else 'not named'})"
+        )
+    for one, mark in zip(named, wanted, strict=True):
+        if (one and fingerprint(read_control(one))) != mark:
+            complain(f"--control {one and one[0]}: is not the one of {path}", label="warning: ")
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -91,6 +91,9 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         flags |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
+    for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
+        flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
+        flags[f"--control {i}"] = "none" if mark is None else f"CONTROL{i + 1}"
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
@@ -104,6 +107,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     for flag, value in flags.items():
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+            flag = flag.partition(" ")[0]
             if flag in ("--sampler-settings", "--guidance-settings"):
                 words += [f"{'--set' if flag == '--sampler-settings' else flag}={text}" for text in texts]
                 continue
@@ -128,6 +132,10 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if "image_sha256" in metadata:
         lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
+    if "control_sha256" in metadata:
+        lines.append(
+            "\nControl images and their networks are not in the file: put their names in place of CONTROL1, ..."
+        )
     if metadata.get("noise") == "given":
         lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
     if metadata.get("model") and "canvax" not in metadata:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import MODE, NotReady, at_once
 from canvax.denoise import (
@@ -35,6 +37,7 @@ from canvax.denoise import (
 )
 from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
+from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, encode_text
@@ -43,7 +46,7 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
-PROGRAMS = ("text encoder", "image encoder", "denoiser", "decoder")
+PROGRAMS = ("text encoder", "image encoder", "control encoder", "denoiser", "decoder")
 """What they are called where they are announced."""
 
 MOST_PROGRAMS = 64
@@ -56,7 +59,7 @@ LatentShape = tuple[int, int, int, int]
 TUNING = {"method": 2, "pag": 2, "freeu": 4}
 """Numbers of each field of ``canvax.denoise.Tuning``."""
 
-_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned")
+_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls")
 
 
 class Kinds(NamedTuple):
@@ -73,6 +76,7 @@ class Kinds(NamedTuple):
         parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
         method: of guidance.
         tuned: fields of ``canvax.denoise.Tuning`` that are given.
+        controls: those of ``Networks.controls`` that read a control image.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -85,6 +89,7 @@ class Kinds(NamedTuple):
     parts: int = 0
     method: Method = "cfg"
     tuned: tuple[str, ...] = ()
+    controls: tuple[str, ...] = ()
 
 
 class Ready(NamedTuple):
@@ -95,17 +100,20 @@ class Ready(NamedTuple):
         denoisers: with guidance (True), without (False), or both.
         decode: the decoder, or None.
         encode_image: the encoder of one image, or None.
+        encode_controls: of one control image, for each network that reads one.
     """
 
     encode: Callable[..., Conditions]
     denoisers: Mapping[bool, Callable[..., Any]]
     decode: Callable[..., Array] | None
     encode_image: Callable[..., tuple[Array, Array]] | None = None
+    encode_controls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     @property
     def named(self) -> list[tuple[str, Any]]:
         """Each with its name."""
         programs: list[tuple[str, Any]] = [("text encoder", self.encode), ("image encoder", self.encode_image)]
+        programs += [("control encoder", encoder) for encoder in self.encode_controls.values()]
         programs += [("denoiser", denoiser) for denoiser in self.denoisers.values()]
         return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]
 
@@ -144,7 +152,7 @@ class Programs:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
         text = self.networks.text
         ids = self._batched((batch, text.tokens), jnp.int32)
-        arguments = _abstract(self.text_params(params)), dict.fromkeys(text.parts, ids), self._shared((), jnp.int32)
+        arguments = abstract_of(self.text_params(params)), dict.fromkeys(text.parts, ids), self._shared((), jnp.int32)
         return self._get("text encoder", partial(encode_text, cfg=text), arguments, announce)
 
     def text_params(self, params: Params) -> Params:
@@ -169,21 +177,35 @@ class Programs:
         parts: int = 0,
         method: Method = "cfg",
         tuned: tuple[str, ...] = (),
+        controls: tuple[str, ...] = (),
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
-        """Program ``(params[denoiser.component], StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
+        """Program ``(denoiser_params(params, controls), StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
         of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise.
+        with ``method`` and ``tuned`` guide otherwise, with ``controls`` read control images.
         """
-        denoiser = self.networks.denoiser
+        denoiser = self.networks.controlled(controls)
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
         static |= {"method": method} if method != "cfg" else {}
-        more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned}
+        more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned, "controls": controls}
         inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
-        arguments = _abstract(params[denoiser.component]), inputs
+        arguments = abstract_of(self.denoiser_params(params, controls)), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
+
+    def denoiser_params(self, params: Params, controls: Sequence[str] = ()) -> Params:
+        """The parameters that ``denoise`` is given: the denoiser's, or with ``controls`` a dict of all networks'."""
+        component = self.networks.denoiser.component
+        return {name: params[name] for name in (component, *controls)} if controls else params[component]
+
+    def encode_control(
+        self, params: Params, name: str, shape: tuple[int, int, int, int], announce: BuildCallback | None = None
+    ) -> Callable[..., tuple[Array, ...]]:
+        """Program ``(params[name], images [B, H, W, 3] float32 in 0..1) ->`` what a network keeps of control images."""
+        arguments = (abstract_of(params[name]), self._batched(shape, jnp.float32))
+        read = partial(encode_control, net=dict(self.networks.controls)[name])
+        return self._get("control encoder", read, arguments, announce)
 
     def decode(
         self, params: Params, latents: LatentShape, announce: BuildCallback | None = None, *, tiled: bool = False
@@ -192,7 +214,7 @@ class Programs:
 
         ``tiled``: tile by tile, in less memory.
         """
-        arguments = (_abstract(params["vae"]), self._batched(latents, jnp.float32))
+        arguments = (abstract_of(params["vae"]), self._batched(latents, jnp.float32))
         static = {"tiled": True} if tiled else {}
         return self._get("decoder", partial(decode_images, cfg=self.networks.vae, **static), arguments, announce)
 
@@ -208,7 +230,7 @@ class Programs:
 
         ``tiled``: as in ``decode``.
         """
-        arguments = (_abstract(params["vae"]), self._batched(shape, jnp.float32))
+        arguments = (abstract_of(params["vae"]), self._batched(shape, jnp.float32))
         static = {"tiled": True} if tiled else {}
         encode = partial(encode_images, cfg=self.networks.vae, **static)
         return self._get("image encoder", encode, arguments, announce)
@@ -224,8 +246,10 @@ class Programs:
         for last in tuple(self._answers):
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
-        encode, decode, encode_image, *denoisers = at_once(self._calls(params, latents, kinds, announce))
-        ready = Ready(encode, dict(zip(kinds.guided, denoisers, strict=True)), decode, encode_image)
+        encode, decode, encode_image, *rest = at_once(self._calls(params, latents, kinds, announce))
+        denoisers, controls = rest[: len(kinds.guided)], rest[len(kinds.guided) :]
+        denoisers = dict(zip(kinds.guided, denoisers, strict=True))
+        ready = Ready(encode, denoisers, decode, encode_image, dict(zip(kinds.controls, controls, strict=True)))
         if all(isinstance(leaf, Array) for leaf in leaves):
             self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
@@ -234,7 +258,7 @@ class Programs:
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None = None
     ) -> Mapping[bool, Callable[..., Any]]:
         """The denoisers of ``ready`` alone, for batches that texts and images are encoded for one by one."""
-        calls = self._calls(params, latents, kinds, announce)[-len(kinds.guided) :]
+        calls = self._calls(params, latents, kinds, announce)[3 : 3 + len(kinds.guided)]
         return dict(zip(kinds.guided, at_once(calls), strict=True))
 
     def stored(self, params: Params, latents: LatentShape, kinds: Kinds) -> list[dict[str, Any]] | None:
@@ -250,7 +274,7 @@ class Programs:
     def _calls(
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
     ) -> list[Callable[[], Any] | None]:
-        """Text encoder, decoder, image encoder (None if not asked for), denoisers: each to be called."""
+        """Text encoder, decoder, image encoder (None if not asked for), denoisers, control encoders: to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
         same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
@@ -261,14 +285,26 @@ class Programs:
             if kinds.image_encoder
             else None,
             *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
+            *(partial(self.encode_control, params, name, pixels, announce) for name in kinds.controls),
         ]
 
     def step_inputs(
-        self, params: Params, latents: LatentShape, *, guided: bool, deep_layers: int = 0, **more: Any
+        self,
+        params: Params,
+        latents: LatentShape,
+        *,
+        guided: bool,
+        deep_layers: int = 0,
+        controls: tuple[str, ...] = (),
+        **more: Any,
     ) -> StepInputs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
         batch = latents[0]
         rows = {name: self._batched((batch, *column.shape), column.dtype) for name, column in IDLE_ROWS.items()}
+        needed, denoiser = None, self.networks.controlled(controls)
+        if isinstance(denoiser, ControlledDenoiser):
+            rows["control"] = self._batched((batch, WINDOW, len(controls), 2, denoiser.layers), jnp.float32)
+            needed = self._shared((WINDOW, len(controls)), jnp.bool_)
         noisy, count = self._shared((WINDOW,), jnp.bool_), self._shared((), jnp.int32)
         deep = None
         if deep_layers:
@@ -276,8 +312,8 @@ class Programs:
             dtype = self.networks.denoiser.dtype(params[self.networks.denoiser.component])
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
-        flight = self._in_flight(params, latents, guided=guided, **more)
-        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, *flight[4:])
+        flight = self._in_flight(params, latents, guided=guided, controls=controls, **more)
+        return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, *flight[4:], needed)
 
     def _in_flight(
         self,
@@ -289,6 +325,7 @@ class Programs:
         chunks: int = 1,
         parts: int = 0,
         tuned: tuple[str, ...] = (),
+        controls: tuple[str, ...] = (),
     ) -> InFlight:
         encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
@@ -298,6 +335,10 @@ class Programs:
             conditions["masked"] = self._batched((*latents[:3], latents[3] + 1), jnp.float32)
         if self.networks.embeds_guidance:
             conditions["guidance"] = self._batched((latents[0],), jnp.float32)
+        for name, net in self.networks.controls:
+            if name in controls:
+                dtype = _dtype(params, name)
+                conditions[name] = tuple(self._batched(shape, dtype) for shape in net.features(latents))
         return InFlight(
             self._batched((latents[0], SLOTS, *latents[1:]), jnp.float32),
             conditions,
@@ -380,7 +421,7 @@ class Programs:
             "batch": data.shape[0],
         }
         if name != "text encoder":
-            factor = 1 if name == "image encoder" else self.networks.vae.factor
+            factor = 1 if name in ("image encoder", "control encoder") else self.networks.vae.factor
             height, width = (side * factor for side in data.shape[-3:-1])
             description |= {"height": height, "width": width}
         if name == "denoiser":
@@ -392,7 +433,7 @@ class Programs:
         """The compiled program, and whether it may be stored for other processes."""
         precision = jax.default_matmul_precision(self.precision) if self.precision else nullcontext()
         if self.stacked:
-            function = _on_each_device(function, self.mesh, arguments)
+            function = on_each_device(function, self.mesh, arguments)
         with precision:
             out = over_batch(self.mesh)
             return compile_or_fall_back(self.mesh, function, *arguments, split=not self.stacked, out_shardings=out)
@@ -408,30 +449,6 @@ def deep_features_shape(
 
 def _silent(build: Build) -> None:
     del build
-
-
-def _on_each_device(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-    """``function`` run by each device on its own part of the arguments, the first of which are stacked parameters."""
-
-    def one(params: Params, *rest: Any) -> Any:
-        return function(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), params), *rest)
-
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, arguments)
-    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=over_batch(mesh).spec, check_vma=False)
-
-
-def _abstract(params: Params) -> Any:
-    def one(leaf: Array) -> jax.ShapeDtypeStruct:
-        sharding = leaf.sharding
-        # P("model", None) and P("model") are the same, and not equal.
-        if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[-1] is None:
-            spec = list(sharding.spec)
-            while spec and spec[-1] is None:
-                spec.pop()
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(one, params)
 
 
 def _dtype(params: Params, component: str) -> Any:

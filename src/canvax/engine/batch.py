@@ -18,6 +18,7 @@ from canvax.compile.programs import LatentShape, Programs, deep_features_shape
 from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs, Tuning
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
+from canvax.models.controlled import ControlledDenoiser
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
 from canvax.parallel.place import own_rows, put, put_all
@@ -52,12 +53,14 @@ class Run:
         guided: [R] bool, rows that need the negative prompt.
         row: that comes next.
         later: other texts from a row on, each [1, ...] on the host.
+        control: [R, N, 2, L] float32, how strong the networks that read control images are (``StepInputs.needed``).
     """
 
     table: SamplerTable
     guided: np.ndarray
     row: int = 0
     later: Mapping[int, Texts] = field(default_factory=dict)
+    control: HostArray | None = None
 
     @property
     def left(self) -> int:
@@ -80,6 +83,7 @@ class Carried(NamedTuple):
         key: HostArray,
         table: SamplerTable,
         row: int = 0,
+        control: HostArray | None = None,
     ) -> Carried:
         """An image from its noise.
 
@@ -90,11 +94,12 @@ class Carried(NamedTuple):
             key: threefry key words [2] uint32.
             table: its sampler.
             row: the row to begin with.
+            control: as in ``Run``.
         """
         state = np.zeros((1, SLOTS, *latents.shape), np.float32)
         state[0, 0] = latents * np.float32(table.init_scale) if row == 0 else latents
         flight = InFlight(state, conditions, negative, np.asarray(key)[None])
-        return cls(flight, Run(table, guided_rows(table, guided=negative is not None), row))
+        return cls(flight, Run(table, guided_rows(table, guided=negative is not None), row, control=control))
 
 
 class Batch:
@@ -106,13 +111,21 @@ class Batch:
         latents: [B, h, w, C]; B is a multiple of the ``data`` axis of the mesh.
         denoisers: the compiled denoisers. With both, rows of which no image needs guidance run at half the work; with
             the guided one alone, images without guidance have scale 1.
+        controls: the networks that read control images, of which the denoisers know.
 
     Attributes:
         denoised: D of every slot at the last row run [B, h, w, C] float32, on the devices; None before.
     """
 
-    def __init__(self, programs: Programs, params: Params, latents: LatentShape, denoisers: Denoisers) -> None:
-        self.latents = latents
+    def __init__(
+        self,
+        programs: Programs,
+        params: Params,
+        latents: LatentShape,
+        denoisers: Denoisers,
+        controls: Sequence[str] = (),
+    ) -> None:
+        self.latents, self._controls = latents, tuple(controls)
         self.denoised: Array | None = None
         self._programs, self._params, self._denoisers = programs, params, denoisers
         self._runs: list[Run | None] = [None] * latents[0]
@@ -134,6 +147,7 @@ class Batch:
         composed: Composed | None = None,
         later: Mapping[int, Texts] | None = None,
         tuning: Tuning | None = None,
+        control: Sequence[HostArray] | None = None,
     ) -> None:
         """Start images in the first slots, all at once and without a program; what was in flight is gone.
 
@@ -150,9 +164,12 @@ class Batch:
             composed: further prompts of each image, likewise, on the devices.
             tuning: numbers of other kinds of guidance, [n, ...] each, likewise.
             later: other texts from a row on, on the devices; all images have the same table then.
+            control: of each image, as in ``Run``.
         """
         self._check_clip(tables[0], tables)
         runs = [Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
+        for run, strengths in zip(runs, control or (), strict=bool(control)):
+            run.control = strengths
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
             scaled = np.float32(table.init_scale)
@@ -207,7 +224,7 @@ class Batch:
         for slot, run in enumerate(self._runs):
             if run is not None:
                 flight, texts = _at(host, slot), {row: _at(one, slot) for row, one in later.items()}
-                found[slot] = Carried(flight, Run(run.table, run.guided, run.row, texts or run.later))
+                found[slot] = Carried(flight, replace(run, later=texts or run.later))
         return found
 
     def step(self, rows: int = 1) -> list[int]:
@@ -241,7 +258,9 @@ class Batch:
             self._deep and self._deep_features(active, self._deep, guided=guided),
             *flight[4:],
         )
-        weights = self._params[self._programs.networks.denoiser.component]
+        if self._controls:
+            inputs = self._with_control(inputs, active)
+        weights = self._programs.denoiser_params(self._params, self._controls)
         state, self.denoised, self._features = self._denoisers[guided](weights, inputs)
         self._flight = flight._replace(state=jax.block_until_ready(state))
         for run in active.values():
@@ -333,6 +352,19 @@ class Batch:
                 column = np.stack([idle if window is None else window[name] for window in own])
             columns[name] = column
         return put_all(columns, over_batch(self._programs.mesh)), noisy
+
+    def _with_control(self, inputs: StepInputs, active: Mapping[int, Run]) -> StepInputs:
+        """With the strengths of the networks that read control images, row by row, and which networks are needed."""
+        denoiser = self._programs.networks.controlled(self._controls)
+        assert isinstance(denoiser, ControlledDenoiser)
+        column = np.zeros((len(self._runs), WINDOW, len(self._controls), 2, denoiser.layers), np.float32)
+        for slot, run in active.items():
+            if run.control is not None:
+                rows = run.control[run.row : run.row + WINDOW]
+                column[slot, : len(rows)] = rows
+        needed = column.any(axis=(0, 3, 4))
+        rows = {**inputs.rows, "control": put(column, over_batch(self._programs.mesh))}
+        return inputs._replace(rows=rows, needed=needed)
 
     def _deep_features(self, active: Mapping[int, Run], plan: DeepPlan, *, guided: bool) -> Any:
         row = next(iter(active.values())).row

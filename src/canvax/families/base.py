@@ -22,6 +22,7 @@ from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
+from canvax.weights.controlnet import ControlFiles
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component
 from canvax.weights.save import save_checkpoint
@@ -110,6 +111,7 @@ class Model:
         quantize: to what its large weights were quantised, or None.
         concepts: what a small model can generate; empty if its folder says nothing of it.
         merged: adapters in the weights of its pipeline now, as metadata of images tells of them.
+        controls: the files of ``networks.controls``, in their order.
     """
 
     files: ModelFiles
@@ -122,6 +124,7 @@ class Model:
     quantize: str | None = None
     concepts: Concepts = field(default_factory=Concepts)
     merged: dict[str, Any] = field(default_factory=dict)
+    controls: tuple[ControlFiles, ...] = ()
 
     @property
     def name(self) -> str:
@@ -206,6 +209,8 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
+        Networks that read control images are left out: they are files of their own.
+
         Raises:
             InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
         """
@@ -214,8 +219,8 @@ class Model:
         names = (*self.text.parts, self.networks.denoiser.component, "vae", "scheduler")
         return save_checkpoint(
             folder,
-            self.components,
-            params,
+            [part for part in self.components if part.name in names],
+            {name: params[name] for name in names if name in params},
             index=self.files.index,
             configs={name: self.files.config(name) for name in names},
             copy_from=self.files.folder,

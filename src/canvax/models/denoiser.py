@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.text import Conditions
-from canvax.models.unet import cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.models.unet import Residuals, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
 from canvax.params import Params, Spec
 from canvax.types import Array, DType
 
@@ -107,9 +107,11 @@ class UNetDenoiser:
         *,
         perturbed: int = 0,
         freeu: Array | None = None,
+        residuals: Residuals | None = None,
     ) -> Array:
         x, prepared = self._input(p, x, prepared)
-        return unet(p, x, timestep, cfg=self.cfg, perturbed=perturbed, freeu=freeu, **prepared)
+        more = {"perturbed": perturbed, "freeu": freeu, "residuals": residuals}
+        return unet(p, x, timestep, cfg=self.cfg, **more, **prepared)
 
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canvax.models.configs import VaeConfig
+from canvax.models.controlled import Control, ControlledDenoiser
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.text import TextEncoders
 from canvax.models.vae import vae_spec
@@ -22,17 +24,25 @@ class Networks:
         text: configs of the text encoders.
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
+        controls: networks that read control images, by the name of their component.
     """
 
     denoiser: UNetDenoiser
     vae: VaeConfig
     text: TextEncoders
     prediction: str = "epsilon"
+    controls: tuple[tuple[str, Control], ...] = ()
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
         specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": vae_spec(self.vae)}
+        specs |= {name: net.spec for name, net in self.controls}
         return quantized_specs(specs, quantize)
+
+    def controlled(self, names: Sequence[str]) -> UNetDenoiser | ControlledDenoiser:
+        """The denoiser of a call with control images for some of ``controls``; the denoiser itself for none."""
+        nets = tuple((name, net) for name, net in self.controls if name in names)
+        return ControlledDenoiser(self.denoiser, nets) if nets else self.denoiser
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""

@@ -7,6 +7,7 @@ first two, and ``canvax.models.deep_features`` can leave out what lies deep.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +52,20 @@ class Context(NamedTuple):
     remat: bool = False
     perturbed: int = 0
     freeu: Array | None = None
+
+
+class Residuals(NamedTuple):
+    """What networks that read an image add to the features (``canvax.models.controlnet``, ``t2i_adapter``).
+
+    Attributes:
+        skips: to each feature map of the way down before it is used on the way up [B, h', w', C']; empty for none.
+        middle: to what comes out of the middle; None for nothing.
+        within: to the features after a layer of the way down, which goes on from there, by the layer's index.
+    """
+
+    skips: tuple[Array, ...] = ()
+    middle: Array | None = None
+    within: dict[int, Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +181,8 @@ def cross_attention_kv(p: Params, text: Array, cfg: UNetConfig) -> CrossAttentio
         return {
             "down_blocks": of_levels(p["down_blocks"], _down_levels(cfg)),
             "mid_block": of_block(p["mid_block"], cfg.heads[-1]),
-            "up_blocks": of_levels(p["up_blocks"], _up_levels(cfg)),
+            # A ControlNet has no way up.
+            "up_blocks": of_levels(p["up_blocks"], _up_levels(cfg)) if "up_blocks" in p else {},
         }
 
 
@@ -202,6 +218,7 @@ def unet(
     remat: bool = False,
     perturbed: int = 0,
     freeu: Array | None = None,
+    residuals: Residuals | None = None,
 ) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
 
@@ -217,6 +234,7 @@ def unet(
         remat: see ``Context``.
         perturbed: likewise.
         freeu: likewise.
+        residuals: what is added to the features.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
@@ -224,8 +242,12 @@ def unet(
     context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)
     context = context._replace(remat=remat, perturbed=perturbed, freeu=freeu)
     skips = [conv2d(p["conv_in"], x)]
-    skips += unet_down(p, skips[0], context, cfg)
+    skips += unet_down(p, skips[0], context, cfg, within=residuals and residuals.within)
     h = unet_mid(p, skips[-1], context, cfg)
+    if residuals and residuals.skips:
+        skips = [skip + added for skip, added in zip(skips, residuals.skips, strict=True)]
+    if residuals and residuals.middle is not None:
+        h = h + residuals.middle
     h = unet_up(p, h, skips, context, cfg)
     return unet_out(p, h, cfg)
 
@@ -258,7 +280,14 @@ def unet_context(
     return Context(jax.nn.silu(time), text if isinstance(text, dict) else cross_attention_kv(p, text, cfg))
 
 
-def unet_down(p: Params, h: Array, context: Context, cfg: UNetConfig, layers: slice = slice(None)) -> list[Array]:
+def unet_down(
+    p: Params,
+    h: Array,
+    context: Context,
+    cfg: UNetConfig,
+    layers: slice = slice(None),
+    within: Mapping[int, Array] | None = None,
+) -> list[Array]:
     """The way down: the feature map after each of its layers, for the way up.
 
     Args:
@@ -267,15 +296,17 @@ def unet_down(p: Params, h: Array, context: Context, cfg: UNetConfig, layers: sl
         context: what the blocks see beside it.
         cfg: the config.
         layers: which of the ``skip_connections(cfg) - 1`` layers.
+        within: what is added after some of these layers, by index.
     """
     skips = []
-    for i, level, j in down_layers(cfg)[layers]:
+    for at, (i, level, j) in enumerate(down_layers(cfg)[layers]):
         block = p["down_blocks"][str(i)]
         with jax.named_scope(f"down_{i}"):
             if j is None:
                 h = downsample(block["downsamplers"]["0"], h, padding=(1, 1))
             else:
                 h = _layer(block, context.text["down_blocks"][str(i)], context, level, j, h, cfg)
+        h = h + within[at] if within and at in within else h
         skips.append(h)
     return skips
 
@@ -283,9 +314,11 @@ def unet_down(p: Params, h: Array, context: Context, cfg: UNetConfig, layers: sl
 def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
     """The middle, at the lowest resolution: [B, h, w, C] -> [B, h, w, C]."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
-    block, kv = p["mid_block"], context.text["mid_block"]["0"]
+    block, kv = p["mid_block"], context.text["mid_block"].get("0")
     with jax.named_scope("mid"):
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
+        if kv is None:  # of small ControlNets
+            return h
         more = {"upcast": cfg.upcast_attention, "perturbed": context.perturbed}
         h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **more)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)

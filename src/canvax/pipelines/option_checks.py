@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
 
 _SIDES = ("left", "top", "right", "bottom")
@@ -87,6 +87,39 @@ def check_kinds_of_guidance(options: Any) -> None:
         raise InputError(f"guidance_rescale with guidance_method={method!r}, which has its own way; leave one out")
     if options.reuse > 1 and (options.pag_scale or options.freeu):
         raise InputError("reuse with pag_scale or freeu: deep features are taken as they are; leave one out")
+
+
+CONTROL_MODES = ("balanced", "guess", "prompt", "control")
+
+
+def check_control_options(options: Any) -> None:
+    """Refuse strengths and windows of control images that are none; lists of them become tuples."""
+    ranges = {"control_scale": (-10, 10, "1 is as trained"), "control_start": (0, 1, "0 is from the beginning")}
+    ranges |= {"control_end": (0, 1, "1 is to the end")}
+    for name, (low, high, usual) in ranges.items():
+        given = getattr(options, name)
+        values = _listed(given)
+        if not values or not all(is_number(one) and low <= one <= high for one in values):
+            raise InputError(f"{name}={given!r} is not in {low}..{high}; {usual}")
+        object.__setattr__(options, name, values[0] if len(values) == 1 else values)
+    modes = _listed(options.control_mode)
+    for mode in modes or ("",):
+        if mode not in CONTROL_MODES:
+            raise InputError(f"control_mode={options.control_mode!r} is not known; {nearest(str(mode), CONTROL_MODES)}")
+    object.__setattr__(options, "control_mode", modes[0] if len(modes) == 1 else modes)
+    starts, ends = _listed(options.control_start), _listed(options.control_end)
+    count = max(len(starts), len(ends))
+    for i in range(count):
+        start, end = starts[i % len(starts)], ends[i % len(ends)]
+        if start >= end:
+            raise InputError(f"control_start={start:g} is not before control_end={end:g}; give them in order")
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    """Numbers or words as a tuple: one, several, or text with commas."""
+    if isinstance(value, str):
+        return tuple(plain_value(part.strip()) for part in value.split(","))
+    return tuple(value) if isinstance(value, Sequence | np.ndarray) else (value,)
 
 
 def check_noise(options: Any) -> None:

@@ -16,6 +16,7 @@ from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
 from canvax.pipelines.option_checks import (
     check_callback,
+    check_control_options,
     check_hires,
     check_kinds_of_guidance,
     check_noise,
@@ -126,6 +127,13 @@ class Options:
             it; None for the whole image.
         outpaint: pixels to add on each side of an image (left, top, right, bottom), or by name
             ``{"left": 64, "right": 64}``.
+        control_scale: how strong a control image is, 1 as trained; one number, or one for each network (and so are the
+            next three).
+        control_start: 0..1, the part of the run after which it begins.
+        control_end: 0..1, the part of the run after which it ends.
+        control_mode: "balanced"; "guess", which needs no prompt: the network acts on the prompt's half of guidance
+            alone, and its outer layers less; "prompt", where the prompt matters more: outer layers less; "control",
+            where the image matters more: both.
         variation_seed: another seed, towards whose noise the noise goes by ``variation_strength``; image i uses
             ``variation_seed + i``.
         variation_strength: 0..1: 0 is the noise of ``seed``, 1 that of ``variation_seed``.
@@ -185,6 +193,10 @@ class Options:
     mask_blend: MaskBlend = "denoised"
     padding_mask_crop: int | None = None
     outpaint: Any = None
+    control_scale: float | Sequence[float] = 1.0
+    control_start: float | Sequence[float] = 0.0
+    control_end: float | Sequence[float] = 1.0
+    control_mode: str | Sequence[str] = "balanced"
     variation_seed: int | None = None
     variation_strength: float = 0.0
     seed_size: tuple[int, int] | None = None
@@ -243,6 +255,7 @@ class Options:
         object.__setattr__(self, "outpaint", sides_of(self.outpaint))
         check_kinds_of_guidance(self)
         check_noise(self)
+        check_control_options(self)
         check_hires(self)
         if not isinstance(self.progress, bool) and self.progress != "programs":
             raise InputError(f"progress={self.progress!r} is not True, False or 'programs'")

@@ -29,6 +29,7 @@ from canvax.params import Params
 from canvax.pipelines import functions
 from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
+from canvax.pipelines.controls import Opened, control_sources, open_controls, with_controls
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
@@ -86,6 +87,7 @@ class StableDiffusion:
             raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
+        keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         keywords["safety_checker"] = self.safety_checker is not None
         adapters = self.adapters.recipe() if self.model.merged else ()
@@ -185,6 +187,22 @@ class StableDiffusion:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
+        """This model with networks that read control images, which shares its weights and programs with this pipeline.
+
+        Args:
+            controlnet: as in ``canvax.load``; None or an empty list for none.
+            source: ``variant``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``: see ``canvax.load``.
+
+        Raises:
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+        """
+        opened = open_controls(self.model, control_sources(controlnet or [], **source))
+        other = with_controls(self.model, self.programs, self.params, opened)
+        pipe = StableDiffusion(*other, self.safety_checker)
+        vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
+        return pipe
+
     @classmethod
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
@@ -210,6 +228,7 @@ class StableDiffusion:
         image: Any = None,
         mask: Any = None,
         strength: float | None = None,
+        control: Any = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -235,6 +254,9 @@ class StableDiffusion:
                 one for each image. Its size is what is generated unless height and width say otherwise.
             mask: with an image: white is generated, black stays as it is; likewise.
             strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
+            control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
+                each. With several networks a list of such, None for one to leave out. Resized to what is generated,
+                whose size it gives if nothing else does (docs/controlnet.md).
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -248,7 +270,7 @@ class StableDiffusion:
             with self.adapters.named_in(prompt) as words:
                 return self(
                     words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                    seed, sampler, latents, options, params, image, mask, strength,
+                    seed, sampler, latents, options, params, image, mask, strength, control,
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
@@ -267,6 +289,7 @@ class StableDiffusion:
                 latents=latents,
                 options=options,
                 image=(image, mask, strength),
+                control=control,
             )
         return self._generate(request, params, seed)
 
@@ -416,6 +439,7 @@ class StableDiffusion:
         reuse_layers: int = 0,
         image: bool = False,
         mask: bool = False,
+        control: bool = False,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -431,6 +455,7 @@ class StableDiffusion:
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
             image: for calls with an image, second passes and ``upscale`` too: the image encoder.
             mask: for calls with a mask: the denoiser that keeps parts of an image.
+            control: for calls with control images for all networks that read one.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -445,6 +470,7 @@ class StableDiffusion:
         if reuse_layers:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
         self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
@@ -525,6 +551,7 @@ def load(
     precision: str | None = None,
     safety_checker: bool | None = None,
     progress: bool = True,
+    controlnet: str | Path | Sequence[str | Path] | None = None,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -544,6 +571,8 @@ def load(
         safety_checker: True to load the model's own, another 1.2 GB: images that it refuses become black, and
             ``nsfw`` in their metadata is true.
         progress: show downloads on stderr.
+        controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
+            file, for calls with ``control`` (docs/controlnet.md).
 
     Raises:
         InputError: an argument cannot be used.
@@ -553,11 +582,20 @@ def load(
     """
     if not isinstance(safety_checker, bool | None):
         raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
-    hub = {"revision": revision, "variant": variant, "token": token, "cache_dir": cache_dir}
+    hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
-    accept = check_has_checker if safety_checker else None
-    opened, programs, params = open_model(
-        model, dtype=dtype, quantize=quantize, mesh=mesh, precision=precision, accept=accept, **hub
+    sources = control_sources(controlnet or [], **hub)
+    controls: list[Opened] = []
+    opened = open_model(
+        model,
+        dtype=dtype,
+        quantize=quantize,
+        mesh=mesh,
+        precision=precision,
+        accept=check_has_checker if safety_checker else None,
+        check=lambda found: controls.extend(open_controls(found, sources)),
+        revision=revision,
+        **hub,
     )
-    checker = load_safety_checker(Source(model, **hub)) if safety_checker else None
-    return StableDiffusion(opened, programs, params, checker)
+    checker = load_safety_checker(Source(model, revision, **hub)) if safety_checker else None
+    return StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)

@@ -16,6 +16,7 @@ from canvax.noise import seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
+from canvax.pipelines.control_images import encode_controls, strengths
 from canvax.pipelines.encoding import encode
 from canvax.pipelines.request import Request
 from canvax.pipelines.start import begin, encode_images, keep_renoised, noise_of, start, tuning_of
@@ -56,13 +57,19 @@ def prepare(
         beside = put(filled(masked, latents[0]), over_batch(programs.mesh))
         for half in (half for told in (texts, *later.values()) for half in told.halves):
             half["masked"] = beside
+    if request.control is not None:
+        size, count = (request.height, request.width), len(request.prompts)
+        read = encode_controls(programs, params, request.control, size, count, ready.encode_controls)
+        for half in (half for told in (texts, *later.values()) for half in told.halves):
+            half |= read
     noise = noise_of(request) if request.latents is None else request.latents
     keep = None
     if known is not None and request.options.mask_blend == "renoised":
         keep, known = partial(keep_renoised, known, noise, table), None
     if images is not None:
         images = start(request, images, noise, model.vae.factor)
-    batch = Batch(programs, params, latents, ready.denoisers)
+    controls = request.control.names if request.control else ()
+    batch = Batch(programs, params, latents, ready.denoisers, controls)
     batch.fill(
         noise,
         texts.conditions,
@@ -75,5 +82,7 @@ def prepare(
         composed=texts.composed,
         later=later,
         tuning=tuning_of(request),
+        control=request.control
+        and [strengths(model, request.control, request.options, len(table))] * len(request.prompts),
     )
     return Prepared(batch, keep)

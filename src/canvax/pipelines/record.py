@@ -28,6 +28,8 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
     }
     if request.given and request.given.fingerprints:
         shared |= {"strength": request.given.strength, "steps_run": request.given.steps - request.given.skipped}
+    if request.control:
+        shared["controlnet"] = [files.name for files in model.controls]
     optional = {"variant": model.files.variant, "quantize": model.quantize}
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
@@ -41,6 +43,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
             "seed": seed,
             **shared,
             **_given(request, i),
+            **_control(model, request, i),
             "options": options,
         }
         for i, (prompt, negative, seed, options) in enumerate(
@@ -53,6 +56,15 @@ def _given(request: Request, index: int) -> dict[str, str]:
     """By which pixels the image and the mask of one image are known again."""
     found = request.given.fingerprints if request.given else {}
     return {f"{name}_sha256": entry(values, index) for name, values in found.items()}
+
+
+def _control(model: Model, request: Request, index: int) -> dict[str, list[str | None]]:
+    """By which pixels the control images of one image are known again, for each network; None for one without."""
+    if request.control is None:
+        return {}
+    marks = request.control.fingerprints
+    names = [name for name, _ in model.networks.controls]
+    return {"control_sha256": [entry(marks[name], index) if name in marks else None for name in names]}
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:

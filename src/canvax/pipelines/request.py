@@ -23,6 +23,7 @@ from canvax.pipelines.checks import (
     check_steps,
     refuse_tracers,
 )
+from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
@@ -57,13 +58,15 @@ class Request:
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     given: Given | None = None
+    control: ControlImages | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given", "texts", "embeds")
+        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
+        image = [image, self.control and dict(self.control.fingerprints)]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
@@ -97,6 +100,7 @@ def make_request(
     latents: Any,
     options: Any,
     image: tuple[Any, Any, Any] = (None, None, None),
+    control: Any = None,
 ) -> Request:
     """A checked call; what is None is the model's default. ``image`` is an image, its mask and the strength.
 
@@ -115,6 +119,9 @@ def make_request(
     (tall, wide), factor = model.native_size, model.vae.factor
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
         size = (size[0] or tall, size[1] or wide)
+    controls = check_control(model, control, len(prompts), options)
+    if controls is not None and image[0] is None:
+        size = controls.size(size, factor)
     given = check_given(*image, size, len(prompts), factor, options)
     if given is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
@@ -149,6 +156,7 @@ def make_request(
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
         given=given,
+        control=controls,
     )
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"

@@ -102,6 +102,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
         tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
+        controls=request.control.names if request.control else (),
     )
     return table, deep, kinds
 

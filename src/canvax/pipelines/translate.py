@@ -20,9 +20,10 @@ OUTPUTS = ("pil", "np", "numpy", "latent")
 _OWN = tuple(field.name for field in dataclasses.fields(Options))
 _ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
 _ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
+_ARGUMENTS += ("control",)
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
-_LOAD += ("precision", "safety_checker", "progress")
-_SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end")
+_LOAD += ("precision", "safety_checker", "progress", "controlnet")
+_SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds")
 
@@ -38,6 +39,10 @@ def translate_call(
         InputError: an argument is not known, is given twice or means what canvax does not have.
     """
     left = renamed(own, others, CALL)
+    for name in [name for name in own if name in _OWN]:  # a name for a field of the options
+        if name in left:
+            raise InputError(f"{name} is given twice, under two names; give it once")
+        left[name] = own.pop(name)
     for name in left:
         if name not in _OWN and name not in _SPECIAL:
             raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
@@ -49,6 +54,10 @@ def translate_call(
         changes["callback"] = _on_step_end(own["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
         raise InputError(f"callback_on_step_end_tensor_inputs: a callback is given 'latents' and nothing else ({PAGE})")
+    if (guess := left.get("guess_mode")) is not None:
+        if not isinstance(guess, bool) or "control_mode" in changes:
+            raise InputError(f"guess_mode={guess!r}: give True or False, and no control_mode beside it")
+        changes |= {"control_mode": "guess"} if guess else {}
     if (generator := left.get("generator")) is not None:
         if own.get("seed") is not None:
             raise InputError("generator and seed are one argument; give it once")

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
-from canvax.weights.files import ModelFiles
 from canvax.weights.layout import Kind
 from canvax.weights.names import accepted_shapes, flax_name, is_leftover, spec_name
 
@@ -57,6 +57,14 @@ class Component:
     name: str
     spec: Spec
     kind: Kind
+
+
+class Files(Protocol):
+    """What loading asks of the files of a model; ``str()`` of them names the model in errors."""
+
+    def entries(self, component: str) -> Sequence[Entry]:
+        """The arrays in a component's weight files."""
+        ...
 
 
 @dataclass
@@ -95,7 +103,7 @@ class Faults:
         return "\n".join([f"{source}: the weights cannot be used:", *lines, cure])
 
 
-def load_components(files: ModelFiles, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
+def load_components(files: Files, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
     """Load ``components`` as ``{component name: nested dict of arrays}`` in ``dtype``.
 
     Args:
@@ -164,7 +172,7 @@ class Stored:
         return materialise(self.param, self.entry, self.dtype if dtype is None else dtype, Scratch())
 
 
-def stored_components(files: ModelFiles, components: Sequence[Component]) -> Params:
+def stored_components(files: Files, components: Sequence[Component]) -> Params:
     """As ``load_components``, but nothing is read: each parameter is a ``Stored``.
 
     Raises:
@@ -224,7 +232,7 @@ def _is_quantized(param: Param) -> bool:
     return param.dtype in QUANTIZED.values()
 
 
-def _matched(files: ModelFiles, components: Sequence[Component]) -> dict[str, dict[str, tuple[Param, Entry]]]:
+def _matched(files: Files, components: Sequence[Component]) -> dict[str, dict[str, tuple[Param, Entry]]]:
     """The parameters of each component with their arrays, once all faults of all components have been looked for."""
     faults = Faults()
     matches = {part.name: _match(files, part, faults) for part in components}
@@ -233,7 +241,7 @@ def _matched(files: ModelFiles, components: Sequence[Component]) -> dict[str, di
     return matches
 
 
-def _match(files: ModelFiles, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
+def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
     """Pair each parameter of a component with its array in a file, in the spec's order."""
     declared: dict[str, Param] = dict(flatten(part.spec))
     scales = {scale_of(name) for name, param in declared.items() if _is_quantized(param)}

@@ -1,0 +1,82 @@
+"""``canvax control``: makes a control image of an image; and what ``canvax generate`` does with ``--control``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from PIL import Image
+
+from canvax.cli.terminal import say
+from canvax.errors import InputError
+from canvax.images.given import read_images
+from canvax.images.maps import control_map
+from canvax.images.metadata import save_image
+
+Control = tuple[tuple[str, str | None] | None, ...]
+"""For each network the file of its control image and the map to make of it first; None for one that is left out."""
+
+NONE = "none"
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Make a control image; ``report`` gets its name."""
+    settings = {
+        name: value for name in ("low", "high", "at", "radius") if (value := getattr(arguments, name)) is not None
+    }
+    (image,) = read_images("IMAGE", arguments.file, 1)
+    path = save_image(arguments.output, control_map(arguments.kind, image, **settings), {"control": arguments.kind})
+    report["files"] = [str(path)]
+    if not arguments.json:
+        say(str(path))
+
+
+def control_of(settings: Mapping[str, Any]) -> Control:
+    """The control images that flags or a line of a prompt file name.
+
+    Raises:
+        InputError: they are named otherwise than by text.
+    """
+    files, kinds = settings.get("control"), settings.get("control_from")
+    if files is None:
+        if kinds is not None:
+            raise InputError(f"control_from={kinds!r} without control: name the image with --control as well")
+        return ()
+    files = [files] if isinstance(files, str) else files
+    kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
+    if not isinstance(files, list) or not files or not all(isinstance(one, str | None) for one in files):
+        raise InputError(f"control={files!r} is not the name of an image, nor a list of names")
+    if (
+        not isinstance(kinds, list)
+        or not all(isinstance(one, str) for one in kinds)
+        or len(kinds) not in (0, 1, len(files))
+    ):
+        raise InputError(f"control_from={kinds!r} is not a kind of map, or one for each of {len(files)} control images")
+    found = []
+    for i, file in enumerate(files):
+        kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
+        found.append(None if file in (None, NONE) else (file, None if kind == NONE else kind))
+    return tuple(found)
+
+
+def read_control(one: tuple[str, str | None]) -> Image.Image:
+    """A control image, made of its file where a map was asked for."""
+    return _read(*one)
+
+
+@lru_cache(maxsize=64)
+def _read(file: str, kind: str | None) -> Image.Image:
+    (image,) = read_images("control", file, 1)
+    return image if kind is None else control_map(kind, image)
+
+
+def control_argument(batch: Sequence[Control]) -> Any:
+    """``control=`` of a call for images with these control images; one that all share is read once."""
+    nets = []
+    for i in range(len(batch[0])):
+        own = [control[i] for control in batch]
+        images = [None if one is None else read_control(one) for one in own]
+        nets.append(images[0] if len(set(own)) == 1 else images)
+    return nets if len(nets) > 1 else nets[0] if nets else None

@@ -1,0 +1,170 @@
+"""Networks that read control images beside a model: what they are, and whether they were made for its kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from canvax.errors import CheckpointError
+from canvax.families.base import Model
+from canvax.models.configs import UNetConfig
+from canvax.models.controlled import Control
+from canvax.models.controlnet import ControlNet
+from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
+from canvax.weights.controlnet import ControlFiles, Kind
+
+_FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
+"""By the width of their text."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def component_name(index: int) -> str:
+    """The key in ``params`` of the network of this index, as diffusers names their folders."""
+    return f"controlnet_{index}" if index else "controlnet"
+
+
+def control_of(name: str, kind: Kind, config: Mapping[str, Any], model: Model) -> Control:
+    """The network of a config, for a model.
+
+    Raises:
+        CheckpointError: it was made for another kind of model, or its config asks for what is not supported.
+    """
+    try:
+        made = ControlNet.from_dict(config) if kind == "controlnet" else T2IAdapter.from_dict(config, model.unet)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    if isinstance(made, ControlNet):
+        check_family(name, made.unet, model)
+        if made.unet.upcast_attention != model.unet.upcast_attention:
+            # Trained beside this UNet; what its config leaves out is as there.
+            made = replace(made, unet=replace(made.unet, upcast_attention=model.unet.upcast_attention))
+    elif (fault := fault_for(made.cfg, model.unet)) is not None:
+        raise CheckpointError(f"{name}: is a T2I-Adapter for another kind of model than {model.name}: {fault}")
+    if made.factor != model.vae.factor:
+        raise CheckpointError(
+            f"{name}: makes one feature of {made.factor} x {made.factor} pixels, {model.name} one latent of "
+            f"{model.vae.factor} x {model.vae.factor}; it was made for another kind of model"
+        )
+    return made
+
+
+def read_control(files: ControlFiles, model: Model) -> Control:
+    """The network of some files, whose arrays say what a config would where there is none.
+
+    Raises:
+        CheckpointError: as ``control_of``.
+    """
+    if (config := files.config) is None:
+        try:
+            read = controlnet_config if files.kind == "controlnet" else adapter_config
+            config = read(files.shapes, model.unet)
+        except (KeyError, IndexError, ValueError, StopIteration) as error:
+            raise CheckpointError(f"{files}: is not a whole network, it lacks {error}") from None
+    return control_of(str(files), files.kind, config, model)
+
+
+def check_family(name: str, own: UNetConfig, model: Model) -> None:
+    """Refuse a ControlNet that was made from the UNet of another kind of model.
+
+    Raises:
+        CheckpointError: saying for which kind it was made, by its shapes.
+    """
+    base = model.unet
+
+    def sizes(cfg: UNetConfig) -> dict[str, Any]:
+        return {
+            "text of width": cfg.cross_attention_dim,
+            "levels of": list(cfg.block_out_channels),
+            "residual blocks in each": list(cfg.layers),
+            "latents of": cfg.in_channels,
+            "size conditions of": cfg.projection_class_embeddings_input_dim,
+        }
+
+    wanted, got = sizes(base), sizes(own)
+    wanted["latents of"] = model.vae.latent_channels
+    if got == wanted:
+        return
+    apart = [f"{what} {got[what]} in place of {wanted[what]}" for what in got if got[what] != wanted[what]]
+    made = _FAMILIES.get(own.cross_attention_dim)
+    kind = _FAMILIES.get(base.cross_attention_dim, "another kind")
+    belongs = f"is a ControlNet for {made}" if made and made != kind else "is a ControlNet for another kind of model"
+    raise CheckpointError(
+        f"{name}: {belongs}, and {model.name} is {kind if made != kind else 'not that'} ({'; '.join(apart)}). "
+        "Take a ControlNet that was trained for this kind of model."
+    )
+
+
+def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
+    """The config of a ControlNet from its arrays; what they do not tell, such as heads, is as in the ``base``."""
+    levels = _count(shapes, r"down_blocks\.(\d+)\.")
+    widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
+    depths = [_count(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
+    middle = _count(shapes, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
+    text = sorted(shape[1] for name, shape in shapes.items() if name.endswith("attn2.to_k.weight"))
+    projections = [len(shape) for name, shape in shapes.items() if name.endswith("proj_in.weight")]
+    hints = _count(shapes, r"controlnet_cond_embedding\.blocks\.(\d+)\.")
+    first = shapes["controlnet_cond_embedding.conv_in.weight"]
+    width = text[0] if text else base.cross_attention_dim
+    same = levels == len(base.block_out_channels)
+    usual = 8 if width == 768 else [max(1, channels // 64) for channels in widths]
+    own_depths = [*(depth or 1 for depth in depths[:-1]), middle or depths[-1] or 1]
+    config = {
+        "in_channels": shapes["conv_in.weight"][1],
+        "block_out_channels": widths,
+        "layers_per_block": _one([_count(shapes, rf"down_blocks\.{i}\.resnets\.(\d+)\.") for i in range(levels)]),
+        "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
+        "transformer_layers_per_block": _one(own_depths),
+        "mid_block_type": "UNetMidBlock2DCrossAttn" if middle else "UNetMidBlock2D",
+        "cross_attention_dim": width,
+        "use_linear_projection": 2 in projections if projections else base.use_linear_projection,
+        "attention_head_dim": base.attention_head_dim if same else usual,
+        "num_attention_heads": base.num_attention_heads if same else None,
+        "norm_num_groups": base.norm_num_groups,
+        "norm_eps": base.norm_eps,
+        "upcast_attention": base.upcast_attention,
+        "flip_sin_to_cos": base.flip_sin_to_cos,
+        "freq_shift": base.freq_shift,
+        "conditioning_channels": first[1],
+        "conditioning_embedding_out_channels": [
+            first[0],
+            *(shapes[f"controlnet_cond_embedding.blocks.{i}.weight"][0] for i in range(1, hints, 2)),
+        ],
+    }
+    if (added := shapes.get("add_embedding.linear_1.weight")) is not None:
+        config |= {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": added[1]}
+        config["addition_time_embed_dim"] = base.addition_time_embed_dim or 256
+    return config
+
+
+def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
+    """The config of a T2I-Adapter from its arrays."""
+    del base
+    count = _count(shapes, r"adapter\.body\.(\d+)\.")
+    resnets = _count(shapes, r"adapter\.body\.0\.resnets\.(\d+)\.")
+    if "adapter.conv_in.weight" in shapes:
+        kind, inputs = FULL, shapes["adapter.conv_in.weight"][1]
+        channels = [shapes[f"adapter.body.{i}.resnets.0.block1.weight"][0] for i in range(count)]
+    else:
+        kind, inputs = LIGHT, shapes["adapter.body.0.in_conv.weight"][1]
+        channels = [shapes[f"adapter.body.{i}.out_conv.weight"][0] for i in range(count - 1)]
+    # Squares of 8 x 8 pixels, or for SDXL of 16 x 16, of 3 channels or of 1.
+    sizes = {channels * side**2: (channels, side) for side in (8, 16) for channels in (3, 1)}
+    if inputs not in sizes:
+        raise ValueError(f"a first convolution of {' or '.join(map(str, sorted(sizes)))} channels")
+    grey, side = sizes[inputs]
+    config = {"channels": channels, "num_res_blocks": resnets, "in_channels": grey, "downscale_factor": side}
+    return {**config, "adapter_type": XL if kind == FULL and side == 16 else kind}
+
+
+def _one(values: list[int]) -> int | list[int]:
+    """One number where all are the same, as configs have it."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _count(names: Collection[str], pattern: str) -> int:
+    """How many of a numbered list there are."""
+    found = (re.match(pattern, name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)

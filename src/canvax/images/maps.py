@@ -1,0 +1,109 @@
+"""Control images made of images, without a network: edges, and simple changes of tone.
+
+Depth, poses and the like come from networks of other programs; their images are given as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFilter, ImageOps
+
+from canvax.errors import InputError, nearest
+from canvax.types import HostArray
+
+SETTINGS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
+    "canny": {"low": (100, 0, 10_000), "high": (200, 0, 10_000)},
+    "invert": {},
+    "threshold": {"at": (127, 0, 255)},
+    "blur": {"radius": (9, 0, 500)},
+}
+"""The kinds of maps, and the numbers of each: usual, least and most."""
+
+
+def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image:
+    """A control image of an RGB image, of the same size.
+
+    Args:
+        kind: "canny": edges, white on black; "invert": for drawings, black on white; "threshold": black and white;
+            "blur": for networks that sharpen.
+        image: the image.
+        settings: see ``SETTINGS``.
+
+    Raises:
+        InputError: the kind or a setting is not known.
+    """
+    numbers = _checked(kind, settings)
+    if kind == "canny":
+        pixels = canny(np.asarray(image), numbers["low"], numbers["high"])
+        return Image.fromarray(pixels.astype(np.uint8) * 255).convert("RGB")
+    if kind == "invert":
+        return ImageOps.invert(image)
+    if kind == "threshold":
+        return image.convert("L").point([0 if level <= numbers["at"] else 255 for level in range(256)]).convert("RGB")
+    return image.filter(ImageFilter.GaussianBlur(numbers["radius"]))
+
+
+def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(kind, str) or kind not in SETTINGS:
+        raise InputError(
+            f"{kind!r} is not a kind of control image that is made here; {nearest(str(kind), list(SETTINGS))}"
+        )
+    numbers = {name: usual for name, (usual, _, _) in SETTINGS[kind].items()}
+    for name, value in settings.items():
+        if name not in numbers:
+            raise InputError(f"{kind} has no {name!r}; it has {', '.join(numbers) or 'no settings'}")
+        _, low, high = SETTINGS[kind][name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise InputError(f"{name}={value!r} is not in {low:g}..{high:g}")
+        numbers[name] = value
+    if kind == "canny" and numbers["low"] > numbers["high"]:
+        raise InputError(f"low={numbers['low']:g} is above high={numbers['high']:g}; give them in order")
+    return numbers
+
+
+def canny(pixels: HostArray, low: float, high: float) -> HostArray:
+    """Edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels that OpenCV's ``Canny`` finds.
+
+    Where gradients are steepest along their own direction, and above ``high``, or above ``low`` and connected with such
+    a place. Gradients are Sobel's, of the channel in which they are largest, their size the sum of both parts.
+    """
+    from scipy import ndimage
+
+    padded = np.pad(pixels.astype(np.int64), ((1, 1), (1, 1), (0, 0)), mode="edge")
+    down = padded[:-2] + 2 * padded[1:-1] + padded[2:]
+    dx = down[:, 2:] - down[:, :-2]
+    across = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
+    dy = across[2:] - across[:-2]
+    channel = (np.abs(dx) + np.abs(dy)).argmax(axis=-1)[..., None]
+    dx, dy = (np.take_along_axis(one, channel, axis=-1)[..., 0] for one in (dx, dy))
+    size = np.abs(dx) + np.abs(dy)
+    around = np.pad(size, 1)
+    height, width = size.shape
+
+    def at(row: int, column: int) -> HostArray:
+        return around[1 + row : 1 + row + height, 1 + column : 1 + column + width]
+
+    # Directions to 22.5 and 67.5 degrees, in whole numbers: the tangents are t and t + 2, in parts of 2^15.
+    flat = np.abs(dx) * 13573
+    steep = np.abs(dy) << 15
+    horizontal, vertical = steep < flat, steep > flat + (np.abs(dx) << 16)
+    falling = (dx ^ dy) < 0
+    peak = np.where(
+        horizontal,
+        (size > at(0, -1)) & (size >= at(0, 1)),
+        np.where(
+            vertical,
+            (size > at(-1, 0)) & (size >= at(1, 0)),
+            np.where(falling, (size > at(-1, 1)) & (size > at(1, -1)), (size > at(-1, -1)) & (size > at(1, 1))),
+        ),
+    )
+    weak = peak & (size > np.floor(low))
+    found: Any = ndimage.label(weak, np.ones((3, 3)))
+    labels, count = found
+    strong = np.zeros(count + 1, bool)
+    strong[np.unique(labels[weak & (size > np.floor(high))])] = True
+    strong[0] = False
+    return strong[labels]

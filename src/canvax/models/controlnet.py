@@ -1,0 +1,239 @@
+"""ControlNet (Zhang et al. 2023): a copy of the UNet's way down that reads an image and adds to the UNet's features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from canvax.errors import CheckpointError
+from canvax.models.blocks import resnet_block_spec
+from canvax.models.configs import Config, Count, Levels, UNetConfig
+from canvax.models.text import Conditions
+from canvax.models.unet import (
+    Residuals,
+    cross_attention_kv,
+    down_layers,
+    unet_context,
+    unet_down,
+    unet_mid,
+    unet_spec,
+)
+from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
+from canvax.params import Params, Spec
+from canvax.types import Array, DType
+
+NO_ATTENTION = "UNetMidBlock2D"
+"""``mid_block_type`` of a middle that is one residual block."""
+
+
+@dataclass(frozen=True)
+class HintConfig(Config):
+    """What ``ControlNetModel`` has beside a UNet's way down: names and defaults are those of the diffusers config."""
+
+    conditioning_channels: Count = 3
+    conditioning_embedding_out_channels: Levels = (16, 32, 96, 256)
+    controlnet_conditioning_channel_order: str = "rgb"
+    global_pool_conditions: bool = False
+    mid_block_type: str = "UNetMidBlock2DCrossAttn"
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.controlnet_conditioning_channel_order not in ("rgb", "bgr"):
+            faults.append(f"controlnet_conditioning_channel_order {self.controlnet_conditioning_channel_order!r}")
+        if self.mid_block_type not in ("UNetMidBlock2DCrossAttn", NO_ATTENTION):
+            faults.append(f"mid_block_type {self.mid_block_type!r}")
+        if self.conditioning_channels != 3:
+            faults.append(f"conditioning_channels {self.conditioning_channels} (an image has 3)")
+        if faults:
+            raise CheckpointError("ControlNetModel does not support " + "; ".join(faults))
+
+
+@dataclass(frozen=True)
+class ControlNet:
+    """A ControlNet as a record: what its config says, and its functions.
+
+    Attributes:
+        unet: sizes of the way down and of the middle, which are those of the UNet it was made from.
+        hint: sizes of what reads the image.
+    """
+
+    unet: UNetConfig
+    hint: HintConfig
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """From a parsed ``config.json`` of diffusers.
+
+        Raises:
+            CheckpointError: naming every field whose value is not supported.
+        """
+        own = {name: config[name] for name in HintConfig.__dataclass_fields__ if config.get(name) is not None}
+        rest = {name: value for name, value in config.items() if name not in HintConfig.__dataclass_fields__}
+        blocks = rest.get("down_block_types")
+        rest["up_block_types"] = ["UpBlock2D"] * (len(blocks) if isinstance(blocks, list | tuple) else 4)
+        parts: list[Any] = []
+        faults = []
+        for kind, values in ((UNetConfig, rest), (HintConfig, own)):
+            try:
+                parts.append(kind.from_dict(values))
+            except CheckpointError as error:
+                faults.append(str(error).replace("UNetConfig", "ControlNetModel"))
+        if faults:
+            raise CheckpointError("; ".join(faults))
+        return cls(*parts)
+
+    @property
+    def spec(self) -> Spec:
+        """Its parameters."""
+        return controlnet_spec(self)
+
+    @property
+    def layers(self) -> int:
+        """How many of the UNet's features it adds to, the middle counted."""
+        return len(down_layers(self.unet)) + 2
+
+    @property
+    def factor(self) -> int:
+        """Pixels of the image for a latent, along an axis."""
+        return 2 ** (len(self.hint.conditioning_embedding_out_channels) - 1)
+
+    @property
+    def pools(self) -> bool:
+        """Whether what it adds is the same everywhere; then it adds nothing for the negative prompt."""
+        return self.hint.global_pool_conditions
+
+    def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
+        """What the network keeps of control images [B, H, W, 3] in 0..1: ([B, h, w, C0],)."""
+        return (embedded_hint(p["controlnet_cond_embedding"], images.astype(dtype_of(p)), self.hint),)
+
+    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
+        return ((*latents[:3], self.unet.block_out_channels[0]),)
+
+    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+        """What ``residuals`` needs of the conditions [B, ...] and is the same in each step."""
+        told = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
+        if self.unet.addition_embed_type is None:
+            told = {}
+        return {**told, "text": cross_attention_kv(p, conditions["text"].astype(dtype_of(p)), self.unet)}
+
+    def residuals(
+        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
+    ) -> Residuals:
+        """What is added to the UNet's features.
+
+        Args:
+            p: the parameters.
+            x: noisy latents [B, h, w, C] as the UNet sees them.
+            timestep: [B].
+            prepared: of ``prepare``.
+            features: of ``encode``, one for each image.
+            scales: [B, L] float32, how strong each of the ``layers`` is.
+        """
+        channels = self.unet.in_channels
+        x = x[..., :channels].astype(dtype_of(p))
+        outputs = controlnet(p, x, timestep, features[0], self, **prepared)
+        if self.pools:
+            outputs = [output.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(x.dtype) for output in outputs]
+        *skips, middle = (scaled(output, scales[:, i]) for i, output in enumerate(outputs))
+        return Residuals(tuple(skips), middle)
+
+    def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
+        """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
+        batch, height, width, _ = shape
+        shapes = [(batch, height, width, self.unet.block_out_channels[0])]
+        for _, level, j in down_layers(self.unet):
+            if j is None:
+                height, width = -(-height // 2), -(-width // 2)
+            shapes.append((batch, height, width, level.channels))
+        if self.pools:
+            shapes = [(batch, 1, 1, channels) for *_, channels in shapes]
+        return Residuals(tuple(jnp.zeros(one, dtype) for one in shapes), jnp.zeros(shapes[-1], dtype))
+
+
+_OF_UNET = ("conv_in", "time_embedding", "add_embedding", "down_blocks", "mid_block")
+"""What a ControlNet has as the UNet has it."""
+
+
+def controlnet_spec(net: ControlNet) -> Spec:
+    """Parameters of a ControlNet, under the names of diffusers."""
+    whole = unet_spec(net.unet)
+    spec: Spec = {name: whole[name] for name in _OF_UNET if name in whole}
+    first, last = net.unet.block_out_channels[0], net.unet.block_out_channels[-1]
+    if net.hint.mid_block_type == NO_ATTENTION:
+        resnet = resnet_block_spec(last, last, 4 * first, groups=net.unet.norm_num_groups)
+        spec["mid_block"] = {"resnets": {"0": resnet}}
+    widths = net.hint.conditioning_embedding_out_channels
+    blocks = {}
+    for i in range(len(widths) - 1):
+        blocks[str(2 * i)] = conv2d_spec(widths[i], widths[i])
+        blocks[str(2 * i + 1)] = conv2d_spec(widths[i], widths[i + 1])
+    spec["controlnet_cond_embedding"] = {
+        "conv_in": conv2d_spec(net.hint.conditioning_channels, widths[0]),
+        **({"blocks": blocks} if blocks else {}),
+        "conv_out": conv2d_spec(widths[-1], first),
+    }
+    skips = [first, *(level.channels for _, level, _ in down_layers(net.unet))]
+    spec["controlnet_down_blocks"] = {str(i): linear_spec(c, c, conv=True) for i, c in enumerate(skips)}
+    spec["controlnet_mid_block"] = linear_spec(last, last, conv=True)
+    return spec
+
+
+def embedded_hint(p: Params, images: Array, cfg: HintConfig) -> Array:
+    """Control images [B, H, W, 3] in 0..1 -> [B, h, w, C0] (section 3.2, "a tiny network")."""
+    with jax.named_scope("control_image"):
+        if cfg.controlnet_conditioning_channel_order == "bgr":
+            images = images[..., ::-1]
+        h = jax.nn.silu(conv2d(p["conv_in"], images))
+        for i in range(2 * (len(cfg.conditioning_embedding_out_channels) - 1)):
+            h = jax.nn.silu(conv2d(p["blocks"][str(i)], h, stride=1 + i % 2))
+        return conv2d(p["conv_out"], h)
+
+
+def controlnet(
+    p: Params,
+    x: Array,
+    timesteps: Array,
+    hint: Array,
+    net: ControlNet,
+    text: Any = None,
+    pooled: Array | None = None,
+    time_ids: Array | None = None,
+) -> list[Array]:
+    """What a ControlNet adds to each skip connection of the UNet and, last, to its middle (section 3.1).
+
+    Args:
+        p: parameters as declared by ``controlnet_spec``.
+        x: noisy latents [B, h, w, C].
+        timesteps: [B].
+        hint: of ``embedded_hint`` [B, h, w, C0].
+        net: the record.
+        text: as in ``canvax.models.unet.unet``, and so are the others.
+        pooled: see there.
+        time_ids: see there.
+
+    Returns:
+        ``net.layers`` arrays [B, h', w', C'] in the dtype of ``x``.
+    """
+    context = unet_context(p, x, timesteps, text, net.unet, pooled, time_ids)
+    with jax.named_scope("controlnet"):
+        skips = [conv2d(p["conv_in"], x) + hint]
+        skips += unet_down(p, skips[0], context, net.unet)
+        middle = unet_mid(p, skips[-1], context, net.unet)
+        outputs = [linear(p["controlnet_down_blocks"][str(i)], skip) for i, skip in enumerate(skips)]
+        return [*outputs, linear(p["controlnet_mid_block"], middle)]
+
+
+def scaled(output: Array, scale: Array) -> Array:
+    """[B, h, w, C] times [B]; zero where the scale is, whatever overflowed."""
+    scale = scale[:, None, None, None]
+    return jnp.where(scale == 0, 0, output.astype(jnp.float32) * scale).astype(output.dtype)
+
+
+def dtype_of(p: Params) -> DType:
+    """The dtype that is computed in."""
+    return p["conv_in"]["weight"].dtype

@@ -1,0 +1,227 @@
+"""T2I-Adapter (Mou et al. 2023): reads an image once, and adds to the UNet's features after each level down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from canvax.errors import CheckpointError
+from canvax.models.configs import Config, Count, Layers, Levels, UNetConfig
+from canvax.models.controlnet import scaled
+from canvax.models.text import Conditions
+from canvax.models.unet import Residuals, down_layers
+from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
+from canvax.params import Params, Spec
+from canvax.types import Array, DType
+
+LIGHT, FULL, XL = "light_adapter", "full_adapter", "full_adapter_xl"
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Config):
+    """``T2IAdapter``: names and defaults are those of the diffusers config."""
+
+    in_channels: Count = 3
+    channels: Levels = (320, 640, 1280, 1280)
+    num_res_blocks: Layers = 2
+    downscale_factor: Count = 8
+    adapter_type: str = FULL
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.adapter_type not in (FULL, XL, LIGHT):
+            faults.append(f"adapter_type {self.adapter_type!r}")
+        if self.in_channels not in (1, 3):
+            faults.append(f"in_channels {self.in_channels} (a colour image has 3, a grey one 1)")
+        if self.adapter_type == LIGHT and any(channels % 4 for channels in self.channels):
+            faults.append(f"channels {self.channels} that are no multiples of 4")
+        if faults:
+            raise CheckpointError("T2IAdapter does not support " + "; ".join(faults))
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, bool], ...]:
+        """Of each block: channels that come in and go out, and whether it halves the image first."""
+        widths = self.channels
+        if self.adapter_type == LIGHT:
+            first = self.in_channels * self.downscale_factor**2
+            # The last two blocks have one width, which is named once.
+            pairs = [(first, widths[0]), *pairwise(widths), (widths[-1], widths[-1])]
+            return tuple((i, o, at > 0) for at, (i, o) in enumerate(pairs))
+        if self.adapter_type == XL:
+            return tuple((widths[max(0, i - 1)] if i < 3 else widths[i], widths[i], i == 2) for i in range(len(widths)))
+        return tuple((widths[max(0, i - 1)], widths[i], i > 0) for i in range(len(widths)))
+
+
+@dataclass(frozen=True)
+class T2IAdapter:
+    """A T2I-Adapter as a record: what its config says, and its functions.
+
+    Attributes:
+        cfg: its own sizes.
+        unet: the UNet whose features it adds to.
+    """
+
+    cfg: AdapterConfig
+    unet: UNetConfig
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], unet: UNetConfig) -> Self:
+        """From a parsed ``config.json`` of diffusers, for a UNet.
+
+        Raises:
+            CheckpointError: naming every field whose value is not supported.
+        """
+        return cls(AdapterConfig.from_dict(config), unet)
+
+    @property
+    def spec(self) -> Spec:
+        """Its parameters."""
+        return adapter_spec(self.cfg)
+
+    @property
+    def layers(self) -> int:
+        """How many of the UNet's features it adds to."""
+        return len(self.cfg.blocks)
+
+    @property
+    def factor(self) -> int:
+        """Pixels for a latent, which its first step folds into channels."""
+        return self.cfg.downscale_factor // (2 if self.cfg.adapter_type == XL else 1)
+
+    @property
+    def pools(self) -> bool:
+        """As in ``ControlNet``: no."""
+        return False
+
+    def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
+        """The features of control images [B, H, W, 3] in 0..1, from the largest to the smallest."""
+        return tuple(adapter(p, images, self.cfg))
+
+    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
+        batch, *sides = latents[:3]
+        height, width = (-(-side * self.factor // self.cfg.downscale_factor) for side in sides)
+        shapes = []
+        for _, channels, halves in self.cfg.blocks:
+            height, width = (-(-height // 2), -(-width // 2)) if halves else (height, width)
+            shapes.append((batch, height, width, channels))
+        return tuple(shapes)
+
+    def places(self) -> list[int | None]:
+        """After which layer of the way down each feature is added; None for the middle."""
+        layers = down_layers(self.unet)
+        found: list[int | None] = []
+        for i, kind in enumerate(self.unet.down_block_types):
+            own = [at for at, (block, _, _) in enumerate(layers) if block == i]
+            # With attention before the level is left, without it after that: SDXL's first level has none.
+            resizes = layers[own[-1]][2] is None and kind == "CrossAttnDownBlock2D"
+            found.append(own[-2] if resizes else own[-1])
+        return [*found, None][: self.layers]
+
+    def prepare(self, p: Params, conditions: Conditions) -> None:
+        """Nothing: it does not know the text."""
+
+    def residuals(
+        self, p: Params, x: Array, timestep: Array, prepared: None, features: tuple[Array, ...], scales: Array
+    ) -> Residuals:
+        """What is added to the UNet's features: see ``canvax.models.controlled.Control``."""
+        del p, x, timestep, prepared
+        return self._placed([scaled(feature, scales[:, i]) for i, feature in enumerate(features)])
+
+    def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
+        """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
+        return self._placed([jnp.zeros(one, dtype) for one in self.features(shape)])
+
+    def _placed(self, features: Sequence[Array]) -> Residuals:
+        placed = dict(zip(self.places(), features, strict=True))
+        middle = placed.pop(None, None)
+        return Residuals((), middle, {at: feature for at, feature in placed.items() if at is not None})
+
+
+def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
+    """Why the features of an adapter cannot be added to those of a UNet; None if they can."""
+    own = T2IAdapter(cfg, unet)
+    side, sizes = 64, []
+    for _, level, j in down_layers(unet):
+        side = -(-side // 2) if j is None else side
+        sizes.append((side, level.channels))
+    wanted = [sizes[-1 if at is None else at] for at in own.places()]
+    got = [(shape[1], shape[3]) for shape in own.features((1, 64, 64, 4))]
+    if len(unet.block_out_channels) <= len(got) == len(wanted) and got == wanted:
+        return None
+
+    def shown(levels: list[tuple[int, int]]) -> str:
+        return ", ".join(f"{channels} at 1/{64 // side}" for side, channels in levels)
+
+    return f"its features are {shown(got)}, the UNet's are {shown(wanted)}"
+
+
+def adapter_spec(cfg: AdapterConfig) -> Spec:
+    """Parameters of an adapter, under the names of diffusers."""
+    body: Spec = {}
+    for i, (inputs, outputs, _) in enumerate(cfg.blocks):
+        light = cfg.adapter_type == LIGHT
+        width = outputs // 4 if light else outputs
+        second = conv2d_spec if light else _one_by_one
+        resnets = {
+            str(j): {"block1": conv2d_spec(width, width), "block2": second(width, width)}
+            for j in range(cfg.num_res_blocks)
+        }
+        block: Spec = {"in_conv": _one_by_one(inputs, width)} if light or inputs != outputs else {}
+        body[str(i)] = {**block, "resnets": resnets, **({"out_conv": _one_by_one(width, outputs)} if light else {})}
+    first = {} if cfg.adapter_type == LIGHT else {
+        "conv_in": conv2d_spec(cfg.in_channels * cfg.downscale_factor**2, cfg.channels[0])
+    }  # fmt: skip
+    return {"adapter": {**first, "body": body}}
+
+
+def _one_by_one(inputs: int, outputs: int) -> Spec:
+    return linear_spec(inputs, outputs, conv=True)
+
+
+def adapter(p: Params, images: Array, cfg: AdapterConfig) -> list[Array]:
+    """Features of control images [B, H, W, 3] in 0..1, one for each block (section 3.2), in the parameters' dtype."""
+    p = p["adapter"]
+    with jax.named_scope("t2i_adapter"):
+        if cfg.in_channels == 1:
+            images = images[..., :1]
+        h = unshuffled(images, cfg.downscale_factor).astype(jax.tree.leaves(p)[0].dtype)
+        if "conv_in" in p:
+            h = conv2d(p["conv_in"], h)
+        features = []
+        for i, (_, _, halves) in enumerate(cfg.blocks):
+            block = p["body"][str(i)]
+            h = averaged(h) if halves else h
+            h = linear(block["in_conv"], h) if "in_conv" in block else h
+            for j in range(cfg.num_res_blocks):
+                h = h + _inner(block["resnets"][str(j)], h, light=cfg.adapter_type == LIGHT)
+            h = linear(block["out_conv"], h) if "out_conv" in block else h
+            features.append(h)
+        return features
+
+
+def _inner(p: Params, h: Array, *, light: bool) -> Array:
+    h = jax.nn.relu(conv2d(p["block1"], h))
+    return conv2d(p["block2"], h) if light else linear(p["block2"], h)
+
+
+def unshuffled(images: Array, factor: int) -> Array:
+    """Pixels of squares as channels, [B, H, W, C] -> [B, H / f, W / f, C f f], in PyTorch's order of channels."""
+    batch, height, width, channels = images.shape
+    tiles = images.reshape(batch, height // factor, factor, width // factor, factor, channels)
+    return jnp.einsum("bhywxc->bhwcyx", tiles).reshape(batch, height // factor, width // factor, -1)
+
+
+def averaged(h: Array) -> Array:
+    """Mean of each 2 x 2 pixels; at an odd edge of those that are there."""
+    ones = jnp.ones((1, *h.shape[1:3], 1), jnp.float32)
+    total, count = (
+        jax.lax.reduce_window(one, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        for one in (h.astype(jnp.float32), ones)
+    )
+    return (total / count).astype(h.dtype)

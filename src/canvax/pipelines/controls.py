@@ -1,0 +1,140 @@
+"""A pipeline with networks that read control images: found and checked before weights are fetched, then loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.compile.programs import Programs
+from canvax.errors import CheckpointError, InputError
+from canvax.families.base import Model
+from canvax.families.controls import component_name, control_of, read_control
+from canvax.models.controlled import Control
+from canvax.parallel.memory import check_weights
+from canvax.parallel.rules import device_bytes, place
+from canvax.params import Param, Params, flatten, unflatten
+from canvax.types import Array, HostArray
+from canvax.weights.controlnet import ControlFiles, Kind, open_control
+from canvax.weights.load import load_components
+from canvax.weights.source import Source
+
+MOST = 8
+"""Networks of one pipeline: a call evaluates each of them in each step."""
+
+_OF_SOURCE = ("token", "cache_dir", "local_files_only", "progress", "variant")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A network whose files are there and fit the model; no weights are read.
+
+    Attributes:
+        files: where they are.
+        net: what it is.
+    """
+
+    files: ControlFiles
+    net: Control
+
+
+def control_sources(controlnet: Any, **source: Any) -> list[Source]:
+    """What ``controlnet=`` names, a name or a list of them.
+
+    Raises:
+        InputError: it is something else.
+    """
+    names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) for name in names):
+        raise InputError(
+            f"controlnet={controlnet!r:.80} is not a folder, a Hub id or a safetensors file, nor a list of these"
+        )
+    if len(names) > MOST:
+        raise InputError(f"controlnet has {len(names)} entries; a pipeline takes {MOST}, of which a call uses some")
+    kept = {name: value for name, value in source.items() if name in _OF_SOURCE}
+    return [Source(os.fspath(name), **kept) for name in names]
+
+
+def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:
+    """The networks, found and held against the model.
+
+    Raises:
+        CheckpointError: one is missing, damaged, or made for another kind of model.
+        HubError: the Hub cannot be reached, refuses, or does not have it.
+    """
+    found = []
+    for source in sources:
+
+        def accept(kind: Kind, config: Mapping[str, Any], name: str = source.name) -> None:
+            control_of(name, kind, config, model)
+
+        files = open_control(source, accept=accept)
+        found.append(Opened(files, read_control(files, model)))
+    return found
+
+
+def with_controls(
+    model: Model, programs: Programs, params: Params | None, opened: Sequence[Opened]
+) -> tuple[Model, Programs, Params | None]:
+    """A model with these networks in place of those that it has; compiled programs and weights are shared.
+
+    ``params`` None is a caller's who keeps them, and who loads no networks so.
+
+    Raises:
+        CheckpointError: weights cannot be used.
+        OutOfMemoryError: they do not fit into the devices.
+    """
+    if params is None and opened:
+        raise InputError("params=None: a pipeline that holds no parameters cannot be given a ControlNet; load it whole")
+    names = [component_name(i) for i in range(len(opened))]
+    controls = tuple(zip(names, (one.net for one in opened), strict=True))
+    networks = dataclasses.replace(model.networks, controls=controls)
+    model = dataclasses.replace(model, networks=networks, controls=tuple(one.files for one in opened))
+    programs = dataclasses.replace(programs, networks=networks)
+    if params is None:
+        return model, programs, None
+    parts = [part for part in model.components if part.name in names]
+    mesh = programs.mesh
+    needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
+    quantized = model.quantize is not None
+    check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)
+    old = {name for name, _ in model.networks.controls} | {component_name(i) for i in range(MOST)}
+    kept = {name: tree for name, tree in params.items() if name not in old}
+    for part, files in zip(parts, model.controls, strict=True):
+
+        def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
+            if not np.isfinite(array).all():
+                raise CheckpointError(
+                    f"{files}: holds numbers that are not finite (NaN or infinity); download it again"
+                )
+            return place(param, array, mesh)
+
+        loaded = load_components(files, [part], dtype=model.dtype, place=placed)[part.name]
+        kept[part.name] = whole_of(loaded, kept[model.networks.denoiser.component], files, model)
+    return model, programs, kept
+
+
+def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) -> Params:
+    """Weights of a network whose file has a part of them as what is to be added to the UNet's."""
+    if not files.difference:
+        return loaded
+    if model.quantize is not None:
+        raise InputError(
+            f"{files}: holds differences to the weights of the UNet, which are quantised to {model.quantize}; load the "
+            "model without quantize"
+        )
+    base = dict(flatten(unet))
+
+    def total(name: str, leaf: Array) -> Array:
+        if name not in base:
+            return leaf
+        both = leaf.astype(jnp.float32) + base[name].astype(jnp.float32)
+        return jax.device_put(both.astype(leaf.dtype), leaf.sharding)
+
+    return unflatten({name: total(name, leaf) for name, leaf in flatten(loaded)})

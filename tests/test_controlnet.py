@@ -1,0 +1,469 @@
+"""Control images: what a call says of them, what compiles, what company changes, and files that cannot be used.
+
+Numbers are held against PyTorch diffusers in ``parity/test_controlnet.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from control_files import adapter, config_of, controlnet
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from small_checkpoint import write_small_checkpoint
+
+import canvax
+from canvax.engine.batch import Batch, Carried
+from canvax.models.controlnet import ControlNet
+from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
+from canvax.noise import initial_noise, seed_keys
+from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.control_images import check_control, layer_weights, strengths
+
+QUIET = canvax.Options(progress=False)
+LATENTS = (8, 8, 4)
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """White lines on black."""
+    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
+    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+    """A small random model of 64 x 64 pixels."""
+    folder = write_small_checkpoint(tmp_path_factory.mktemp("model") / "base")
+    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def folders(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two ControlNets and a T2I-Adapter for it."""
+    root = tmp_path_factory.mktemp("nets")
+    nets = [controlnet(root / f"net{i}", base, i, strength=0.5) for i in range(2)]
+    return [*nets, adapter(root / "adapter", base)]
+
+
+@pytest.fixture(scope="module")
+def pipe(base: canvax.StableDiffusion, folders: list[Path]) -> canvax.StableDiffusion:
+    return base.with_controlnet(folders[0])
+
+
+def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
+    return pipe(prompt, **{"num_inference_steps": 4, "seed": 1, "progress": False} | changes)
+
+
+def far(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max())
+
+
+def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+    want = draw(base).latents
+    assert far(draw(pipe, control=edges(1), control_scale=0).latents, want) < 1e-4
+    assert far(draw(pipe, control=edges(1)).latents, want) > 1e-2
+    assert draw(pipe).compilations == 0  # without a control image it is the model as it was
+    np.testing.assert_array_equal(draw(pipe).latents, want)
+
+
+def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
+    first = draw(pipe, control=edges(1))
+    found = [first.latents]
+    for changes in (
+        {"control": edges(2)}, {"control": np.asarray(edges(3))}, {"control_scale": 0.5}, {"control_start": 0.3},
+        {"control_end": 0.5}, {"control_mode": "guess"}, {"control_mode": "prompt"}, {"control_mode": "control"},
+        {"control": edges(4, (200, 96)), "height": 64, "width": 64}, {"sampler": "Heun"}, {"num_inference_steps": 70},
+    ):  # fmt: skip
+        result = draw(pipe, **{"control": edges(1)} | changes)
+        assert result.compilations == 0, changes
+        assert all(far(result.latents, other) > 1e-4 for other in found), changes
+        found.append(result.latents)
+
+
+def test_windows_are_rows(pipe: canvax.StableDiffusion) -> None:
+    """As PyTorch diffusers counts them: a row is in if all of it lies within."""
+    options = dataclasses.replace(QUIET, control_start=0.2, control_end=0.75, control_scale=0.5)
+    control = check_control(pipe.model, edges(1), 1, options)
+    assert control is not None
+    column = strengths(pipe.model, control, options, 8)
+    assert column.shape == (8, 1, 2, 5)
+    np.testing.assert_array_equal(column[:, 0, 0, 0], [0, 0, 0.5, 0.5, 0.5, 0.5, 0, 0])
+    np.testing.assert_array_equal(column[:, 0, 0], column[:, 0, 1])
+    guess = strengths(pipe.model, control, dataclasses.replace(QUIET, control_mode="guess"), 2)
+    np.testing.assert_array_equal(guess[:, :, 0], 0)
+    np.testing.assert_allclose(guess[0, 0, 1], np.logspace(-1, 0, 5), rtol=1e-6)
+
+
+def test_soft_weights() -> None:
+    """Of A1111's extension: 0.825^(12 - i); SDXL has the first ten of these, an adapter four of its own."""
+    sd = ControlNet.from_dict({"cross_attention_dim": 768})
+    xl = ControlNet.from_dict({
+        "block_out_channels": [320, 640, 1280], "down_block_types": ["DownBlock2D"] + ["CrossAttnDownBlock2D"] * 2,
+    })  # fmt: skip
+    assert (sd.layers, xl.layers) == (13, 10)
+    np.testing.assert_allclose(layer_weights(sd, "prompt"), 0.825 ** np.arange(12, -1, -1))
+    np.testing.assert_allclose(layer_weights(xl, "control"), 0.825 ** np.arange(12, 2, -1))
+    kind = T2IAdapter(AdapterConfig(), sd.unet)
+    np.testing.assert_allclose(layer_weights(kind, "prompt"), [0.25, 0.62, 0.825, 1.0])
+    np.testing.assert_allclose(layer_weights(kind, "guess"), np.ones(4))
+
+
+def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is not evaluated where no image needs it: the host says so for each row."""
+    seen: list[np.ndarray] = []
+    original = Batch._with_control
+
+    def spy(self: Batch, inputs: Any, active: Any) -> Any:
+        found = original(self, inputs, active)
+        seen.append(found.needed[:4, 0])
+        return found
+
+    monkeypatch.setattr(Batch, "_with_control", spy)
+    draw(pipe, control=edges(1), control_end=0.5)
+    assert [bool(one) for one in seen[0]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("changes", [
+    {"prompt": "a cat AND a dog", "prompt_syntax": "a1111", "pag_scale": 3.0},
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (
+        {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0}, {"freeu": (1.2, 1.2, 0.9, 0.9)})),
+])  # fmt: skip
+def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDiffusion) -> None:
+    """The control of each image is that of all its halves."""
+    changes = {"prompt": "a cat", **changes}
+    strong = draw(pipe, control=edges(1), **changes).latents
+    assert far(strong, draw(pipe, control=edges(2), **changes).latents) > 1e-3
+    assert far(draw(pipe, control=edges(1), control_scale=0, **changes).latents, draw(pipe, **changes, height=64,
+               width=64).latents) < 1e-4  # fmt: skip
+
+
+def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
+    controls = [edges(i) for i in range(3)]
+    together = draw(pipe, ["a cat", "a dog", "a tree"], control=controls, seed=[1, 2, 3])
+    for i, prompt in enumerate(["a cat", "a dog", "a tree"]):
+        alone = draw(pipe, prompt, control=controls[i], seed=i + 1)
+        assert far(together.latents[i], alone.latents[0]) < 1e-4
+        assert together.metadata[i]["control_sha256"] == alone.metadata[0]["control_sha256"]
+
+
+@pytest.mark.parametrize("shape", [(4, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_on_several_devices(
+    shape: tuple[int, int], base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion
+) -> None:
+    mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])
+    spread = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0])
+    controls = [edges(i) for i in range(3)]
+    want = draw(pipe, ["a cat"] * 3, control=controls).latents
+    assert far(draw(spread, ["a cat"] * 3, control=controls).latents, want) < 1e-4
+
+
+def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
+    """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
+    assert pipe.params is not None
+    latents, names = (2, *LATENTS), ("controlnet",)
+    program = pipe.programs.denoise(pipe.params, latents, guided=True, controls=names)
+    batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
+
+    def carried(seed: int, steps: int, **options: Any) -> Carried:
+        from canvax.samplers import build_table
+
+        table = build_table(pipe.model.scheduler, steps, sampler="euler_a", guidance=4.0)
+        chosen = dataclasses.replace(QUIET, **options)
+        control = check_control(pipe.model, edges(seed), 1, chosen)
+        assert control is not None
+        read = pipe.programs.encode_control(pipe.params or {}, names[0], (1, 64, 64, 3))
+        (hint,) = read((pipe.params or {})[names[0]], np.asarray(edges(seed), np.float32)[None] / 255)
+        texts = [
+            {"text": np.asarray(pipe.encode(text)["text"]), names[0]: (np.asarray(hint),)} for text in ("a cat", "")
+        ]
+        noise, key = initial_noise([seed], LATENTS)[0], seed_keys([seed])[0]
+        column = strengths(pipe.model, control, chosen, len(table))
+        return Carried.begin(noise, *texts, key, table, control=column)
+
+    batch.join({0: carried(1, 6, control_end=0.5)})
+    batch.step(2)
+    batch.join({1: carried(2, 3, control_scale=0.3)})
+    found: dict[int, np.ndarray] = {}
+    while batch.rows_left:
+        moved = batch.carried()  # parked and put back, as a server does
+        batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
+        batch.join(moved)
+        found |= {slot: batch.take(slot) for slot in batch.step(1)}
+    for slot, (seed, steps, options) in enumerate([(1, 6, {"control_end": 0.5}), (2, 3, {"control_scale": 0.3})]):
+        alone = draw(pipe, control=edges(seed), seed=seed, num_inference_steps=steps, sampler="euler_a",
+                     guidance_scale=4.0, **options)  # fmt: skip
+        assert far(found[slot], alone.latents[0]) < 2e-4
+
+
+def test_several_networks(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
+    both = base.with_controlnet(folders[:2])
+    one = draw(pipe, control=edges(1)).latents
+    assert far(draw(both, control=[edges(1), None]).latents, one) < 1e-5
+    assert far(draw(both, control=[edges(1), edges(2)], control_scale=(1, 0)).latents, one) < 1e-4
+    assert far(draw(both, control=[edges(1), edges(2)]).latents, one) > 1e-3
+    windows = {"control_scale": (1, 0.5), "control_start": (0, 0.5), "control_mode": ("guess", "balanced")}
+    result = draw(both, control=[edges(1), [edges(2)]], **windows)
+    assert result.compilations == 0
+    assert result.metadata[0]["options"] == {name: tuple(value) for name, value in windows.items()}
+    assert [*map(bool, draw(both, control=[None, edges(2)]).metadata[0]["control_sha256"])] == [False, True]
+    mixed = base.with_controlnet([folders[2], folders[0]])
+    assert far(draw(mixed, control=[edges(1), None]).latents, draw(base).latents) > 1e-3
+    assert far(draw(mixed, control=[edges(1), edges(1)], control_scale=(0, 1)).latents, one) < 1e-4
+
+
+def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+    assert base.params is not None
+    assert pipe.params is not None
+    assert "controlnet" not in base.params
+    assert pipe.params["unet"] is base.params["unet"]
+    assert "controlnet" not in (pipe.with_controlnet(None).params or {})
+
+
+def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
+    photo = draw(pipe).images[0]
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 0, 32, 64))
+    for more in ({"strength": 0.5}, {"mask": mask}):
+        plain = draw(pipe, image=photo, **more)
+        steered = draw(pipe, image=photo, control=edges(1), **more)
+        assert far(plain.pixels, steered.pixels) > 1e-2
+    np.testing.assert_array_equal(np.asarray(steered.images[0])[:, 32:], np.asarray(photo)[:, 32:])
+    assert draw(pipe, control=edges(1), hires=2).images[0].size == (128, 128)
+    assert draw(pipe, control=edges(1, (96, 64))).images[0].size == (96, 64)
+
+
+def test_metadata_and_pickling(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
+    told = draw(pipe, control=edges(1), control_scale=0.7).metadata[0]
+    assert told["controlnet"] == [str(folders[0])]
+    assert told["options"] == {"control_scale": 0.7}
+    assert len(told["control_sha256"][0]) == 64
+    again = pickle.loads(pickle.dumps(pipe))
+    assert far(draw(again, control=edges(1)).latents, draw(pipe, control=edges(1)).latents) < 1e-4
+
+
+def test_saved_without_it(pipe: canvax.StableDiffusion, tmp_path: Path) -> None:
+    pipe.save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "controlnet").exists()
+    assert far(draw(canvax.load(tmp_path / "saved", mesh=pipe.mesh)).latents, draw(pipe).latents) < 1e-4
+
+
+def test_other_dtypes(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+    mesh = make_mesh(jax.devices()[:1])
+    for keywords in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
+        pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0], **keywords)
+        assert far(draw(pipe, control=edges(1)).pixels, draw(pipe).pixels) > 1e-2
+
+
+def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+    fresh = canvax.load(base.model.name, mesh=make_mesh(jax.devices()[:1]), controlnet=folders[1])
+    built = fresh.compile(control=True, progress=False)
+    assert [one.program for one in built] == ["text encoder", "control encoder", "denoiser", "decoder"]
+    assert draw(fresh, control=edges(1)).compilations == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"control": 5}, "control=5 is not an image"),
+        ({"control": "nowhere.png"}, "control='nowhere.png' cannot be read"),
+        ({"control": [edges(1)] * 2}, "control has 2 entries for 1 images"),
+        ({"control": np.full((64, 64, 3), -0.5)}, "control has values outside of 0..1"),
+        ({"control": edges(1, (60, 64)).resize((60, 64))}, "width of 60 pixels.*width=56 or width=64"),
+        ({"control": [edges(1), edges(2, (96, 64))], "prompt": ["a", "b"]}, "several sizes; give height and width"),
+        ({"control": edges(1), "control_scale": float("nan")}, "control_scale=nan is not in -10..10"),
+        ({"control": edges(1), "control_scale": 11}, "control_scale=11 is not in -10..10"),
+        ({"control": edges(1), "control_scale": "much"}, "control_scale='much' is not in"),
+        ({"control": edges(1), "control_scale": ()}, r"control_scale=\(\) is not in"),
+        ({"control": edges(1), "control_scale": (1, 0.5)}, "control_scale has 2 entries for 1 networks"),
+        ({"control": edges(1), "control_start": -0.1}, "control_start=-0.1 is not in 0..1"),
+        ({"control": edges(1), "control_end": 2}, "control_end=2 is not in 0..1"),
+        ({"control": edges(1), "control_start": 0.5, "control_end": 0.5}, "control_start=0.5 is not before"),
+        ({"control": edges(1), "control_mode": "loud"}, "control_mode='loud' is not known"),
+        ({"control": edges(1), "guess_mode": 3}, "guess_mode=3"),
+        ({"control": edges(1), "guess_mode": True, "control_mode": "prompt"}, "no control_mode beside it"),
+        ({"control": edges(1), "reuse": 2}, "control with reuse"),
+        ({"control_scale": 0.5}, "control_scale without a control image"),
+        ({"control": [None], "control_end": 0.5}, "control_end without a control image"),
+        ({"control": edges(1), "control_image": edges(1)}, "control_image and control are one argument"),
+        ({"control": edges(1), "control_scale": 1, "controlnet_conditioning_scale": 1}, "control_scale is given twice"),
+    ],
+)
+def test_bad_calls(changes: dict[str, Any], message: str, pipe: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        draw(pipe, **changes)
+
+
+def test_calls_that_do_not_fit_the_pipeline(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+    with pytest.raises(canvax.InputError, match=r"which has no ControlNet: canvax.load\('.*', controlnet=...\)"):
+        draw(base, control=edges(1))
+    both = base.with_controlnet(folders[:2])
+    for control in (edges(1), [edges(1)] * 3):
+        with pytest.raises(canvax.InputError, match="for 2 networks; give a list"):
+            draw(both, control=control)
+    for wrong in (5, [5], {"a": 1}, [folders[0]] * 9):
+        with pytest.raises(canvax.InputError, match="controlnet"):
+            base.with_controlnet(wrong)  # pyright: ignore[reportArgumentType]
+
+
+# Files that cannot be used
+
+
+def rewritten(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Callable[[Path], Any]:
+    """The arrays of a folder, changed."""
+
+    def write(folder: Path) -> None:
+        arrays = change(load_file(folder / WEIGHTS))
+        save_file(arrays, folder / WEIGHTS)
+
+    return write
+
+
+def configured(**changes: Any) -> Callable[[Path], Any]:
+    def write(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return write
+
+
+def one_file(name: str, arrays: dict[str, np.ndarray]) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        save_file(arrays, folder / name)
+        return folder / name
+
+    return write
+
+
+def named(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    rewritten(lambda arrays: {k: v for k, v in arrays.items() if "down_blocks.0" not in k})(folder)
+
+
+def pickles_alone(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "config.json").unlink()
+    (folder / "diffusion_pytorch_model.bin").write_bytes(b"PK\x03\x04")
+
+
+def nan(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    arrays["controlnet_mid_block.bias"][3] = np.nan
+    return arrays
+
+
+ZERO = np.zeros((4, 4), np.float32)
+XL = {"cross_attention_dim": 2048, "block_out_channels": [320, 640, 1280], "attention_head_dim": [5, 10, 20],
+      "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+      "transformer_layers_per_block": [1, 2, 10], "norm_num_groups": 32, "addition_embed_type": "text_time",
+      "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}  # fmt: skip
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), "is truncated"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights found"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "config of an SDXL net": (configured(**XL), "is a ControlNet for Stable Diffusion XL.*text of width 2048"),
+    "config of an SD 1.x net": (configured(cross_attention_dim=768), "ControlNet for Stable Diffusion 1.x"),
+    "other levels": (configured(block_out_channels=[64, 64]), "made for another kind|is a ControlNet for another kind"),
+    "another class": (configured(_class_name="UNet2DConditionModel"), "canvax reads ControlNetModel and T2IAdapter"),
+    "no class": (configured(_class_name=None), "canvax reads ControlNetModel"),
+    "a union": (configured(_class_name="ControlNetUnionModel"), "is a ControlNet-Union"),
+    "unknown field": (configured(magic=3), "magic = 3"),
+    "unknown channel order": (configured(controlnet_conditioning_channel_order="grb"), "channel_order 'grb'"),
+    "four channels": (configured(conditioning_channels=4), "conditioning_channels 4"),
+    "another factor": (configured(conditioning_embedding_out_channels=[8, 16]), "one feature of 2 x 2 pixels"),
+    "a huge number": (configured(layers_per_block=10**9), "layers_per_block"),
+    "a missing array": (rewritten(lambda a: {k: v for k, v in a.items() if k != "controlnet_mid_block.weight"}),
+                        "1 missing.*controlnet_mid_block.weight"),
+    "an unused array": (rewritten(lambda a: a | {"extra.weight": ZERO}), "1 unused.*extra.weight"),
+    "a wrong shape": (rewritten(lambda a: a | {"conv_in.bias": ZERO}), r"1 misshapen.*conv_in.bias"),
+    "whole numbers": (rewritten(lambda a: a | {"conv_in.bias": np.zeros(32, np.int32)}), "1 mistyped"),
+    "all wrong": (rewritten(lambda a: {f"module.{k}": v for k, v in a.items()}), r"missing.*unused"),
+    "not finite": (rewritten(nan), "not finite"),
+    "no config and not whole": (without_config, "it lacks"),
+    "pickles alone": (pickles_alone, r"holds only diffusion_pytorch_model.bin, a pickle.*weights_only=True"),
+    "a pickle": (named("net.pth", b"PK\x03\x04"), r"does not open pickles.*save_file\(.*'net.safetensors'\)"),
+    "a pickle under another name": (named("net.safetensors", b"PK\x03\x04" * 9), "is a pickle"),
+    "a web page": (named("net.safetensors", b"<!DOCTYPE html><html>"), "is a web page"),
+    "a pointer": (named("net.safetensors", b"version https://git-lfs.github.com/spec/v1\n" * 2), "Git LFS pointer"),
+    "empty": (one_file("net.safetensors", {}), "is empty"),
+    "a control-LoRA": (one_file("net.safetensors", {"lora_controlnet": ZERO, "a.up": ZERO}), "is a control-LoRA"),
+    "a ControlLLLite": (one_file("net.safetensors", {"lllite_unet_a.weight": ZERO}), "is a ControlLLLite"),
+    "a union's file": (one_file("net.safetensors", {"task_embedding": ZERO}), "is a ControlNet-Union"),
+    "a LoRA": (one_file("net.safetensors", {"a.lora_down.weight": ZERO}), "is a LoRA"),
+    "a whole model": (one_file("net.safetensors", {"model.diffusion_model.a": ZERO}), "is a whole model"),
+    "something else": (one_file("net.safetensors", {"a": ZERO}), "holds no ControlNet"),
+    "the original code's, cut": (
+        one_file("net.safetensors", {"control_model.input_hint_block.0.weight": ZERO}), "is not a whole network"),
+    "an adapter, cut": (one_file("net.safetensors", {"adapter.body.0.resnets.0.block1.weight": ZERO}), "not a whole"),
+    "a folder that is not there": (lambda f: f / "nothing" / "at" / "all", "there is no such folder or file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Path], tmp_path: Path) -> None:
+    """One clear error, and the pipeline generates as before."""
+    folder = tmp_path / "broken"
+    shutil.copytree(folders[0], folder)
+    change, message = BROKEN[name]
+    made = change(folder)
+    with pytest.raises(canvax.CheckpointError, match=message) as caught:
+        pipe.with_controlnet(made if isinstance(made, Path) else folder)
+    assert "\n" not in str(caught.value)
+    assert draw(pipe, control=edges(1)).compilations == 0
+
+
+def test_refused_before_the_model_is_loaded(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network for another kind of model is told from its config, before weights of either are read."""
+    shutil.copytree(folders[0], folder := tmp_path / "net")
+    configured(**XL)(folder)
+    (folder / WEIGHTS).unlink()
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("canvax.pipelines.open.load_components", never)
+    with pytest.raises(canvax.CheckpointError, match="is a ControlNet for Stable Diffusion XL"):
+        canvax.load(base.model.name, controlnet=folder)
+
+
+def test_an_adapter_for_another_model(base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[2], folder := tmp_path / "net")
+    configured(adapter_type="full_adapter_xl", downscale_factor=16)(folder)
+    with pytest.raises(canvax.CheckpointError, match=r"T2I-Adapter for another kind.*32 at 1/2.*32 at 1/1"):
+        base.with_controlnet(folder)
+    configured(adapter_type="wide")(folder)
+    with pytest.raises(canvax.CheckpointError, match="adapter_type 'wide'"):
+        base.with_controlnet(folder)
+
+
+def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
+    """Those of diffusers, in one call."""
+    want = draw(pipe, control=edges(1), control_scale=0.5, control_start=0.1, control_end=0.9, control_mode="guess")
+    got = draw(pipe, control_image=edges(1), controlnet_conditioning_scale=0.5, control_guidance_start=0.1,
+               control_guidance_end=0.9, guess_mode=True)  # fmt: skip
+    np.testing.assert_array_equal(got.latents, want.latents)
+    assert got.metadata == want.metadata
+    np.testing.assert_array_equal(
+        draw(pipe, subseed=3, subseed_strength=0.5).latents,
+        draw(pipe, variation_seed=3, variation_strength=0.5).latents,
+    )
+    assert config_of(pipe.model.unet, 4)["in_channels"] == 4
+    assert canvax.load(pipe.model.name, t2i_adapter=folders[2], mesh=pipe.mesh).model.controls
