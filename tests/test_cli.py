@@ -307,7 +307,7 @@ def test_warnings_are_one_line(generate: Run) -> None:
         (("x", "--set", "s_churn=many", "--sampler", "euler"), "s_churn='many' cannot be used (a number"),
         (("x", "--set", "s_churn"), "names with values"),
         (("x", "--guidance-interval", "0.8,0.2"), "guidance_interval"),
-        (("x", "--reuse", "4,4"), "argument --reuse: invalid int value: '4,4'"),
+        (("x", "--reuse", "4,4"), "argument --reuse: '4,4' is not a whole number"),
         (("x", "--reuse", "0"), "reuse=0"),
         (("x", "--reuse-layers", "9"), "reuse_layers=9"),
         (("x", "--vae-tiling", "yes"), "tiling='yes'"),

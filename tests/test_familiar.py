@@ -107,10 +107,10 @@ def test_every_argument_of_load_has_an_answer(name: str) -> None:
 
 
 def test_harmless_arguments_of_load() -> None:
-    harmless = {"safety_checker": None, "use_safetensors": True, "requires_safety_checker": False, "device_map": None}
+    harmless = {"image_encoder": None, "use_safetensors": True, "requires_safety_checker": False, "device_map": None}
     assert translate_load({"model": "emoji"}, harmless) == ({"model": "emoji"}, None)
-    with pytest.raises(canvax.InputError, match="safety_checker='x': canvax has none"):
-        translate_load({}, {"safety_checker": "x"})
+    with pytest.raises(canvax.InputError, match="image_encoder='x': canvax has none"):
+        translate_load({}, {"image_encoder": "x"})
 
 
 @pytest.mark.parametrize("name", sorted(ATTRIBUTES))
