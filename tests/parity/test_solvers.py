@@ -89,7 +89,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, fields, prediction, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize(("name", "fields", "prediction"), cases(), ids=str)
+@pytest.mark.parametrize(("name", "fields", "prediction"), list(cases()), ids=str)
 def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -> None:
     if prediction == "sample" and name in NO_SAMPLE:
         pytest.skip("the reference does not read this prediction type")
