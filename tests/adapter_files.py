@@ -224,5 +224,6 @@ def stored(param: Param, leaf: Any) -> np.ndarray:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Path:
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, dict(metadata or {}))
+    metadata = metadata or {"format": "pt"}
+    save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path, dict(metadata))
     return path
