@@ -96,6 +96,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._check_known(name)
         return self._loaded[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The adapter, or ``default`` where there is none of this name."""
+        return self._loaded.get(key, default)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._loaded)
 
