@@ -75,6 +75,7 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
         assert now.keys() == was.keys()
         assert all(now[name].tobytes() == was[name].tobytes() for name in was)
         assert not pipe.model.merged
+        assert not pipe.adapters._merging._kept  # nor is memory held
         assert not any(tokenizer.added for tokenizer in pipe.model.tokenizers.values())
 
 
