@@ -25,6 +25,9 @@ class Made(NamedTuple):
     delta: Delta
 
 
+Make = Callable[["Draw", tuple[int, ...]], Made]
+
+
 class Draw:
     """Random arrays, small enough that the weights stay weights."""
 
@@ -81,9 +84,9 @@ def without_alpha(draw: Draw, shape: tuple[int, ...]) -> Made:
     return Made(made.arrays, lambda w: made.delta(w) / ratio(alpha, r))
 
 
-def dora(axis: int) -> Callable[[Draw, tuple[int, ...]], Made]:
+def dora(axis: int, inner: Make = lora) -> Make:
     def make(draw: Draw, shape: tuple[int, ...]) -> Made:
-        made = lora(draw, shape)
+        made = inner(draw, shape)
         sizes = [1] * len(shape)
         sizes[axis] = shape[axis]
         magnitude = np.abs(draw(*sizes)) + np.float32(0.5)
@@ -164,6 +167,39 @@ def oft(draw: Draw, shape: tuple[int, ...]) -> Made:
     return Made({".oft_blocks": blocks, ".rescale": rescale, ".alpha": alpha}, delta)
 
 
+def boft(draw: Draw, shape: tuple[int, ...]) -> Made:
+    """Stages of a butterfly, each an orthogonal matrix written out whole."""
+    out, size = shape[0], 4
+    stages = max(i for i in range(1, 4) if out % (2 ** (i - 1) * size) == 0)
+    blocks = draw(stages, out // size, size, size)
+
+    def delta(w: np.ndarray) -> np.ndarray:
+        turned = w.reshape(out, -1)
+        for i, stage in enumerate(wide(blocks)):
+            apart = 2**i * size // 2  # rows that are mixed lie so far apart, in pairs of runs of this length
+            order = [run * 2 * apart + half * apart + k
+                     for run in range(out // (2 * apart)) for k in range(apart) for half in range(2)]  # fmt: skip
+            whole = np.zeros((out, out))
+            for j, block in enumerate(stage):
+                q, rows = block - block.T, slice(j * size, (j + 1) * size)
+                whole[rows, rows] = (np.eye(size) + q) @ np.linalg.inv(np.eye(size) - q)
+            mixed = whole @ turned[order]
+            turned = np.empty_like(mixed)
+            turned[order] = mixed
+        return turned.reshape(w.shape) - w
+
+    return Made({".oft_blocks": blocks}, delta)
+
+
+def ia3_of_peft(on_input: bool) -> Make:
+    def make(draw: Draw, shape: tuple[int, ...]) -> Made:
+        factors = draw(1, shape[1]) if on_input else draw(shape[0], 1)
+        sides = "oi...,i->oi..." if on_input else "oi...,o->oi..."
+        return Made({".ia3_l": factors}, lambda w: np.einsum(sides, w, wide(factors).reshape(-1)) - w)
+
+    return make
+
+
 def ia3(on_input: bool) -> Callable[[Draw, tuple[int, ...]], Made]:
     def make(draw: Draw, shape: tuple[int, ...]) -> Made:
         length = shape[1] if on_input else shape[0]
@@ -224,5 +260,6 @@ def stored(param: Param, leaf: Any) -> np.ndarray:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> Path:
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, dict(metadata or {}))
+    metadata = metadata or {"format": "pt"}
+    save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path, dict(metadata))
     return path

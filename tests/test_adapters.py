@@ -13,10 +13,12 @@ import pytest
 from adapter_files import (
     Draw,
     Made,
+    boft,
     dora,
     full,
     glora,
     ia3,
+    ia3_of_peft,
     kohya,
     kohya_ldm,
     layers,
@@ -73,6 +75,7 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
         assert now.keys() == was.keys()
         assert all(now[name].tobytes() == was[name].tobytes() for name in was)
         assert not pipe.model.merged
+        assert not pipe.adapters._merging._kept  # nor is memory held
         assert not any(tokenizer.added for tokenizer in pipe.model.tokenizers.values())
 
 
@@ -116,7 +119,12 @@ FORMATS: dict[str, tuple[Make, Callable[[tuple[int, ...]], bool]]] = {
     "lokr of a whole and a product": (lokr("whole", "product"), lambda shape: True),
     "lokr of products": (lokr("product", "product"), lambda shape: True),
     "lokr with a core": (lokr("whole", "tucker"), only_convs),
+    "loha with dora": (dora(0, loha), lambda shape: True),
+    "lokr with dora": (dora(0, lokr("whole", "product")), lambda shape: True),
     "oft": (oft, even),
+    "boft": (boft, even),
+    "ia3 of peft by inputs": (ia3_of_peft(True), lambda shape: True),
+    "ia3 of peft by outputs": (ia3_of_peft(False), lambda shape: True),
     "ia3 of inputs": (ia3(True), lambda shape: True),
     "ia3 of outputs": (ia3(False), lambda shape: True),
     "glora": (glora(False), only_linear),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +256,116 @@ def test_room_for_words_ends(sd: canvax.StableDiffusion, tmp_path: Path) -> None
         sd.adapters.load_embedding(file, "<Three>")
     with pytest.warns(HintWarning, match="is a common word"):
         sd.adapters.load_embedding(write(tmp_path / "v.safetensors", {"emb_params": Draw()(1, 48)}), "cat")
+
+
+def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/adapters.md runs, one after another, and generates different images."""
+    page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: sd)
+    monkeypatch.chdir(tmp_path)
+    for name, source in (("ink", "ink"), ("clay", "clay"), ("lcm-lora", "ink")):
+        (tmp_path / f"{name}.safetensors").write_bytes((loras / f"{source}.safetensors").read_bytes())
+    write(tmp_path / "wool.safetensors", {"emb_params": Draw()(2, 48)})
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(block, names)
+        names["pipe"].adapters.remove("wool") if "wool" in names["pipe"].adapters.words else None
+    images = [value.pixels for value in names.values() if isinstance(value, canvax.Result)]
+    assert len(images) == 4
+    assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(images) for b in images[:i])
+    assert names["lcm"].suggested["sampler"] == "LCM"
+
+
+# The command
+
+
+def test_the_command(
+    folder: Path, loras: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--lora, --embedding and --lora-dir; metadata; and the command that info prints makes the same image."""
+    from canvax.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    write(tmp_path / "wool.safetensors", {"emb_params": Draw()(2, 48)})
+    shared = ["-m", str(folder), "-s", "1", "--steps", "2", "-b", "1", "-q"]
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main([*words])
+        return code, *capsys.readouterr()
+
+    def image(name: str) -> np.ndarray:
+        from PIL import Image
+
+        return np.asarray(Image.open(tmp_path / name))
+
+    ink = str(loras / "ink.safetensors")
+    given = ["--lora", f"{ink}:0.5", "--embedding", "wool.safetensors"]
+    assert run("generate", "a wool cat", *shared, *given, "-o", "a.png") == (0, "a.png\n", "")
+    assert run("generate", "a wool cat <lora:ink:0.5>", "a dog <lora:clay>", *shared, "--lora-dir", str(loras),
+               "--embedding", "wool.safetensors", "-o", "both")[0] == 0  # fmt: skip
+    assert run("generate", "a wool cat", *shared, "-o", "plain.png")[0] == 0
+    files = sorted((tmp_path / "both").iterdir())
+    assert len(files) == 2
+    np.testing.assert_array_equal(image("a.png"), image(str(files[0])))
+    assert (image("a.png") != image("plain.png")).any()
+    code, out, _ = run("info", "a.png")
+    assert code == 0
+    line = out.strip().splitlines()[-1]
+    assert f"--lora {ink}:0.5 --embedding wool.safetensors" in line
+    again = line.replace("canvax ", "", 1).split("--prompt 'a wool cat'")
+    assert run("generate", "a wool cat", *shlex.split(again[1]), *shared[:2], "-q", "-o", "again.png") == (
+        0,
+        "again.png\n",
+        "",
+    )
+    np.testing.assert_array_equal(image("a.png"), image("again.png"))
+    code, _, err = run("generate", "--from-image", "a.png", *shared[:2], "-q", "-o", "other.png")
+    assert code == 0
+    assert "was generated with ink, wool; name the files with --lora and --embedding" in err
+    assert "<lora:ink:0.5>" in (tmp_path / "a.png").read_bytes().decode("latin-1")
+
+
+def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from canvax.cli import main
+
+    tags = json.dumps({"10_cats": {"inky cat": 40, "cat": 12}, "5_dogs": {"inky cat": 9, "dog": 3}})
+    metadata = {"ss_tag_frequency": tags, "ss_network_module": "lycoris.kohya", "modelspec.title": "LCM of ink"}
+    file = write(tmp_path / "style.safetensors", {
+        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k.lora_down.weight": Draw()(8, 768),
+        "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k.lora_up.weight": Draw()(64, 8),
+        "lora_te_text_model_encoder_layers_0_mlp_fc1.hada_w1_a": Draw()(64, 8),
+        "lora_te_text_model_encoder_layers_0_mlp_fc1.hada_w1_b": Draw()(8, 64),
+        "lora_te_text_model_encoder_layers_0_mlp_fc1.hada_w2_a": Draw()(64, 8),
+        "lora_te_text_model_encoder_layers_0_mlp_fc1.hada_w2_b": Draw()(8, 64),
+    }, metadata)  # fmt: skip
+    assert main(["info", str(file)]) == 0
+    out = capsys.readouterr().out
+    for words in (": an adapter", "1 of UNet: LoRA", "1 of text encoder: LoHa", "Stable Diffusion 1.x",
+                  "inky cat, cat, dog", "--sampler LCM --steps 4 --guidance-scale 1.0", "lycoris.kohya"):  # fmt: skip
+        assert words in out, out
+    word = write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 768)})
+    assert main(["info", str(word)]) == 0
+    assert "wool (3 vectors)" in capsys.readouterr().out
+    assert main(["generate", "a cat", "-m", str(file)]) == 1
+    assert "is a LoRA, not a model; pass a model, and this to pipe.adapters.load or --lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("lcm-lora-sdv1-5", {"sampler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("sdxl_lightning_8step_lora", {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": 8,
+                                       "guidance_scale": 1.0}),
+        ("Hyper-SD15-1step-lora", {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}),
+        ("Hyper-SDXL-12steps-CFG-lora", {"sampler": "DDIM", "spacing": "trailing", "num_inference_steps": 12,
+                                         "guidance_scale": 5.0}),
+        ("tcd-sdxl", {"sampler": "TCD", "eta": 0.3, "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("ink_lightning", {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": 4, "guidance_scale": 1.0}),
+        ("ink", {}),
+    ],
+)  # fmt: skip
+def test_suggestions(name: str, wanted: dict[str, Any]) -> None:
+    from canvax.weights.adapter_info import suggested
+
+    assert suggested(name, {}) == wanted

@@ -89,7 +89,7 @@ def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, out
     axis = 0 if outputs or magnitude.ndim < 2 or magnitude.shape[0] != 1 or weight.shape[0] == 1 else 1
     others = tuple(i for i in range(weight.ndim) if i != axis)
     norm = np.sqrt(np.square(merged, dtype=np.float64).sum(others, keepdims=True))
-    ratio = magnitude.reshape(norm.shape) / np.maximum(norm, np.finfo(np.float32).tiny)
+    ratio = np.divide(magnitude.reshape(norm.shape), norm, out=np.zeros_like(norm), where=norm > 0)
     return merged * ratio.astype(np.float32) - weight
 
 
@@ -165,7 +165,7 @@ def _lora(weight: HostArray, part: Part) -> HostArray:
     if "mid" in part.arrays:
         return _core(part.arrays["mid"], up.T * np.float32(part.scale), down)
     # Transposed, as the weight is in memory: what is added to it then lies as it does.
-    return (down.T @ (up.T * np.float32(part.scale))).T
+    return (np.ascontiguousarray(down.T) @ np.ascontiguousarray(up.T * np.float32(part.scale))).T
 
 
 def _loha_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:

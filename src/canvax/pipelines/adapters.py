@@ -24,7 +24,7 @@ from canvax.pipelines.prompt_tags import take_tags
 from canvax.types import HostArray
 from canvax.weights.adapter_info import suggested, trigger_words
 from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
-from canvax.weights.embeddings import Embedding, read_embeddings
+from canvax.weights.embeddings import Embedding, check_token, read_embeddings
 from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, token_widths
 from canvax.weights.safetensors import read_metadata
 
@@ -95,6 +95,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __getitem__(self, name: str) -> LoadedAdapter:
         self._check_known(name)
         return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The adapter, or ``default`` where there is none of this name."""
+        return self._loaded.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._loaded)
@@ -188,7 +195,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]
-        asked = token if token is None or isinstance(token, str) else tuple(token)
+        asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
         words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -99,25 +100,26 @@ class Merging:
     def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
         """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
         param, name = self._declared[key], key[1]
-        base = kept.weight.reshape(param.shape).astype(np.float32)
+        base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
         base = base if kept.scale is None else base * kept.scale
-        merged = base.copy()
-        for part, factor in change_.parts:
-            added = change(param.turned(base), part)
-            param.turned(merged)[...] += added if factor == 1 else added * np.float32(factor)
+        merged: HostArray | None = None
+        for part, factor in change_.parts:  # every pass over a weight is a part of the time of a swap
+            added = param.from_checkpoint(change(param.turned(base), part))
+            if factor != 1:
+                added *= np.float32(factor)
+            merged = np.add(base if merged is None else merged, added, out=added)  # which is ours: no other memory
+        merged = base.copy() if merged is None else merged
         for i, vector in change_.rows.items():
             merged[i] = vector
         if kept.scale is not None:
             weight, scale = quantize(merged, kept.weight.dtype)
             return self._on_devices(key[0], {name: weight, scale_of(name): scale})
-        with np.errstate(over="ignore"):
-            merged = merged.astype(kept.weight.dtype)
-        if not np.isfinite(merged.astype(np.float32, copy=False)).all():
+        if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
             raise CanvaxError(
                 f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
                 "load the model in float32"
             )
-        return self._on_devices(key[0], {name: merged})
+        return self._on_devices(key[0], {name: merged.astype(kept.weight.dtype, copy=False)})
 
     def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
         scale = {} if kept.scale is None else {scale_of(key[1]): kept.scale}

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from canvax.parallel.mesh import make_mesh, padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
-from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
 from canvax.pipelines.controls import Opened, control_sources, open_controls, with_controls
 from canvax.pipelines.display import Display, summary
@@ -47,6 +46,9 @@ from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
 from canvax.weights.source import Source
+
+if TYPE_CHECKING:
+    from canvax.pipelines.adapters import Adapters
 
 
 @dataclass(eq=False, repr=False)
@@ -96,6 +98,8 @@ class StableDiffusion:
     @cached_property
     def adapters(self) -> Adapters:
         """LoRAs and textual inversions in this pipeline: load, set, remove (docs/adapters.md)."""
+        from canvax.pipelines.adapters import Adapters  # which most pipelines never need
+
         return Adapters(self.model, self.mesh, lambda: self._params(None))
 
     @property

@@ -115,6 +115,7 @@ class AdapterSource:
         else:
             names = self._chosen(commit.names, usual)
             config = [CONFIG] if CONFIG in commit.names and names[0] == "adapter_model.safetensors" else []
+            commit = replace(commit, root=names[0])
             folder = commit.fetch([*names, *config], progress=True)
             commit.remember()
         return [folder / name for name in names], _config(folder, names[0])

@@ -15,6 +15,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError
 from canvax.types import HostArray
+from canvax.weights.adapter_names import is_adapters
 from canvax.weights.entries import Entry
 from canvax.weights.safetensors import open_safetensors
 
@@ -103,13 +104,12 @@ def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, Ho
     entries = open_safetensors(path, plain_names=False)
     if not entries:
         raise CheckpointError(f"{path}: is empty: it holds no array")
+    if any(is_adapters(entry.name) for entry in entries):
+        raise CheckpointError(f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file)")
     if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
         raise CheckpointError(
-            f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width). "
-            "An adapter of weights is loaded by pipe.adapters.load"
+            f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width)"
         )
-    if any(entry.name.endswith((".lora_down.weight", ".lora_A.weight", ".alpha")) for entry in entries):
-        raise CheckpointError(f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file)")
     found = []
     for entry in entries:
         unnamed = entry.name in _UNNAMED or entry.name in _BY_KEY

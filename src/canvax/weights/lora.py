@@ -20,7 +20,7 @@ from canvax.adapters import KINDS, Part, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
-from canvax.weights.adapter_names import Module, module_table, nearest_module, parameters, split_name
+from canvax.weights.adapter_names import Module, is_adapters, module_table, nearest_module, parameters, split_name
 from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
 from canvax.weights.entries import Entry
 from canvax.weights.safetensors import open_safetensors, read_metadata
@@ -107,10 +107,9 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
     if not entries:
         raise CheckpointError(f"{path}: is empty: it holds no array")
     _check_base(path, entries, specs, metadata)
+    _refuse_stranger(path, entries)
     found = _Faults()
     groups = _grouped(entries, specs, found)
-    if not groups and not any(entry.name.startswith(BUNDLED) for entry in entries):
-        _refuse_stranger(path, entries)
     declared, configs = parameters(specs), _configs(path, metadata, config)
     parts: dict[Key, Part] = {}
     for module, roles in groups.items():
@@ -204,6 +203,9 @@ def _part(
         found.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
         return None
     shapes = {role: entry.shape for role, entry in roles.items()}
+    if empty := [entry.name for entry in roles.values() if 0 in entry.shape]:
+        found.add("empty", ", ".join(empty))
+        return None
     if wrong := faults(kind, {role: shape for role, shape in shapes.items() if role != "alpha"}, stored):
         found.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
         return None
@@ -334,7 +336,7 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     """An error for a file none of whose arrays belong to the model."""
     names = {entry.name for entry in entries}
     whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
-    if any(name.startswith(whole) for name in names) and not any("lora" in name for name in names):
+    if any(name.startswith(whole) for name in names) and not any(map(is_adapters, names)):
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
     if names <= {"emb_params", "clip_l", "clip_g"}:
         raise CheckpointError(f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r})")
