@@ -33,6 +33,7 @@ SAMPLERS = {
     "DPM++ 2M": ("DPMSolverMultistepScheduler", {}),
     "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
     "UniPCMultistepScheduler": ("UniPCMultistepScheduler", {}),
+    "DEISMultistepScheduler": ("DEISMultistepScheduler", {}),
     "Heun": ("HeunDiscreteScheduler", {}),
 }
 CASES = [
@@ -173,9 +174,9 @@ def mask(seed: int) -> Image.Image:
         *((1.0, "DDIM"), (0.6, "Euler")),
         *(
             pytest.param(strength, sampler, marks=pytest.mark.slow)
-            for strength in (0.5, 0.75)
+            for strength in (0.5, 0.75, 1.0)
             for sampler in SAMPLERS
-            if sampler != "Euler a"
+            if sampler != "Euler a" and (strength, sampler) != (1.0, "DDIM")
         ),
     ],
 )
