@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-slow test-bad fuzz test-newest test-tpu lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -31,9 +31,10 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The same and the slow ones; the pages; the newest Python and JAX; the TPU's compiler. Each ends with its own count.
+# The same and the slow ones; the pages; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own count.
 test-all: test-slow
 	$(MAKE) docs
+	$(MAKE) test-page
 	$(MAKE) test-newest
 	$(MAKE) test-tpu
 
@@ -44,6 +45,11 @@ test-slow: .venv/test-$(REFERENCE) lint
 # Bad inputs and faults, each with its answer.
 test-bad: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST) -m bad
+
+# The page in a browser (the system's chromium, or the one that CHROMIUM names), and the server's own description. In an
+# environment of its own: schemathesis brings a plugin, which would be part of all tests.
+test-page: .venv-page/test
+	.venv-page/bin/python -m pytest tests/test_page.py tests/test_page_real.py tests/test_server_schema.py -m ""
 
 # Files of strangers, made at random: FUZZ_SECONDS for each of six kinds.
 fuzz: .venv/test-$(REFERENCE)
@@ -115,10 +121,15 @@ out/emoji.zip: | .venv/train
 	$(PIP) --editable '.[tpu]'
 	touch $@ .venv/runtime
 
+.venv-page/test: pyproject.toml
+	$(PYTHON) -m venv .venv-page
+	.venv-page/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[page]'
+	touch $@
+
 .venv-newest/test: pyproject.toml
 	$(NEWEST) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-newest out
+	rm -rf .venv .venv-newest .venv-page out

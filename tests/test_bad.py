@@ -460,7 +460,7 @@ def test_other_calls(kind: str, emoji: canvax.StableDiffusion) -> None:
 # Other commands
 
 COMMANDS: list[tuple[str, str]] = [
-    ("nope", "nope"), ("generate", "prompt"), ("generate x --nope", "nope"), ("samplers nope", "nope"),
+    ("nope", "nope"), ("txt2img x", "mean: canvax generate[?]"), ("img2img x", "generate --image"), ("generate", "prompt"), ("generate x --nope", "nope"), ("samplers nope", "nope"),
     ("samplers plot nope", "nope"), ("samplers plot --steps 0", "steps"), ("samplers plot --steps 10000000", "steps"), ("samplers plot --sampler nope", "nope"),
     ("samplers plot -o x.txt", "x.txt|png"), ("samplers plot --scheduler-config nope.json", "nope.json"), ("samplers plot --scheduler-config /dev/zero", "zero"),
     ("cache nope", "nope"), ("cache clear --older-than x", "older-than"), ("cache clear --older-than nan", "older-than"), ("cache list --older-than 3", "older-than"),

@@ -9,6 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from canvax.errors import CheckpointError, InputError
 from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_spec
 from canvax.params import init_params
+from canvax.weights.hub import within
 from canvax.weights.load import Component
 from canvax.weights.open import open_files
 from canvax.weights.save import save_component
@@ -367,6 +370,16 @@ def test_a_hub_that_accepts_and_never_answers(hub: HubImitation, client: Client,
         (cached,) = client({"model": "someone/toy"}, HF_ENDPOINT=endpoint, HF_HUB_ETAG_TIMEOUT="1")
     assert cached["sha"] == sha
     assert "cannot be reached" in cached["warnings"][0]
+
+
+def test_an_answer_that_drips_is_not_waited_for() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"0\.1 s"):
+        within(0.1, threading.Event().wait)
+    assert time.monotonic() - began < 5
+    assert within(5, lambda: 1) == 1
+    with pytest.raises(KeyError):
+        within(5, lambda: {}["a"])
 
 
 def test_hashes_that_are_paths(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

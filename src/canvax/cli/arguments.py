@@ -135,6 +135,12 @@ def versions() -> dict[str, str]:
     return numbers | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
+_ELSEWHERE = {
+    "txt2img": "generate", "text2image": "generate", "draw": "generate", "img2img": "generate --image",
+    "inpaint": "generate --image --mask", "webui": "ui", "server": "serve", "models": "info", "version": "--version",
+}  # fmt: skip
+"""What commands are called in other programs."""
+
 _MAY_BE_EMPTY = ("negative_prompt", "prompt_2", "negative_prompt_2")
 
 
@@ -147,13 +153,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     words = list(words)
     end = words.index("--") if "--" in words else len(words)
     parser = build_parser()
-    if not words:
+    if words in ([], ["help"]):
         parser.print_help()
         raise SystemExit(0)
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = get_close_matches(words[0].lower(), COMMANDS, n=1, cutoff=0.6) or [
-            name for name in COMMANDS if len(words[0]) > 1 and name.startswith(words[0].lower())
-        ]
+        near = [_ELSEWHERE[words[0].lower()]] if words[0].lower() in _ELSEWHERE else []
+        near = (
+            near
+            or get_close_matches(words[0].lower(), COMMANDS, n=1, cutoff=0.6)
+            or [name for name in COMMANDS if len(words[0]) > 1 and name.startswith(words[0].lower())]
+        )
         meant = near[0] if near else f"generate {shlex.quote(words[0])}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     arguments = parser.parse_args(words[:end])

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -23,6 +24,10 @@ from canvax.files import read_json, written
 from canvax.weights.entries import check_head, open_weight_file
 from canvax.weights.files import open_weights
 from canvax.weights.source import Source
+
+Answer = TypeVar("Answer")
+LONGEST_ANSWER = 60.0
+"""Seconds for the list of a model's files, however slowly they come in."""
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[\w\-]{1,128}", re.ASCII)
@@ -175,7 +180,8 @@ def find_commit(source: Source, root: str) -> Commit:
         return _cached_commit(source, root)
     try:
         hub = HfApi(token=source.token)
-        info = hub.model_info(source.name, revision=source.revision or "main", timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        revision, piece = source.revision or "main", constants.HF_HUB_ETAG_TIMEOUT
+        info = within(LONGEST_ANSWER, lambda: hub.model_info(source.name, revision=revision, timeout=piece))
         sha, names = info.sha, [sibling.rfilename for sibling in info.siblings or ()]
     except Exception as error:
         explained = explain(error, source)
@@ -221,6 +227,32 @@ class _NoBar(tqdm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What ``ask`` returns. It is left behind when it takes longer: limits of sockets hold for each piece of an answer.
+
+    Raises:
+        TimeoutError: it took longer.
+        Exception: what it raised.
+    """
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
 
 
 class Unreachable(HubError):

@@ -259,6 +259,7 @@ export async function bodyOf(job, files) {
 
 export function formError(text, param = null) {
   $("form-error").textContent = text;
+  if (text) $("form-error").scrollIntoView({ block: "nearest" });
   const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) node.removeAttribute("aria-invalid");
   if (field) {

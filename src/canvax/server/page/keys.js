@@ -3,7 +3,7 @@ import { cancelAll, cancelNewest } from "./tasks.js";
 import { $, announce, el, openDialog, remember, remembered } from "./ui.js";
 
 const TABLE = [
-  ["Everywhere", [["Ctrl Enter", "Draw"], ["/", "Write the prompt"], ["h", "Go to the images"], ["s", "Search"], ["c", "Cancel the newest job"],
+  ["Everywhere", [["Ctrl Enter", "Generate"], ["/", "Write the prompt"], ["h", "Go to the images"], ["s", "Search"], ["c", "Cancel the newest job"],
     ["Shift C", "Cancel all"], ["z", "Undo a deletion"], ["l", "Keep the seed, or not"], ["i", "Open an image"], ["m", "Sheet"], ["t", "Light or dark"], ["?", "This list"]]],
   ["On an image", [["Arrows", "To the next"], ["Enter", "Look at it"], ["x", "Select"], ["f", "Favourite"], ["v", "New seed"], ["Shift V", "Small change"],
     ["e", "Upscale"], ["u", "Use as input"], ["p", "Paint a mask"], ["c", "Compare"], ["r", "Take its settings"], ["d", "Save"], ["Delete", "Delete, with undo"]]],
@@ -29,7 +29,7 @@ export function prepareKeys({ global, onImage, current, draw }) {
     "?": () => openDialog($("help")),
     "/": () => { $("prompt").focus(); $("prompt").select(); },
     s: () => $("search").focus(),
-    c: () => cancelNewest() || announce("Nothing is being drawn"),
+    c: () => cancelNewest() || announce("Nothing is being generated"),
     C: cancelAll,
   };
   document.addEventListener("keydown", (event) => {

@@ -64,8 +64,8 @@ function start(job, files = {}, kept = {}) {
   task.addEventListener("refused", ({ detail: error }) => {
     if (task.id) return;
     for (const tile of tiles) gallery.removeBusy(tile);
-    toast(error.message);
     composer.formError(error.message, error.param);
+    if (document.querySelector("dialog[open]")) toast(error.message);  // which hides the form
   });
   tasks.add(task);
   showAll();
@@ -84,7 +84,7 @@ function over(task, tiles) {
 
 function tellChange(task) {
   if (task.status === "queued" && task.ahead) announce(`Queued, ${plural(task.ahead, "image")} before it`);
-  if (task.status === "running") announce("Drawing");
+  if (task.status === "running") announce("Generating");
   if (task.status === "done") announce(`${plural(task.images.length, "image")} done`);
   if (task.status === "cancelled") announce("Cancelled");
   if (task.status === "failed") announce(`Failed: ${task.message}`);

@@ -136,7 +136,7 @@ export function remember(name, value) {
 }
 
 export function duration(seconds) {
-  if (seconds < 1) return "a moment";
+  if (seconds < 1) return "1 s";  // more words break the line of a small tile
   if (seconds < 90) return `${Math.round(seconds)} s`;
   return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
 }

@@ -27,7 +27,7 @@ function show() {
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", settings.sampler], ["Strength", current.inputs?.image ? settings.strength : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
-    ["Drawn", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
+    ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
     .map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
   showActions();
