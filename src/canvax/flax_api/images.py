@@ -135,13 +135,12 @@ class ControlImage:
         except (TypeError, ValueError):
             scales = np.full(1, np.nan)
         if not np.isfinite(scales).all():
-            raise InputError(
-                f"controlnet_conditioning_scale={scale!r:.80} is not a number, nor one for each image of {list(lead)}"
-            )
+            said = f"controlnet_conditioning_scale={scale!r:.80} is not a number, nor one for each image"
+            raise InputError(f"{said} of {list(lead)}")
         return cls(pixels, scales.astype(np.float32))
 
     def read(self, encode: Callable[[np.ndarray], Any], devices: int, count: int) -> tuple[np.ndarray, ...]:
-        """What a network keeps of each of ``count`` images [N, ...], by what ``encode`` gives for an image of each device."""
+        """What a network keeps of each of ``count`` images [N, ...]; ``encode`` reads an image of each device."""
         pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
         found = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
         kept = []
