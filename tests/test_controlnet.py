@@ -233,6 +233,7 @@ def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax
     assert "controlnet" not in (pipe.with_controlnet(None).params or {})
 
 
+@pytest.mark.slow
 def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
     photo = draw(pipe).images[0]
     mask = Image.new("L", (64, 64), 0)
@@ -434,7 +435,7 @@ def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Pat
 
 
 def test_refused_before_the_model_is_loaded(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network for another kind of model is told from its config, before weights of either are read."""
     shutil.copytree(folders[0], folder := tmp_path / "net")
@@ -482,11 +483,16 @@ def test_the_page_runs(base: canvax.StableDiffusion, folders: list[Path], monkey
     """Every block of docs/controlnet.md, with small random networks in place of those it names."""
     page = (Path(__file__).parent.parent / "docs" / "controlnet.md").read_text(encoding="utf-8")
 
-    def load(model: str, controlnet: Any = (), **_: Any) -> canvax.StableDiffusion:
-        count = 1 if isinstance(controlnet, str) else len(controlnet)
-        return base.with_controlnet(folders[:count]) if controlnet else base
+    given = canvax.StableDiffusion.with_controlnet
+
+    def with_controlnet(self: canvax.StableDiffusion, controlnet: Any) -> canvax.StableDiffusion:
+        return given(self, folders[: 1 if isinstance(controlnet, str) else len(controlnet)])
+
+    def load(model: str, controlnet: Any = None) -> canvax.StableDiffusion:
+        return with_controlnet(base, controlnet) if controlnet else base
 
     monkeypatch.setattr(canvax, "load", load)
+    monkeypatch.setattr(canvax.StableDiffusion, "with_controlnet", with_controlnet)
     names: dict[str, Any] = {"photo": draw(base).images[0], "edges": edges(1), "depth": edges(2)}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         if "canvax.flax_api" not in block:
@@ -547,12 +553,14 @@ def test_command_line(
     monkeypatch.setattr(canvax, "load", lambda *_, **keywords: asked.append(keywords["controlnet"]) or pipe)
     draw(pipe).images[0].save("photo.png")
     assert main(["control", "canny", "photo.png", "edges.png", "--low", "50"]) == 0
-    assert Image.open("edges.png").size == (64, 64)
+    with Image.open("edges.png") as made_of_it:
+        assert made_of_it.size == (64, 64)
     fast = ["--controlnet", "net", "--steps", "4", "-s", "1", "-q"]
     assert main(["generate", "a cat", "--control", "edges.png", "--control-scale", "0.8", "-o", "one.png", *fast]) == 0
     assert asked == [["net"]]
     want = draw(pipe, control="edges.png", control_scale=0.8).images[0]
-    np.testing.assert_array_equal(np.asarray(Image.open("one.png")), np.asarray(want))
+    with Image.open("one.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
     made = ["--control", "photo.png", "--control-from", "canny"]
     assert main(["generate", "a cat", *made, "-o", "two.png", *fast]) == 0
     capsys.readouterr()
