@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,13 @@ import pytest
 from control_files import adapter, config_of, controlnet
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from scipy import ndimage
 from small_checkpoint import write_small_checkpoint
 
 import canvax
+from canvax.cli import BAD_INPUT, main
 from canvax.engine.batch import Batch, Carried
+from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
@@ -229,6 +233,7 @@ def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax
     assert "controlnet" not in (pipe.with_controlnet(None).params or {})
 
 
+@pytest.mark.slow
 def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
     photo = draw(pipe).images[0]
     mask = Image.new("L", (64, 64), 0)
@@ -257,6 +262,7 @@ def test_saved_without_it(pipe: canvax.StableDiffusion, tmp_path: Path) -> None:
     assert far(draw(canvax.load(tmp_path / "saved", mesh=pipe.mesh)).latents, draw(pipe).latents) < 1e-4
 
 
+@pytest.mark.slow
 def test_other_dtypes(base: canvax.StableDiffusion, folders: list[Path]) -> None:
     mesh = make_mesh(jax.devices()[:1])
     for keywords in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
@@ -429,7 +435,7 @@ def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Pat
 
 
 def test_refused_before_the_model_is_loaded(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network for another kind of model is told from its config, before weights of either are read."""
     shutil.copytree(folders[0], folder := tmp_path / "net")
@@ -467,3 +473,118 @@ def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> No
     )
     assert config_of(pipe.model.unet, 4)["in_channels"] == 4
     assert canvax.load(pipe.model.name, t2i_adapter=folders[2], mesh=pipe.mesh).model.controls
+
+
+# The page
+
+
+@pytest.mark.slow
+def test_the_page_runs(base: canvax.StableDiffusion, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/controlnet.md, with small random networks in place of those it names."""
+    page = (Path(__file__).parent.parent / "docs" / "controlnet.md").read_text(encoding="utf-8")
+
+    given = canvax.StableDiffusion.with_controlnet
+
+    def with_controlnet(self: canvax.StableDiffusion, controlnet: Any) -> canvax.StableDiffusion:
+        return given(self, folders[: 1 if isinstance(controlnet, str) else len(controlnet)])
+
+    def load(model: str, controlnet: Any = None) -> canvax.StableDiffusion:
+        return with_controlnet(base, controlnet) if controlnet else base
+
+    monkeypatch.setattr(canvax, "load", load)
+    monkeypatch.setattr(canvax.StableDiffusion, "with_controlnet", with_controlnet)
+    names: dict[str, Any] = {"photo": draw(base).images[0], "edges": edges(1), "depth": edges(2)}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        if "canvax.flax_api" not in block:
+            exec(block, names)
+    assert isinstance(names["result"], canvax.Result)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (37, 51)])
+def test_edges_are_those_of_opencv(size: tuple[int, int]) -> None:
+    cv2 = pytest.importorskip("cv2")
+    noise = np.random.default_rng(size[0]).random((*size, 3))
+    for low, high in ((100, 200), (20, 80)):
+        pixels = (ndimage.gaussian_filter(noise, (1.5, 1.5, 0)) * 255).astype(np.uint8)
+        np.testing.assert_array_equal(canny(pixels, low, high), cv2.Canny(pixels, low, high) > 0)
+
+
+def test_edges_of_a_square() -> None:
+    """Known without another library: a ring of one pixel, and nothing where the picture is even."""
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[4:12, 4:12] = 255
+    found = canny(pixels, 100, 200)
+    assert found.any(axis=1).nonzero()[0].tolist() == list(range(3, 12)) or found[4:12].any()
+    assert not found[6:10, 6:10].any()
+    assert not found[:3].any()
+    assert 28 <= found.sum() <= 36
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("depth", {}, "'depth' is not a kind"),
+        ("canny", {"radius": 3}, "canny has no 'radius'; it has low, high"),
+        ("canny", {"low": -1}, "low=-1 is not in 0..10000"),
+        ("canny", {"low": 300}, "low=300 is above high=200"),
+        ("blur", {"radius": "wide"}, "radius='wide' is not in 0..500"),
+    ],
+)
+def test_bad_maps(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        control_map(kind, edges(1), **settings)
+
+
+def test_other_maps() -> None:
+    image = edges(1)
+    np.testing.assert_array_equal(np.asarray(control_map("invert", image)), 255 - np.asarray(image))
+    assert set(np.unique(np.asarray(control_map("threshold", image, at=10)))) == {0, 255}
+    assert np.asarray(control_map("blur", image, radius=4)).std() < np.asarray(image).std()
+
+
+# The command line
+
+
+def test_command_line(
+    pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+    monkeypatch.setattr(canvax, "load", lambda *_, **keywords: asked.append(keywords["controlnet"]) or pipe)
+    draw(pipe).images[0].save("photo.png")
+    assert main(["control", "canny", "photo.png", "edges.png", "--low", "50"]) == 0
+    with Image.open("edges.png") as made_of_it:
+        assert made_of_it.size == (64, 64)
+    fast = ["--controlnet", "net", "--steps", "4", "-s", "1", "-q"]
+    assert main(["generate", "a cat", "--control", "edges.png", "--control-scale", "0.8", "-o", "one.png", *fast]) == 0
+    assert asked == [["net"]]
+    want = draw(pipe, control="edges.png", control_scale=0.8).images[0]
+    with Image.open("one.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
+    made = ["--control", "photo.png", "--control-from", "canny"]
+    assert main(["generate", "a cat", *made, "-o", "two.png", *fast]) == 0
+    capsys.readouterr()
+    assert main(["generate", "--from-image", "one.png", "-o", "three.png", "-q"]) == BAD_INPUT
+    assert "name each with --control and its network with --controlnet" in capsys.readouterr().err
+    again = ["--from-image", "one.png", "--controlnet", "net", "-q"]
+    assert main(["generate", *again, "--control", "edges.png", "-o", "three.png"]) == 0
+    assert Path("one.png").read_bytes() == Path("three.png").read_bytes()
+    assert main(["generate", *again, "--control", "photo.png", "-o", "four.png"]) == 0
+    assert "is not the one of one.png" in capsys.readouterr().err
+    assert main(["info", "one.png"]) == 0
+    assert "--controlnet CONTROLNET1 --control CONTROL1 --control-scale 0.8" in capsys.readouterr().out
+    lines = [{"prompt": "a cat", "control": "edges.png"}, {"prompt": "a dog", "control": ["photo.png"]}]
+    Path("prompts.txt").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["generate", "--prompt-file", "prompts.txt", "-o", "many", *fast]) == 0
+    assert len(list(Path("many").iterdir())) == 2
+    for words, message in (
+        (["--control", "nowhere.png"], "control='nowhere.png' cannot be read"),
+        (["--control-from", "canny"], "without control: name the image"),
+        (["--control", "edges.png", "--control-from", "depth"], "'depth' is not a kind"),
+        (["--control", "edges.png", "--control-from", "canny,canny"], "one for each of 1"),
+        (["--control", "edges.png", "--control-scale", "much"], "control_scale='much'"),
+    ):
+        assert main(["generate", "a cat", *words, "-o", "no.png", *fast]) == BAD_INPUT, words
+        assert message in capsys.readouterr().err
+    assert main(["generate", "a cat", "--control", "edges.png", "-q", "-o", "no.png"]) == BAD_INPUT
+    assert "--control without --controlnet" in capsys.readouterr().err

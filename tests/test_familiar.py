@@ -88,8 +88,12 @@ def test_what_a_callback_cannot_return(emoji: canvax.StableDiffusion, returned: 
 
 @pytest.mark.parametrize("name", sorted(CALL))
 def test_every_argument_of_a_call_has_an_answer(name: str) -> None:
-    if CALL[name].becomes:
-        assert translate_call({}, {name: 7})[0][CALL[name].becomes] == 7
+    if target := CALL[name].becomes:
+        value = 0.5 if target.startswith(("control_", "variation_str")) else 7
+        kept = canvax.Options(variation_seed=3) if target == "variation_strength" else None
+        own = translate_call({"options": kept}, {name: value})[0]  # an argument of the call, or a field of its options
+        assert own.get(target, getattr(own["options"], target, None)) == value
+        assert target not in vars(own["options"]) or target not in own
         with pytest.raises(canvax.InputError, match="give it once"):
             translate_call({CALL[name].becomes: 7}, {name: 7})
     else:

@@ -213,7 +213,8 @@ FLAX_CALL: dict[str, Familiar] = {
     **_same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
     **_same("image strength noise", "FlaxStableDiffusionImg2ImgPipeline has it, and canvax.load(model)"),
     **_same("mask masked_image", "FlaxStableDiffusionInpaintPipeline has it, and canvax.load(model) for any model"),
-    **_same("controlnet_conditioning_scale", NOT_HERE.format("ControlNet")),
+    **_same("controlnet_conditioning_scale", "FlaxStableDiffusionControlNetPipeline has it, and canvax.load(model, "
+            "controlnet=...)"),
     **_same("sampler scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
     **_same("prompt_2 original_size crops_coords_top_left target_size callback callback_steps clip_skip "
             "guidance_rescale eta", "canvax.load(model) has it, and needs no device axis"),
@@ -231,6 +232,7 @@ FLAX_LOAD: dict[str, Familiar] = {
     **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer", "load the whole model and put "
             "edited weights into params"),
     **_same("quantize mesh precision", "canvax.load(model) has it"),
+    **_same("controlnet", "FlaxStableDiffusionControlNetPipeline takes it, and canvax.load(model, controlnet=...)"),
     **_same("jit", "it is an argument of a call: pipeline(..., jit=True)"),
 }  # fmt: skip
 """Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
@@ -247,7 +249,7 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("safety_checker feature_extractor", "canvax has no safety checker"),
     **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
     **_same("prepare_text_inputs", "write prepare_inputs"),
-    **_same("prepare_image_inputs controlnet", NOT_HERE.format("ControlNet")),
+    **_same("prepare_image_inputs controlnet", "FlaxStableDiffusionControlNetPipeline has it"),
     **_same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
     **_same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
     **_same("load_lora_weights", "pipe = canvax.load(model) has it, which keeps its weights: pipe.adapters.load"),
@@ -269,7 +271,6 @@ FLAX: dict[str, Familiar] = {
     **_same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
     **_same("CLIPTokenizer", "pipeline.tokenizer is one"),
     **_same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
-    **_same("FlaxStableDiffusionControlNetPipeline FlaxControlNetModel", NOT_HERE.format("ControlNet")),
     **_same("FlaxLMSDiscreteScheduler", _STATE.format("LMS")),
     **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
     **_same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),

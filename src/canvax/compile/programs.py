@@ -55,7 +55,6 @@ MOST_PROGRAMS = 64
 LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
-
 TUNING = {"method": 2, "pag": 2, "freeu": 4}
 """Numbers of each field of ``canvax.denoise.Tuning``."""
 
@@ -184,7 +183,7 @@ class Programs:
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
         of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise, with ``controls`` read control images.
+        with ``method`` and ``tuned`` guide otherwise, with ``controls`` read images.
         """
         denoiser = self.networks.controlled(controls)
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
@@ -226,10 +225,7 @@ class Programs:
         *,
         tiled: bool = False,
     ) -> Callable[..., tuple[Array, Array]]:
-        """Program ``(params["vae"], images [B, H, W, 3] float32 in 0..1) -> mean, deviation`` of their latents.
-
-        ``tiled``: as in ``decode``.
-        """
+        """Program ``(params["vae"], images [B, H, W, 3] float32 in 0..1) -> mean, deviation``; as ``decode``."""
         arguments = (abstract_of(params["vae"]), self._batched(shape, jnp.float32))
         static = {"tiled": True} if tiled else {}
         encode = partial(encode_images, cfg=self.networks.vae, **static)
@@ -247,9 +243,9 @@ class Programs:
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
         encode, decode, encode_image, *rest = at_once(self._calls(params, latents, kinds, announce))
-        denoisers, controls = rest[: len(kinds.guided)], rest[len(kinds.guided) :]
-        denoisers = dict(zip(kinds.guided, denoisers, strict=True))
-        ready = Ready(encode, denoisers, decode, encode_image, dict(zip(kinds.controls, controls, strict=True)))
+        denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are control encoders
+        controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=True))
+        ready = Ready(encode, denoisers, decode, encode_image, controls)
         if all(isinstance(leaf, Array) for leaf in leaves):
             self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
@@ -301,8 +297,8 @@ class Programs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
         batch = latents[0]
         rows = {name: self._batched((batch, *column.shape), column.dtype) for name, column in IDLE_ROWS.items()}
-        needed, denoiser = None, self.networks.controlled(controls)
-        if isinstance(denoiser, ControlledDenoiser):
+        needed = None
+        if isinstance(denoiser := self.networks.controlled(controls), ControlledDenoiser):
             rows["control"] = self._batched((batch, WINDOW, len(controls), 2, denoiser.layers), jnp.float32)
             needed = self._shared((WINDOW, len(controls)), jnp.bool_)
         noisy, count = self._shared((WINDOW,), jnp.bool_), self._shared((), jnp.int32)

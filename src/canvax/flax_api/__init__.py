@@ -9,6 +9,11 @@ line. New code is better off with ``canvax.load``, which needs neither copies of
 from typing import Any
 
 from canvax.familiar import FLAX, FLAX_PAGE, answer
+from canvax.flax_api.controlnet import (
+    FlaxControlNetModel,
+    FlaxControlNetOutput,
+    FlaxStableDiffusionControlNetPipeline,
+)
 from canvax.flax_api.devices import replicate, shard, unreplicate
 from canvax.flax_api.from_images import FlaxStableDiffusionImg2ImgPipeline, FlaxStableDiffusionInpaintPipeline
 from canvax.flax_api.output import (
@@ -28,11 +33,14 @@ from canvax.flax_api.schedulers import (
 )
 
 __all__ = [
+    "FlaxControlNetModel",
+    "FlaxControlNetOutput",
     "FlaxDDIMScheduler",
     "FlaxDDPMScheduler",
     "FlaxDPMSolverMultistepScheduler",
     "FlaxEulerDiscreteScheduler",
     "FlaxPNDMScheduler",
+    "FlaxStableDiffusionControlNetPipeline",
     "FlaxStableDiffusionImg2ImgPipeline",
     "FlaxStableDiffusionInpaintPipeline",
     "FlaxStableDiffusionPipeline",

@@ -25,14 +25,14 @@ from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
-from canvax.families.read import SDXL
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
-from canvax.flax_api.images import Given, check_given
+from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
 from canvax.flax_api.inputs import (
     Inputs,
     check_guidance,
     check_ids,
     check_inputs,
+    check_kind,
     check_latents,
     check_pair,
     check_static,
@@ -40,6 +40,7 @@ from canvax.flax_api.inputs import (
     latents_shape,
     refuse_traced,
     weights_of,
+    zeros_like,
 )
 from canvax.flax_api.keys import draw, wrap_keys
 from canvax.flax_api.output import numpy_to_pil
@@ -198,7 +199,7 @@ class FlaxPipeline:
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
             mesh=make_mesh([host_device()]),
-            accept=partial(_check_kind, str(pretrained_model_name_or_path), cls.XL),
+            accept=partial(check_kind, str(pretrained_model_name_or_path), cls.XL),
             revision=revision,
             variant=variant,
             token=token,
@@ -251,17 +252,19 @@ class FlaxPipeline:
         *,
         given: Mapping[str, Any] | None = None,
         strength: Any = None,
+        control: tuple[Any, Any] | None = None,
         decode: bool = True,
     ) -> np.ndarray:
         """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``.
 
         ``given`` are the arguments that hold the image and the mask. With ``strength`` the run begins from the image,
-        and ``latents`` are the noise that is added.
+        and ``latents`` are the noise that is added. ``control`` is a control image, whose size is generated, and how
+        strong it is.
         """
         given = given or {}
         refuse_traced(
             prompt_ids=prompt_ids, params=params, prng_seed=prng_seed, guidance_scale=guidance_scale,
-            latents=latents, neg_prompt_ids=neg_prompt_ids, strength=strength, **given,
+            latents=latents, neg_prompt_ids=neg_prompt_ids, strength=strength, control=control, **given,
         )  # fmt: skip
         text = self.model.text
         ids = check_ids("prompt_ids", prompt_ids, text, jit)
@@ -275,11 +278,15 @@ class FlaxPipeline:
         pixels, mask = check_given(given, lead) if given else (None, None)
         if pixels is not None and mask is None:
             size = (pixels.shape[2] if size[0] is None else size[0], pixels.shape[3] if size[1] is None else size[1])
+        steered = control and ControlImage.of(*control, lead, CONTROL_STEP)
+        if steered:
+            size = steered.pixels.shape[2:4]
         shape = self._latents_shape(lead[-1], *size)
         if negative is None and not self.model.zeros_for_no_negative:
             negative = np.broadcast_to(self._ids("")[0], ids.shape)
         noise = "latents" if strength is None else "noise"
         inputs = check_inputs(ids, prng_seed, guidance_scale, {noise: latents}, negative, shape[1:], lead)
+        inputs = replace(inputs, control=steered)
         if pixels is not None:
             inputs = replace(inputs, given=Given.of(pixels, mask, shape, self.vae_scale_factor, prng_seed, lead))
         programs = self._programs_on(devices or [home_device(weights)], stacked=jit)
@@ -300,6 +307,7 @@ class FlaxPipeline:
             clip=table.clip,
             decoder="whole" if decode else None,
             image_encoder=None if inputs.given is None else "whole",
+            controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),
         )
         ready = programs.ready(params, latents, kinds)
 
@@ -318,10 +326,18 @@ class FlaxPipeline:
                 masked = np.concatenate([inputs.given.masks, images], axis=-1)
                 sizes, images = sizes | {"masked": jax.device_put(masked, split)}, None
         conditions, negative = conditions | sizes, negative and negative | sizes
+        strengths = None
+        if inputs.control is not None:
+            ((name, net),) = self.model.networks.controls
+            read = partial(ready.encode_controls[name], params[name])
+            kept = inputs.control.read(lambda one: read(jax.device_put(one, split)), programs.mesh.size, count)
+            steered: Any = {name: jax.device_put(kept, split)}
+            conditions, negative = conditions | steered, negative and negative | steered
+            strengths = [np.full((len(table), 1, 2, net.layers), scale, np.float32) for scale in inputs.control.scales]
 
-        batch = Batch(programs, params, latents, ready.denoisers)
+        batch = Batch(programs, params, latents, ready.denoisers, kinds.controls)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
-        batch.fill(inputs.noise, conditions, negative, inputs.words, tables, images=images)
+        batch.fill(inputs.noise, conditions, negative, inputs.words, tables, images=images, control=strengths)
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.state)[:, 0]
@@ -431,22 +447,3 @@ class FlaxTextToImage(FlaxPipeline):
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
         return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)
-
-
-def _check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
-    """Refuse a ``model_index.json`` of what the class does not draw."""
-    is_xl = index.get("_class_name") in SDXL.pipelines
-    if is_xl and index.get("requires_aesthetics_score"):
-        raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
-    if is_xl != xl:
-        kind, right = ("an SDXL", "XL") if is_xl else ("no SDXL", "")
-        raise CheckpointError(
-            f"{name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
-        )
-
-
-def zeros_like(conditions: Conditions) -> Conditions:
-    """SDXL's conditions for no negative prompt. Made on the host: on the device it would be one more program."""
-    return {
-        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
-    }

@@ -15,8 +15,8 @@ from canvax.flax_api.keys import LatentsShape, encoding_noise, wrap_keys
 from canvax.images.given import read_images
 from canvax.images.masks import as_floats, pixels_resized, resized
 
-STEP = 32
-"""Pixels that the sides of a prepared image are a multiple of."""
+STEP, CONTROL_STEP = 32, 64
+"""Pixels that the sides of a prepared image, and of a control image, are a multiple of, as they were."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +67,19 @@ class Given:
         return (means + deviations * noise).reshape(self.noise.shape)
 
 
-def prepare_images(name: str, value: Any, count: int, *, grey: bool = False) -> np.ndarray:
+def prepare_images(name: str, value: Any, count: int, *, grey: bool = False, step: int = STEP) -> np.ndarray:
     """Images for ``count`` prompts, [count, 3, H, W] float32 in 0..1, with ``grey`` [count, 1, H, W].
 
-    Sides are brought down to multiples of 32 by Lanczos resampling.
+    Sides are brought down to multiples of ``step`` by Lanczos resampling.
 
     Raises:
         InputError: not images, not one for all or one for each, too small or of several sizes.
     """
     images = []
     for image in read_images(name, value, count, grey=grey):
-        height, width = (side // STEP * STEP for side in (image.height, image.width))
+        height, width = (side // step * step for side in (image.height, image.width))
         if not height or not width:
-            raise InputError(f"{name} is {_size(image)}; both sides need {STEP} pixels or more")
+            raise InputError(f"{name} is {_size(image)}; both sides need {step} pixels or more")
         images.append(resized(image, height, width))
     if len({image.size for image in images}) > 1:
         sizes = ", ".join(sorted({_size(image) for image in images}))
@@ -107,6 +107,48 @@ def check_given(given: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.nda
             )
         return pixels, mask
     return pixels, None
+
+
+@dataclass(frozen=True, eq=False)
+class ControlImage:
+    """The control images of a call [D, b, H, W, 3] in 0..1, and how strong each is [N] float32; as in ``Given``."""
+
+    pixels: np.ndarray
+    scales: np.ndarray
+
+    @classmethod
+    def of(cls, image: Any, scale: Any, lead: tuple[int, ...], step: int = CONTROL_STEP) -> Self:
+        """The arguments of a call, checked.
+
+        Raises:
+            InputError: naming the argument, what is wrong with it and the cure.
+        """
+        pixels = _checked("image", image, lead, 3, 0)
+        height, width = pixels.shape[2:4]
+        if height % step or width % step:
+            raise InputError(f"image is {width} x {height} pixels; both sides are multiples of {step}")
+        try:
+            scales = np.asarray(scale)
+            scales = scales.astype(np.float32) if scales.dtype.kind in "fiu" else np.full(1, np.nan)
+            scales = scales[:, None] if scales.ndim == 1 and len(lead) == 2 and len(scales) == lead[0] else scales
+            scales = np.broadcast_to(scales, lead).reshape(-1)
+        except (TypeError, ValueError):
+            scales = np.full(1, np.nan)
+        if not np.isfinite(scales).all():
+            said = f"controlnet_conditioning_scale={scale!r:.80} is not a number, nor one for each image"
+            raise InputError(f"{said} of {list(lead)}")
+        return cls(pixels, scales.astype(np.float32))
+
+    def read(self, encode: Callable[[np.ndarray], Any], devices: int, count: int) -> tuple[np.ndarray, ...]:
+        """What a network keeps of each of ``count`` images [N, ...]; ``encode`` reads an image of each device."""
+        pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
+        found = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
+        kept = []
+        for parts in zip(*found, strict=True):
+            whole = np.stack(parts, axis=1)  # [D, b, ...]
+            whole = np.broadcast_to(whole, (devices, count // devices, *whole.shape[2:]))
+            kept.append(whole.reshape(-1, *whole.shape[2:]))
+        return tuple(kept)
 
 
 def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least: int) -> np.ndarray:

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from canvax.errors import FLOAT32_MAX, InputError
-from canvax.flax_api.images import Given
+from canvax.errors import FLOAT32_MAX, CheckpointError, InputError
+from canvax.families.read import SDXL
+from canvax.flax_api.images import ControlImage, Given
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
-from canvax.models.text import TextEncoders
+from canvax.models.text import Conditions, TextEncoders
 from canvax.parallel.rules import check_params
 from canvax.params import Params, Spec
 from canvax.pipelines.checks import check_size
@@ -33,6 +34,7 @@ class Inputs:
     words: np.ndarray
     guidance: np.ndarray
     given: Given | None = None
+    control: ControlImage | None = None
 
     @property
     def guided(self) -> bool:
@@ -209,3 +211,22 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     if not isinstance(array, Tracer) and not np.isfinite(array).all():
         raise InputError(f"{name} has values that are not finite; jax.random.normal(key, shape) makes some")
     return array
+
+
+def check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
+    """Refuse a ``model_index.json`` of what the class does not draw."""
+    is_xl = index.get("_class_name") in SDXL.pipelines
+    if is_xl and index.get("requires_aesthetics_score"):
+        raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
+    if is_xl != xl:
+        kind, right = ("an SDXL", "XL") if is_xl else ("no SDXL", "")
+        raise CheckpointError(
+            f"{name} is {kind} checkpoint; load it with FlaxStableDiffusion{right}Pipeline, or canvax.load"
+        )
+
+
+def zeros_like(conditions: Conditions) -> Conditions:
+    """SDXL's conditions for no negative prompt. Made on the host: on the device it would be one more program."""
+    return {
+        name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
+    }

@@ -1,0 +1,249 @@
+"""The old ControlNet classes: a network by itself, and the pipeline that it steers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.errors import InputError
+from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
+from canvax.families.controls import check_family, controlnet_config
+from canvax.flax_api.base import FlaxPipeline
+from canvax.flax_api.devices import host_device, on_host
+from canvax.flax_api.images import CONTROL_STEP, prepare_images
+from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput
+from canvax.flax_api.pipelines import translate_call
+from canvax.models.configs import SD15_UNET
+from canvax.models.controlnet import ControlNet, embedded_hint
+from canvax.models.controlnet import controlnet as add_to_unet
+from canvax.parallel.mesh import make_mesh
+from canvax.parallel.rules import place
+from canvax.params import Params
+from canvax.pipelines.checks import parse_dtype
+from canvax.pipelines.translate import loader
+from canvax.types import Array, DType
+from canvax.weights.controlnet import ControlFiles, Kind, open_control
+from canvax.weights.load import Component, load_components
+from canvax.weights.source import Source
+
+NAME = "controlnet"
+_FROM_PRETRAINED = ("pretrained_model_name_or_path", "dtype", "from_pt", "revision", "variant", "token", "cache_dir")
+
+
+class FlaxControlNetOutput(NamedTuple):
+    """What a ControlNet adds to the UNet's features, [B, C, h, w] each."""
+
+    down_block_res_samples: tuple[Array, ...]
+    mid_block_res_sample: Array
+
+
+@dataclass(frozen=True, eq=False)
+class FlaxControlNetModel:
+    """A ControlNet of Stable Diffusion 1.x or 2.x behind the interface of diffusers' class of that name.
+
+    Attributes:
+        files: where it came from.
+        net: its sizes.
+    """
+
+    files: ControlFiles
+    net: ControlNet
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``, parsed."""
+        return self.files.config or {}
+
+    @classmethod
+    @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        dtype: DType | None = None,
+        from_pt: bool = False,
+        revision: str | None = None,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        progress: bool = True,
+    ) -> tuple[Self, Params]:
+        """The network, and its parameters in host memory, for ``params["controlnet"]``.
+
+        Args:
+            pretrained_model_name_or_path: a Hub id, a folder, or a safetensors file.
+            dtype: dtype of the parameters; float32 if not given.
+            from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
+            revision: as for ``canvax.load``, like those that follow.
+            variant: which of several sets of weights.
+            token: Hub token.
+            cache_dir: where the Hub's files are kept.
+            local_files_only: never ask the Hub.
+            progress: show downloads on stderr.
+
+        Raises:
+            InputError: an argument cannot be used.
+            CheckpointError: the network is missing, damaged or refused.
+            HubError: the Hub cannot be reached or does not have it.
+        """
+        del from_pt
+
+        def accept(kind: Kind, config: Mapping[str, Any]) -> None:
+            if kind != "controlnet":
+                raise InputError(f"{pretrained_model_name_or_path}: is no ControlNet; canvax.load takes T2I-Adapters")
+            ControlNet.from_dict(config)
+
+        source = Source(
+            pretrained_model_name_or_path, revision=revision, variant=variant, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only, progress=progress,
+        )  # fmt: skip
+        files = open_control(source, accept=accept)
+        config = files.config or controlnet_config(files.shapes, SD15_UNET)
+        net, mesh = ControlNet.from_dict(config), make_mesh([host_device()])
+        if files.difference:
+            raise InputError(f"{files}: holds differences to a UNet; canvax.load(model, controlnet=...) reads it")
+        params = load_components(
+            files,
+            [Component(NAME, net.spec, "diffusers")],
+            dtype=jnp.float32 if dtype is None else parse_dtype(dtype),
+            place=lambda param, array: place(param, array, mesh),
+        )
+        return cls(files, net), on_host(params[NAME])
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        sample: Array,
+        timesteps: Any,
+        encoder_hidden_states: Array,
+        controlnet_cond: Array,
+        conditioning_scale: float | Array = 1.0,
+    ) -> FlaxControlNetOutput:
+        """What is added to the UNet's features: a function of its arrays.
+
+        Args:
+            variables: ``{"params": params["controlnet"]}``.
+            sample: noisy latents [B, C, h, w].
+            timesteps: [B], or one for all.
+            encoder_hidden_states: features of the prompts [B, T, D].
+            controlnet_cond: control images [B, 3, H, W] in 0..1.
+            conditioning_scale: how strong it is.
+        """
+        p = variables["params"]
+        x, images = (jnp.moveaxis(jnp.asarray(one), 1, -1) for one in (sample, controlnet_cond))
+        hint = embedded_hint(p["controlnet_cond_embedding"], images.astype(x.dtype), self.net.hint)
+        times = jnp.broadcast_to(jnp.asarray(timesteps), x.shape[:1])
+        outputs = add_to_unet(p, x, times, hint, self.net, text=jnp.asarray(encoder_hidden_states))
+        *down, middle = (jnp.moveaxis(conditioning_scale * output, -1, 1) for output in outputs)
+        return FlaxControlNetOutput(tuple(down), middle)
+
+
+class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
+    """Stable Diffusion 1.x and 2.x with a ControlNet behind the interface of diffusers' class of that name."""
+
+    XL = False
+
+    @property
+    def controlnet(self) -> FlaxControlNetModel:
+        """The network by itself."""
+        ((_, net),) = self.model.networks.controls
+        assert isinstance(net, ControlNet)
+        return FlaxControlNetModel(self.model.controls[0], net)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, controlnet: Any = None, **keywords: Any
+    ) -> tuple[Self, Params]:
+        """The pipeline, and its parameters but for those of the ControlNet, which the caller puts there.
+
+        Args:
+            pretrained_model_name_or_path: a Hub id or a folder of the model.
+            controlnet: the network, as ``FlaxControlNetModel.from_pretrained`` returns it first; second are its
+                parameters: ``params["controlnet"] = controlnet_params``.
+            keywords: as for ``FlaxStableDiffusionPipeline.from_pretrained``.
+
+        Raises:
+            InputError, CheckpointError, HubError: as there; or the network is for another kind of model.
+        """
+        if not isinstance(controlnet, FlaxControlNetModel):
+            raise InputError(
+                f"controlnet={controlnet!r:.80} is no FlaxControlNetModel; write controlnet, controlnet_params = "
+                "FlaxControlNetModel.from_pretrained(...), and pass the first"
+            )
+        pipeline, params = super().from_pretrained(pretrained_model_name_or_path, **keywords)
+        model = pipeline.model
+        check_family(str(controlnet.files), controlnet.net.unet, model)
+        networks = replace(model.networks, controls=((NAME, controlnet.net),))
+        model = replace(model, networks=networks, controls=(controlnet.files,))
+        return cls(model, pipeline.scheduler), params
+
+    def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
+        """Token ids of one prompt or several, int32 [B, 77].
+
+        Raises:
+            InputError: neither a string nor a list of strings.
+        """
+        return self._ids(prompt)
+
+    def prepare_image_inputs(self, image: Any) -> np.ndarray:
+        """Control images float32 [B, 3, H, W] in 0..1.
+
+        Args:
+            image: a PIL image, a path or an array, or a list of these. Sides are brought down to multiples of 64
+                pixels.
+
+        Raises:
+            InputError: naming the argument and what is wrong with it.
+        """
+        count = len(image) if isinstance(image, list | tuple) else 1
+        return prepare_images("image", image, count, step=CONTROL_STEP)
+
+    @accepts(translate_call)
+    def __call__(
+        self,
+        prompt_ids: Any,
+        image: Any,
+        params: Params,
+        prng_seed: Array,
+        num_inference_steps: int = 50,
+        guidance_scale: float | Array = 7.5,
+        latents: Array | None = None,
+        neg_prompt_ids: Any = None,
+        controlnet_conditioning_scale: float | Array = 1.0,
+        return_dict: bool = True,
+        jit: bool = False,
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
+        """Generate images of the control images' size. D is the number of devices, B that of images on each.
+
+        Args:
+            prompt_ids: from ``prepare_text_inputs``, [B, 77]; with ``jit`` [D, B, 77].
+            image: from ``prepare_image_inputs``, [B, 3, H, W] in 0..1, with ``jit`` [D, B, 3, H, W]; 1 for B or D is
+                one image for all.
+            params: from ``from_pretrained``, with those of the ControlNet under "controlnet"; with ``jit`` after
+                ``canvax.flax_api.replicate``.
+            prng_seed: a key; with ``jit`` D keys.
+            num_inference_steps: steps of the sampler.
+            guidance_scale: a number, or one for each image; 1 or less switches guidance off.
+            latents: initial noise of unit variance [B, C, h, w]; with ``jit`` [D, B, C, h, w].
+            neg_prompt_ids: what to keep away from, shaped like ``prompt_ids``; "" if not given.
+            controlnet_conditioning_scale: how strong the network is: a number, or one for each device or image.
+            return_dict: False returns a plain tuple.
+            jit: generate on several devices, the parameters of each under a leading axis.
+
+        Returns:
+            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker.
+
+        Raises:
+            InputError: an argument cannot be used; nothing has been compiled.
+        """
+        images = self._draw(
+            prompt_ids, params, prng_seed, num_inference_steps, (None, None), guidance_scale, latents, neg_prompt_ids,
+            jit, control=(image, controlnet_conditioning_scale),
+        )  # fmt: skip
+        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
