@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ImageRequest, Source, check_table
-from canvax.cli.terminal import complain, say, seconds
+from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import InputError, check_count
 from canvax.pipelines.options import Options
 
@@ -70,8 +70,9 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     from canvax.scale.rows import OPTIONS
 
     options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
-    named = (defaults.get(name) for name in ("height", "width", "num_inference_steps", "guidance_scale", "sampler"))
-    request = ImageRequest("", None, 0, *named, options)
+    height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
+    guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
+    request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
     check_table(request, None)
     check_against_model(arguments, [request], source)
 
@@ -113,6 +114,8 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
     from canvax.scale.work import Made, Worker
 
     most = int(output.run["most"])
+    if arguments.ray is not None:
+        return _on_ray(arguments, plan, source, most)
     pipe = load_model(arguments, source)
     output.agree({"loaded": {"revision": pipe.model.revision, "dtype": pipe.model.dtype}})
     report |= description(pipe)
@@ -124,6 +127,19 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
     if isinstance(usual, Made):  # no row without settings of its own could be generated
         raise InputError(usual.error)
     return windows(worker.run)
+
+
+def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int) -> Generate:
+    from canvax.scale.data import on_ray
+
+    if arguments.mesh:
+        raise InputError("--mesh with --ray: each model has all devices that Ray gives it; leave it out")
+    keep_stdout_for_results()  # Ray tells of machines that it has lost on stdout
+    given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
+    told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
+    told |= {"model": source.model, "image_format": arguments.format, "load": load}
+    return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)
 
 
 @contextmanager

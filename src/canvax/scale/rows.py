@@ -62,7 +62,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise InputError(f"{path}: {kind or 'no ending'} is not one of {', '.join(KINDS)}; rename or convert it")
     try:
         pairs = _parquet_rows(path) if kind == ".parquet" else _text_rows(path, kind)
-        yield from (_row(number, values) for number, values in pairs)
+        yield from (row_of(number, values) for number, values in pairs)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
@@ -122,7 +122,8 @@ def digest_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _row(number: int, values: Mapping[str, Any] | InputError) -> Row:
+def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool = False) -> Row:
+    """What was read as a row; its ``number`` names it, unless it must be ``named`` by itself."""
     if isinstance(values, InputError):
         return Row(f"{number:06d}", {}, str(values))
     own = f"{number:06d}"
@@ -131,7 +132,7 @@ def _row(number: int, values: Mapping[str, Any] | InputError) -> Row:
     except InputError as error:
         return Row(own, values, str(error))
     if name is None:
-        return Row(own, values)
+        return Row(own, values, "there is no id" if named else None)
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
         return Row(own, values, f"id={name!r:.80} is neither text nor a whole number")
     return Row(str(name), values)
