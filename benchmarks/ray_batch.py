@@ -78,7 +78,7 @@ def run(words: list[str], meanwhile: Callable[[subprocess.Popen[str]], None] | N
     try:
         return child.returncode, json.loads(out)
     except ValueError:
-        return child.returncode, out[:2000] + err[-2000:]
+        return child.returncode or 1, out[:2000] + err[-2000:]
 
 
 def killer(there: Any, listed: Path, rows: int, actor_kills: int, node_kills: int, log: list[str]) -> Callable:

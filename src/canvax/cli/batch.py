@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ImageRequest, Source, check_table
-from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
+from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError, check_count
 from canvax.pipelines.options import Options
 
@@ -134,7 +134,6 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
 
     if arguments.mesh:
         raise InputError("--mesh with --ray: each model has all devices that Ray gives it; leave it out")
-    keep_stdout_for_results()  # Ray tells of machines that it has lost on stdout
     given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
     told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}

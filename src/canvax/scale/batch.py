@@ -107,7 +107,8 @@ class Tally:
         done: images of this run, and of this process.
         errors: rows that failed, likewise.
         seconds: since the first batch was begun.
-        images_per_second: after the first batch, which waits for compilers.
+        first_seconds: of these, until the first image, which waits for compilers and models.
+        images_per_second: in all of them.
     """
 
     rows: int
@@ -115,6 +116,7 @@ class Tally:
     done: int = 0
     errors: int = 0
     seconds: float = 0.0
+    first_seconds: float = 0.0
     images_per_second: float = 0.0
 
 
@@ -151,7 +153,6 @@ def run(
 
     shown = Shown(len(todo), progress)
     try:
-        first: tuple[float, int] | None = None
         for count, batch in generate(plan.rows(todo), len(todo)):
             for made in batch:
                 waiting.append(pool.submit(write, made))
@@ -159,12 +160,10 @@ def run(
             tally.done += sum(made.image is not None for made in batch)
             while waiting and (len(waiting) > _MOST_WAITING or waiting[0].done()):
                 waiting.popleft().result()
-            now = time.perf_counter()
-            tally.seconds = now - began
-            if first is None and tally.done:
-                first = (now, tally.done)
-            since, before = first if first and first[1] < tally.done else (began, 0)
-            tally.images_per_second = (tally.done - before) / max(now - since, 1e-9)
+            tally.seconds = time.perf_counter() - began
+            if tally.done:
+                tally.first_seconds = tally.first_seconds or tally.seconds
+                tally.images_per_second = tally.done / tally.seconds
             shown(count, tally)
             yield tally
     finally:

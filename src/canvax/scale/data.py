@@ -11,8 +11,11 @@ ray is imported where it is used: whoever has no cluster needs none.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from typing import Any
 
 from canvax.errors import InputError
@@ -111,7 +114,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
     ray = _ray()
     try:
         if not ray.is_initialized():
-            ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise InputError(f"--ray {address}: no cluster answers ({first}); --ray local starts one here") from None
@@ -135,7 +138,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         if not items:
             return
         context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
+        context.enable_progress_bars = context.print_on_execution_start = False
         # Blocks of their own: Ray would put a small file into one block, which is one task on one machine.
         blocks = -(-len(items) // PER_BLOCK)
         made = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
@@ -144,9 +147,12 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             fn_constructor_kwargs=dict(arguments),
             **_resources(ray, actors),
         )
-        for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-            some = [_made(known[one["id"]], one) for one in table.to_pylist()]
-            yield len(some), some
+        # Ray tells of machines that it has lost on stdout, where results go.
+        with redirect_stdout(sys.stderr):
+            for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+                some = [_made(known[one["id"]], one) for one in table.to_pylist()]
+                yield len(some), some
+            ray.shutdown()
 
     return generate
 
@@ -170,7 +176,7 @@ def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
         count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
         del chips
     else:
-        wanted["scheduling_strategy"] = "SPREAD"
+        wanted["ray_remote_args_fn"] = lambda: {"scheduling_strategy": "SPREAD"}
     return wanted | {"compute": ray.data.ActorPoolStrategy(size=actors or max(count, 1))}
 
 
