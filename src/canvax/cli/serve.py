@@ -133,7 +133,7 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
     if any(count < 1 for count in arguments.chunks):
         raise InputError(f"--chunks {arguments.chunks} are not whole numbers of at least 1")
     return EngineSettings(
-        warm=tuple(_warm(text) for text in arguments.warm) if arguments.warm else (Warm(),),
+        warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
         compile_on_demand=arguments.compile_on_demand,
         queue_seconds=arguments.queue_seconds,
@@ -143,20 +143,6 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
     )
-
-
-def _warm(text: str) -> Any:
-    from canvax.server.served import Warm
-
-    found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
-    if not found:
-        raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
-    batches = tuple(int(part) for part in found[3].split(",")) if found[3] else Warm().batches
-    if int(found[1]) == 0 or int(found[2]) == 0:
-        raise InputError(f"--warm {text}: an image has at least a pixel; write 512x512:1,4")
-    if 0 in batches:
-        raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
-    return Warm((int(found[1]), int(found[2])), batches)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -78,7 +78,7 @@ class Generate:
     def _told(self, made: Made) -> dict[str, Any]:
         known = {name: made.record.get(name) for name in ("seed", "height", "width")}
         told = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
-        if made.image is not None:
+        if made.image is not None and not isinstance(made.image, bytes):
             try:
                 return told | {"image": image_file(made.image, *self._file), "error": None}
             except InputError as error:
@@ -121,8 +121,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
 
     def generate(rows: Iterator[Row], _: int) -> Iterator[tuple[int, list[Made]]]:
         known: dict[str, Row] = {}
-        items: list[dict[str, str]] = []
-        sizes: list[tuple[int, int]] = []
+        items: list[tuple[int, int, dict[str, str]]] = []
         wrong: list[Made] = []
         for row in rows:
             try:
@@ -131,8 +130,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
                 wrong.append(Made(row, "", error=str(error)))
                 continue
             known[row.id] = row
-            items.append({"id": row.id, "settings": json.dumps(settings, default=str)})
-            sizes.append(tuple(settings.get(name) or 0 for name in ("height", "width")))
+            told = {"id": row.id, "settings": json.dumps(settings, default=str)}
+            items.append((_side(settings.get("height")), _side(settings.get("width")), told))
         if wrong:
             yield len(wrong), wrong
         if not items:
@@ -141,7 +140,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         context.enable_progress_bars = context.print_on_execution_start = False
         # Blocks of their own: Ray would put a small file into one block, which is one task on one machine.
         blocks = -(-len(items) // PER_BLOCK)
-        made = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
+        items.sort(key=lambda item: item[:2])  # one size a block, where that can be
+        made = ray.data.from_items([told for *_, told in items], override_num_blocks=blocks).map_batches(
             _Settings,
             batch_size=None,
             fn_constructor_kwargs=dict(arguments),
@@ -155,6 +155,10 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             ray.shutdown()
 
     return generate
+
+
+def _side(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _made(row: Row, told: Mapping[str, Any]) -> Made:
