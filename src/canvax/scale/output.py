@@ -152,7 +152,8 @@ class Output:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
-            if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
+            ours = (".", "manifest-")  # the other processes may have begun
+            if not known and any(not entry.name.startswith(ours) for entry in self.folder.iterdir()):
                 raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
