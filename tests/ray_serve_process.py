@@ -47,26 +47,31 @@ def load(count: int, at_once: int, log: list[int]) -> list[str]:
         return list(pool.map(lambda i: patient(i, log), range(count)))
 
 
-def replicas() -> list[Any]:
-    from ray.util.state import list_actors
+def running() -> int:
+    """Replicas that answer."""
+    from ray import serve
 
-    return [
-        one for one in list_actors(detail=True) if one.class_name.startswith("ServeReplica:") and one.state == "ALIVE"
-    ]
+    states = serve.status().applications["images"].deployments["canvax"].replica_states
+    return sum(count for state, count in states.items() if str(state).endswith("RUNNING"))
 
 
-def wait_for(count: int, seconds: float = 120) -> int:
+def kill_one() -> None:
+    """A replica's process, at once."""
+    import psutil
+
+    names = ((one, " ".join(one.info["cmdline"] or [])) for one in psutil.process_iter(["cmdline"]))
+    next(one for one, name in names if name.startswith("ray::ServeReplica:images")).kill()
+
+
+def wait_for(count: int, seconds: float = 180) -> int:
     """The number of replicas, once it is ``count`` or time is up."""
     end = time.monotonic() + seconds
-    while len(replicas()) != count and time.monotonic() < end:
+    while running() != count and time.monotonic() < end:
         time.sleep(1)
-    return len(replicas())
+    return running()
 
 
 def main() -> None:
-    import os
-    import signal
-
     import ray
     from ray import serve
 
@@ -85,7 +90,7 @@ def main() -> None:
             report["imagine"] = [image.headers["content-type"], image.read()[:4] == b"\x89PNG"]
         body = {"prompt": "a red apple", "size": "64x64", "stream": True, "partial_images": 2, "seed": 5}
         status, events = post(body)
-        report["stream"] = [status, events.count(b"image_generation.partial_image"), b"completed" in events]
+        report["stream"] = [status, events.count(b"event: image_generation.partial_image"), b"completed" in events]
         log: list[int] = []
         stop = threading.Event()
 
@@ -93,12 +98,12 @@ def main() -> None:
             while not stop.is_set():
                 load(12, 12, log)
 
-        keeping = threading.Thread(target=busy)
+        keeping = threading.Thread(target=busy, daemon=True)
         keeping.start()
         report["up"] = wait_for(3)
         report["up_errors"] = sorted(status for status in log if status != 200)
         log.clear()
-        os.kill(replicas()[0].pid, signal.SIGKILL)
+        kill_one()
         time.sleep(5)
         stop.set()
         keeping.join()
@@ -116,9 +121,9 @@ def main() -> None:
                 patient(1, log)
                 time.sleep(1)
 
-        asking = threading.Thread(target=seldom)
+        asking = threading.Thread(target=seldom, daemon=True)
         asking.start()
-        report["down"] = wait_for(1, 180)
+        report["down"] = wait_for(1)
         quiet.set()
         asking.join()
         report["down_statuses"] = sorted(set(log))

@@ -113,6 +113,7 @@ def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
     assert "loading" not in runs[1].stderr
 
 
+@pytest.mark.slow
 def test_batch(checkpoint: Path, tmp_path: Path) -> None:
     """A batch job of two processes: each writes its own images, which are those of one process, and nothing is done
     twice, by whomever it was done; a row that cannot be generated is told once."""
