@@ -129,6 +129,45 @@ def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_pat
 needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
 
 
+ODD = [
+    {"prompt": "a cat", "guidance_interval": [0.0, 0.5]},
+    {"prompt": "a dog", "guidance_interval": [0.5, 1.0]},
+    {"prompt": "a (cat:1.3)", "prompt_syntax": "a1111"},
+    {"prompt": "a [cat:dog:1]", "prompt_syntax": "a1111"},
+    {"prompt": "a [lemon:pear:2]", "prompt_syntax": "a1111", "steps": 4},
+    {"prompt": "a cat AND a dog", "prompt_syntax": "a1111"},
+    {"prompt": "a cat", "variation_seed": 3, "variation_strength": 0.4},
+    {"prompt": "a dog", "variation_seed": 9, "variation_strength": 0.6, "noise": "torch"},
+    {"prompt": "a cat", "seed_size": [32, 32]},
+    {"prompt": "a dog", "guidance_steps": [3, 1, 2], "guidance_scale": 1},
+    {"prompt": "a dog", "guidance_scale": 1},
+    {"prompt": "a cat", "reuse": 2},
+    {"prompt": "a cat", "hires": 1.5, "hires_steps": 2},
+    {"prompt": "a cat", "image": "in.png", "strength": 0.6},
+    {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
+    {"prompt": "a dog", "eta": 0.5, "sampler": "DDIM", "sigmas": "karras", "clip_skip": 1},
+    {"prompt": "a dog", "freeu": [1.2, 1.2, 0.9, 0.9]},
+    {"prompt": "a pear", "freeu": [1.5, 1.1, 0.9, 0.4]},
+    {"prompt": "a dog", "negative_prompt": "a cat", "guidance_rescale": 0.5},
+]
+
+
+@pytest.mark.slow
+def test_odd_rows(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a row may say means in a mixed job what it means to the pipeline."""
+    monkeypatch.chdir(tmp_path)
+    emoji("a lemon", seed=1, num_inference_steps=4, progress=False).images[0].save("in.png")
+    rows = [{"id": f"r{i}", "seed": i, "steps": 3, **row} for i, row in enumerate(ODD)]
+    rows += [{**row, "id": f"{row['id']}b", "seed": row["seed"] + 50} for row in rows]  # and in company of its like
+    made = {one.row.id: one for _, some in Worker(emoji, batch=2).run(Row(r["id"], r) for r in rows) for one in some}
+    for row in rows:
+        one = made[row["id"]]
+        assert not one.error, (row, one.error)
+        want = emoji(**{name: value for name, value in row.items() if name != "id"}, progress=False).images[0]
+        off = np.abs(np.asarray(want).astype(int) - np.asarray(one.image))
+        assert off.max() <= 2, (row, off.max())
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=needs_pyarrow)])
 def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
     """The same settings from each; what a table leaves out is not there, and whole numbers are whole."""
