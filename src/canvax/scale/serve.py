@@ -49,6 +49,7 @@ class Wanted:
         least: replicas at least.
         most: likewise at most.
         load: requests in flight that a replica should have, about its largest batch.
+        idle: seconds of less load after which a replica goes.
         cpus: that a replica holds.
         gpus: likewise.
         tpus: likewise: the chips of a machine.
@@ -68,6 +69,7 @@ class Wanted:
     least: int = 1
     most: int = 1
     load: float = 4.0
+    idle: float = 600.0
     cpus: float = 1.0
     gpus: float = 0.0
     tpus: float = 0.0
@@ -163,6 +165,7 @@ def app(args: Mapping[str, Any]) -> Any:
     else:
         scaling = {"min_replicas": wanted.least, "max_replicas": max(wanted.least, wanted.most)}
         count = {"autoscaling_config": {**scaling, "target_ongoing_requests": wanted.load}}
+        count["autoscaling_config"]["downscale_delay_s"] = wanted.idle
     deployment = serve.deployment(
         name="canvax",
         ray_actor_options=resources,
