@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.scale.batch import Plan
 from canvax.scale.rows import Row, pyarrow, row_of, settings_of
 from canvax.scale.work import MOST, Made, Worker, image_file
@@ -149,9 +149,14 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         )
         # Ray tells of machines that it has lost on stdout, where results go.
         with redirect_stdout(sys.stderr):
-            for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-                some = [_made(known[one["id"]], one) for one in table.to_pylist()]
-                yield len(some), some
+            try:
+                for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+                    some = [_made(known[one["id"]], one) for one in table.to_pylist()]
+                    yield len(some), some
+            except ray.exceptions.RayError as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                why = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
+                raise CanvaxError(f"the job ended on the cluster ({why}); the same command goes on") from error
             ray.shutdown()
 
     return generate
