@@ -180,12 +180,9 @@ def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
     count = sum(node["Alive"] for node in ray.nodes())
     if gpus := int(there.get("GPU", 0)):
         count, wanted["num_gpus"] = gpus, 1
-    elif chips := int(there.get("TPU", 0)):
+    elif there.get("TPU"):
         hosts = [int(node["Resources"]["TPU"]) for node in ray.nodes() if node["Resources"].get("TPU")]
         count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
-        del chips
-    else:
-        wanted["ray_remote_args_fn"] = lambda: {"scheduling_strategy": "SPREAD"}
     return wanted | {"compute": ray.data.ActorPoolStrategy(size=actors or max(count, 1))}
 
 
