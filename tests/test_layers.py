@@ -32,6 +32,7 @@ ROWS: list[set[str]] = [
     {"pipelines"},
     {"planning"},
     {"flax_api", "train", "server"},
+    {"scale"},
     {"cli"},
 ]
 FOREIGN = {"torch", "diffusers", "transformers", "flax", "accelerate", "benchmarks", "recipes", "tests"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from multihost_worker import INTERVAL, PROMPTS, WEIGHTED
+from PIL import Image
 from small_checkpoint import write_small_checkpoint
 
 import canvax
@@ -109,6 +111,34 @@ def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
     assert [seed - written[0][0] for seed, _ in written] == list(range(6))
     assert "loading" in runs[0].stderr
     assert "loading" not in runs[1].stderr
+
+
+@pytest.mark.slow
+def test_batch(checkpoint: Path, tmp_path: Path) -> None:
+    """A batch job of two processes: each writes its own images, which are those of one process, and nothing is done
+    twice, by whomever it was done; a row that cannot be generated is told once."""
+    rows = [{"id": f"r{i}", "prompt": f"cat {i}", "steps": 1 + i % 2, "width": 24 if i == 3 else 16} for i in range(11)]
+    rows.insert(5, {"id": "bad", "prompt": "a", "width": 13})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ["batch", str(tmp_path / "rows.jsonl"), "-m", str(checkpoint), "-b", "8", "-H", "16", "--json", "-o"]
+    command = [sys.executable, "-m", "canvax", *asked]
+    flags = ["--distributed", "--coordinator", "localhost:PORT", "--num-processes", "2", "--process-id", "PROCESS"]
+    runs = run_two(command, str(tmp_path / "two"), *flags)
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
+    reports = [json.loads(run.stdout) for run in runs]
+    assert sum(report["done"] for report in reports) == 11
+    assert all(report["done"] for report in reports)
+    (tmp_path / "two" / "manifest-0001.jsonl").unlink()  # what the second had done is to be done again
+    again = [json.loads(run.stdout) for run in run_two(command, str(tmp_path / "two"), *flags)]
+    assert [report["skipped"] for report in again] == [1 + reports[0]["done"]] * 2
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([*command, str(tmp_path / "one")], check=True, capture_output=True, env=env)
+    for i in range(11):
+        one, two = (np.asarray(Image.open(tmp_path / name / f"r{i}.png")).astype(int) for name in ("one", "two"))
+        np.testing.assert_allclose(two, one, rtol=0, atol=1)
+    lines = [json.loads(line) for path in (tmp_path / "two").glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert sorted(line["id"] for line in lines) == sorted(row["id"] for row in rows)
+    assert [line["error"] for line in lines if line["id"] == "bad"] == ["width=13 is not divisible by 8; use 8 or 16"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.cli.generate_arguments import add_control, add_dtype, add_generate, add_quantize, add_source, add_upscale
+from canvax.cli.generate_arguments import (
+    add_batch,
+    add_control,
+    add_dtype,
+    add_generate,
+    add_quantize,
+    add_source,
+    add_upscale,
+)
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
@@ -25,6 +33,7 @@ COMMANDS = {
         "sheet",
         "upscale",
         "control",
+        "batch",
         "serve",
         "compile",
         "convert",
@@ -53,6 +62,15 @@ examples:
   canvax sheet "a cat" --x steps=5,10,20 --y sampler="Euler,DPM++ 2M,UniPC" -s 1
   canvax sheet "a cat" --x guidance=1,3,5,7 --y "prompt=a cat;a dog" -o sheet.png
   canvax sheet "a fox" --image lemon.png --x strength=0.3,0.5,0.7,0.9
+"""
+_BATCH_EXAMPLES = """
+A row has a prompt and what else it wants to say: id, seed, steps, sampler, guidance_scale, width, negative_prompt, ...
+  {"id": "fox-1", "prompt": "a fox in the snow", "seed": 7, "steps": 30}
+
+examples:
+  canvax batch prompts.jsonl -o images
+  canvax batch prompts.csv -o shards -m owner/name --into tar --format webp --batch-size 16
+  canvax batch prompts.parquet -o images --ray --actors 8
 """
 _PLAN_EXAMPLES = """
 examples:
@@ -291,6 +309,16 @@ def _derived(commands: Any, plain: Any) -> None:
         description="Make a control image of an image, for canvax generate --control.",
     )
     add_control(control)
+    batch = commands.add_parser(
+        "batch",
+        usage="canvax batch FILE --output FOLDER [flags]",
+        help="generate the images of a file of prompts, however many; the same command goes on where it stopped",
+        description="Generate an image for each row of a file. A row that cannot be generated becomes a line with its "
+        "error in manifest.jsonl. Stop it as you like: the same command goes on.",
+        epilog=_BATCH_EXAMPLES,
+        formatter_class=plain,
+    )
+    add_batch(batch)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     began = time.perf_counter()
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
-    spread = _join(arguments)
+    spread = join_others(arguments)
     requests, source = gather(arguments)
     if spread:
         requests = _with_common_seeds(requests)
@@ -75,7 +75,7 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
         complain(f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"')
 
 
-def _join(arguments: argparse.Namespace) -> bool:
+def join_others(arguments: argparse.Namespace) -> bool:
     """Whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
@@ -84,7 +84,7 @@ def _join(arguments: argparse.Namespace) -> bool:
         if any(value is not None for value in cluster):
             raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
         return False
-    if arguments.grid:
+    if getattr(arguments, "grid", False):
         raise InputError("--grid: no process of --distributed has all images; leave it out")
     keep_stdout_for_results()
     multihost.initialize(*cluster)

@@ -32,6 +32,42 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
         add(parser)
 
 
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """All flags of ``canvax batch``."""
+    parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
+    group = parser.add_argument_group("settings of rows that do not say otherwise")
+    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what images should not show")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+    group.add_argument(
+        "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
+    )
+    for add in (_settings, _model, _devices):
+        add(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")
+    group.add_argument(
+        "--into", choices=["files", "tar", "parquet"], default="files",
+        help="a file for each image (the default), or shards: webdataset's tar files, or Parquet",
+    )  # fmt: skip
+    group.add_argument("--shard-size", type=int, default=1000, metavar="N", help="images of a shard (1000)")
+    group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="of images (png)")
+    group.add_argument("--quality", type=int, metavar="N", help="1..100, of jpg (95) and webp (lossless)")
+    group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
+    group.add_argument("--retry-errors", action="store_true", help="rows that failed in an earlier run again")
+    group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object: images, errors, images a second, ..."
+    )
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    group = parser.add_argument_group("on a cluster")
+    group.add_argument(
+        "--ray", nargs="?", const="auto", metavar="ADDRESS",
+        help="generate on a Ray cluster: the one this machine is in, another's address, or local to start one here",
+    )  # fmt: skip
+    group.add_argument("--actors", type=int, metavar="N", help="with --ray: models that are loaded (one a device)")
+
+
 def _subject(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to generate")
     group.add_argument(

@@ -142,7 +142,7 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
         raise InputError(f"--chunks {' '.join(map(str, arguments.chunks))} are not whole numbers in 1..{MOST_CHUNKS}")
     return EngineSettings(
-        warm=tuple(_warm(text) for text in arguments.warm) if arguments.warm else (Warm(),),
+        warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
         compile_on_demand=arguments.compile_on_demand,
         queue_seconds=arguments.queue_seconds,
@@ -152,21 +152,6 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
     )
-
-
-def _warm(text: str) -> Any:
-    from canvax.pipelines.checks import check_size
-    from canvax.server.served import Warm
-
-    found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
-    if not found:
-        raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
-    batches = tuple(int(part) for part in found[3].split(",")) if found[3] else Warm().batches
-    for name, side in (("width", found[1]), ("height", found[2])):
-        check_size(f"--warm {text}: {name}", int(side), 0)
-    if 0 in batches:
-        raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
-    return Warm((int(found[1]), int(found[2])), batches)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

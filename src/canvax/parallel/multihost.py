@@ -96,3 +96,8 @@ def together(name: str) -> Iterator[None]:
         failures = np.asarray(multihost_utils.process_allgather(np.asarray(failed)))
     if failures.any():
         raise CanvaxError(f"{name} failed in process {int(failures.argmax())}, whose own error says why")
+
+
+def any_of(value: Any) -> Any:
+    """Whether it is true in any process, for each entry of an array; every process calls it with one of that shape."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).any(axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -44,8 +44,12 @@ def prepare(
     ready: Ready,
     table: SamplerTable,
     deep: DeepPlan | None = None,
+    tables: Sequence[SamplerTable] | None = None,
 ) -> Prepared:
-    """A batch of all images of a request; ``ready`` are the programs for as many."""
+    """A batch of all images of a request; ``ready`` are the programs for as many.
+
+    ``tables`` give each image its own in place of ``table``, where nothing else of the request depends on it.
+    """
     latents = (padded_batch(len(request.prompts), programs.mesh), *request.shape[1:])
     texts, later = encode(model, programs, ready.encode, params, request, table)
     jax.block_until_ready(texts.conditions)
@@ -75,7 +79,7 @@ def prepare(
         texts.conditions,
         texts.negative,
         seed_keys(request.seeds),
-        [table] * len(request.prompts),
+        tables or [table] * len(request.prompts),
         deep,
         images=images,
         known=known,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,11 +36,18 @@ from canvax.types import HostArray
 
 
 def text_to_image(
-    model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str], counts: Counts
+    model: Model,
+    programs: Programs,
+    params: Params,
+    request: Request,
+    cure: Callable[[], str],
+    counts: Counts,
+    tables: Sequence[SamplerTable] | None = None,
 ) -> Result:
     """Generate the images of a checked request.
 
-    ``cure`` says what helps where memory runs out, ``counts`` what JAX compiles meanwhile.
+    ``cure`` says what helps where memory runs out, ``counts`` what JAX compiles meanwhile. ``tables`` give each image
+    its own steps, sampler and guidance; what the result tells of them is that of the request.
 
     Where several processes generate together, each returns the images of its own devices.
     """
@@ -55,7 +62,7 @@ def text_to_image(
     check_programs(ready.named, mesh, cure)
 
     with clock("encode"):
-        batch, keep = prepare(model, programs, params, request, ready, table, deep)
+        batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
         denoise(batch, request, table, display, spread=multihost.is_spread(mesh), keep=keep)
         indices, rows = own_rows(batch.state, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from types import ModuleType
@@ -57,7 +57,14 @@ class Settings:
     page: bool = True
 
 
-def create_app(engine: Engine, settings: Settings, *, state: Callable[[], State], metrics: Metrics) -> ASGIApp:
+def create_app(
+    engine: Engine,
+    settings: Settings,
+    *,
+    state: Callable[[], State],
+    metrics: Metrics,
+    more: Callable[[Engine], Sequence[BaseRoute]] | None = None,
+) -> ASGIApp:
     """The application.
 
     Args:
@@ -65,11 +72,13 @@ def create_app(engine: Engine, settings: Settings, *, state: Callable[[], State]
         settings: see there.
         state: what the engine does at present.
         metrics: what is counted.
+        more: gives further routes.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
     apis = (own, openai, a1111, huggingface)
     routes = [*_operations(state, metrics, apis), *(_page() if settings.page else [])]
     routes += [route for api in apis for route in api.routes(engine)]
+    routes += more(engine) if more else []
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)

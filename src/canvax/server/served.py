@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -55,6 +56,23 @@ class Warm(NamedTuple):
 
     size: tuple[int, int] | None = None
     batches: tuple[int, ...] = (1, 4)
+
+    @classmethod
+    def parse(cls, text: str) -> Warm:
+        """What a text such as ``512x512:1,4`` asks for.
+
+        Raises:
+            InputError: it is none.
+        """
+        found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
+        if not found:
+            raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
+        batches = tuple(int(part) for part in found[3].split(",")) if found[3] else cls().batches
+        for name, side in (("width", found[1]), ("height", found[2])):
+            check_size(f"--warm {text}: {name}", int(side), 0)
+        if 0 in batches:
+            raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
+        return cls((int(found[1]), int(found[2])), batches)
 
 
 class Loaded(Protocol):

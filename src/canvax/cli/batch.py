@@ -1,0 +1,170 @@
+"""``canvax batch``: generates the images of a file of prompts, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from canvax.cli.arguments import versions
+from canvax.cli.generate import check_against_model, description, join_others, load_model
+from canvax.cli.images import OF_MODEL, ImageRequest, Source, check_table
+from canvax.cli.terminal import complain, say, seconds
+from canvax.errors import InputError, check_count
+from canvax.pipelines.options import Options
+
+if TYPE_CHECKING:
+    from canvax.scale.batch import Generate, Plan
+    from canvax.scale.output import Output
+
+
+def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Generate the rows that are not done yet; ``report`` is updated after each batch."""
+    from canvax.scale.batch import Plan, run
+    from canvax.scale.rows import NAMES
+
+    defaults = {name: value for name in NAMES if (value := getattr(arguments, name, None)) is not None}
+    seed = defaults.pop("seed")
+    _check(arguments)
+    source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
+    _check_flags(arguments, defaults, source)
+    plan = Plan.read(arguments.file, defaults, arguments.carry, seed)
+    spread = join_others(arguments)
+    output = _output(arguments, plan, source, spread=spread)
+    try:
+        todo = _agreed(plan, plan.left(output.known, retry=arguments.retry_errors), spread=spread)
+        report |= {"output": str(output.folder), "rows": plan.total, "skipped": plan.total - len(todo), "errors": 0}
+        if todo:
+            generate = _generate(arguments, plan, source, output, report, spread=spread)
+            shown = None if arguments.quiet else complain
+            with _stoppable():
+                for tally in run(plan, todo, output, generate, image_format=arguments.format,
+                                 quality=arguments.quality, progress=shown):  # fmt: skip
+                    report |= asdict(tally)
+        output.close(done=True)
+    finally:
+        output.close(done=False)
+    report["errors"] = sum(line.get("status") != "done" for line in output.known.values())
+    _summarise(arguments, report)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("batch_size", "shard_size", "actors"):
+        if (value := getattr(arguments, name)) is not None:
+            check_count(f"--{name.replace('_', '-')}", value, 1_000_000)
+    if arguments.quality is not None and not 1 <= arguments.quality <= 100:
+        raise InputError(f"--quality {arguments.quality} is not in 1..100")
+    if arguments.quality is not None and arguments.format == "png":
+        raise InputError(f"--quality {arguments.quality}: PNG loses nothing; leave it out, or write --format webp")
+    if arguments.actors is not None and arguments.ray is None:
+        raise InputError("--actors goes with --ray; add it")
+    if arguments.ray is not None and arguments.distributed:
+        raise InputError("--ray and --distributed are two ways to many machines; choose one")
+
+
+def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
+    """Refuse settings that no row could be generated with, before any weights are read."""
+    from canvax.scale.rows import OPTIONS
+
+    options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
+    height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
+    guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
+    request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
+    check_table(request, None)
+    check_against_model(arguments, [request], source)
+
+
+def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread: bool) -> Output:
+    import jax
+
+    from canvax.scale.output import Output
+
+    decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
+    return Output(
+        arguments.output,
+        {**asdict(source), **decisive, "most": plan.total, "canvax": versions()["canvax"]},
+        into=arguments.into,
+        shard_size=arguments.shard_size,
+        process=jax.process_index() if spread else 0,
+        processes=jax.process_count() if spread else 1,
+    )
+
+
+def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
+    """What is still to do, of all processes together: each knows what it has done itself."""
+    if not spread:
+        return todo
+    import numpy as np
+
+    from canvax.parallel import multihost
+
+    multihost.agree([], list(plan.digests.items()))
+    done = multihost.any_of(np.array([name not in todo for name in plan.digests]))
+    return {name for name, over in zip(plan.digests, done, strict=True) if not over}
+
+
+def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output: Output, report: dict[str, Any], *,
+              spread: bool) -> Generate:  # fmt: skip
+    """What generates the rows: a model here, or those of a cluster."""
+    from canvax.scale.batch import windows
+    from canvax.scale.rows import Row
+    from canvax.scale.work import Made, Worker
+
+    most = int(output.run["most"])
+    if arguments.ray is not None:
+        return _on_ray(arguments, plan, source, most)
+    pipe = load_model(arguments, source)
+    output.agree({"loaded": {"revision": pipe.model.revision, "dtype": pipe.model.dtype}})
+    report |= description(pipe)
+    worker = Worker(
+        pipe, batch=arguments.batch_size, most=most, defaults=plan.defaults, carried=plan.carried, seed=plan.seed,
+        progress=not arguments.quiet,
+    )  # fmt: skip
+    usual = worker.check(Row("", {"prompt": ""}))
+    if isinstance(usual, Made):  # no row without settings of its own could be generated
+        raise InputError(usual.error)
+    return windows(worker.run)
+
+
+def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int) -> Generate:
+    from canvax.scale.data import on_ray
+
+    if arguments.mesh:
+        raise InputError("--mesh with --ray: each model has all devices that Ray gives it; leave it out")
+    given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
+    told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
+    told |= {"model": source.model, "image_format": arguments.format, "load": load}
+    return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM, by which clusters end a process, stops the job as Ctrl-C does."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _summarise(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    if not arguments.json:
+        say(report["output"])
+    if arguments.quiet:
+        return
+    parts = [f"{report.get('done', 0)} images in {seconds(report.get('seconds', 0.0))}"]
+    if report.get("done"):
+        parts.append(f"{report['images_per_second']:.3g} a second")
+    if report["skipped"]:
+        parts.append(f"{report['skipped']} rows were done before")
+    if report["errors"]:
+        parts.append(f"{report['errors']} rows have an error, see {report['output']}/manifest.jsonl")
+    complain("; ".join(parts))

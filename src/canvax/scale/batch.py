@@ -1,0 +1,220 @@
+"""A batch job: a file of prompts to a folder of images, which can be stopped and gone on with at any time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import InputError
+from canvax.pipelines.display import progress_bar
+from canvax.scale.output import Output
+from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_of
+from canvax.scale.work import Made, image_file
+
+WINDOW = 4096
+"""Rows that are looked at together, so that those of a size come into one batch."""
+
+_TOLD = 30.0
+"""Seconds between two lines of progress, where nobody watches a terminal."""
+
+_WRITERS = 2
+_MOST_WAITING = 256
+"""Images that wait to be written: if a disk is slow, generating waits for it."""
+
+Made_ = tuple[int, list[Made]]
+Generate = Callable[[Iterator[Row], int], Iterable[Made_]]
+"""Rows, and how many there are, to what becomes of them: see ``Worker.run``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a file asks for.
+
+    Attributes:
+        path: the file.
+        defaults: settings of rows that do not say otherwise.
+        carried: names in it that are no settings, and go into the list of what was made.
+        seed: for seeds of rows without one.
+        total: its rows.
+        pairs: the digests of its rows by id; "" of rows that cannot be understood.
+    """
+
+    path: Path
+    defaults: Mapping[str, Any]
+    carried: Sequence[str]
+    seed: int
+    total: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> Plan:
+        """Read the file once.
+
+        Raises:
+            InputError: it cannot be read, has no rows, unknown columns, or an id twice.
+        """
+        digests: dict[str, str] = {}
+        for row in read_rows(path):
+            if not digests and row.fault is None:
+                check_names(row.values, carried)
+            if row.id in digests:
+                raise InputError(f"{path}: the id {row.id!r} is there twice; give each row its own")
+            try:
+                digests[row.id] = digest_of(settings_of(row, defaults, carried, seed))
+            except InputError:
+                digests[row.id] = ""
+        if not digests:
+            raise InputError(f"{path}: holds no rows")
+        return cls(Path(path), defaults, carried, seed, len(digests), digests)
+
+    def left(self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False) -> set[str]:
+        """Ids of the rows that are still to be done; ``retry`` those that failed as well.
+
+        Raises:
+            InputError: a row is done already, but as another one.
+        """
+        todo = set()
+        for name, digest in self.digests.items():
+            line = known.get(name)
+            if line is None or (retry and line.get("status") != "done"):
+                todo.add(name)
+            elif line.get("row", "") != digest:
+                raise InputError(
+                    f"{self.path}: the row {name!r} is done, but with other settings; put --output into a new folder, "
+                    "or undo what was changed in the file or in the flags"
+                )
+        return todo
+
+    def rows(self, todo: set[str]) -> Iterator[Row]:
+        """The rows that are to be done, in the order of the file."""
+        return (row for row in read_rows(self.path) if row.id in todo)
+
+
+@dataclass
+class Tally:
+    """What a run has done so far.
+
+    Attributes:
+        rows: of the file.
+        skipped: rows that earlier runs had done.
+        done: images of this run, and of this process.
+        errors: rows that failed, likewise.
+        seconds: since the first batch was begun.
+        first_seconds: of these, until the first image, which waits for compilers and models.
+        images_per_second: in all of them.
+    """
+
+    rows: int
+    skipped: int
+    done: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+    images_per_second: float = 0.0
+
+
+def run(
+    plan: Plan,
+    todo: set[str],
+    output: Output,
+    generate: Generate,
+    *,
+    image_format: str = "png",
+    quality: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[Tally]:
+    """Do the rows ``todo`` of a plan; a tally after each batch. Whoever stops in the middle can go on later.
+
+    Args:
+        plan: the rows.
+        todo: ids of those to do.
+        output: where images and list go.
+        generate: what generates them.
+        image_format: png, webp or jpg.
+        quality: 1..100 of a lossy WebP or JPEG.
+        progress: shows a line to people; None for no progress.
+
+    Raises:
+        CanvaxError: the images cannot be written.
+    """
+    tally, began = Tally(plan.total, plan.total - len(todo)), time.perf_counter()
+    pool, waiting = ThreadPoolExecutor(_WRITERS, "canvax files"), deque[Future[None]]()
+
+    def write(made: Made) -> None:
+        line, data = _line(made, plan.carried, image_format, quality)
+        output.add(line, data, image_format)
+
+    shown = Shown(len(todo), progress)
+    try:
+        for count, batch in generate(plan.rows(todo), len(todo)):
+            for made in batch:
+                waiting.append(pool.submit(write, made))
+            tally.errors += sum(made.image is None for made in batch)
+            tally.done += sum(made.image is not None for made in batch)
+            while waiting and (len(waiting) > _MOST_WAITING or waiting[0].done()):
+                waiting.popleft().result()
+            tally.seconds = time.perf_counter() - began
+            if tally.done:
+                tally.first_seconds = tally.first_seconds or tally.seconds
+                tally.images_per_second = tally.done / tally.seconds
+            shown(count, tally)
+            yield tally
+    finally:
+        pool.shutdown(wait=True)  # what is generated is kept
+        shown.close()
+    for one in waiting:
+        one.result()
+
+
+def windows(run_rows: Callable[[Iterable[Row]], Iterator[Made_]], size: int = WINDOW) -> Generate:
+    """Generates rows a window at a time, so that a file of any length needs little memory."""
+
+    def generate(rows: Iterator[Row], _: int) -> Iterator[Made_]:
+        while window := list(islice(rows, size)):
+            yield from run_rows(window)
+
+    return generate
+
+
+def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) -> tuple[dict[str, Any], bytes | None]:
+    """What the list says of a row, and the file of its image."""
+    line: dict[str, Any] = {"id": made.row.id, "row": made.digest}
+    line |= {name: made.row.values[name] for name in carried if name in made.row.values}
+    if made.image is not None:
+        try:
+            data = made.image if isinstance(made.image, bytes) else image_file(made.image, kind, quality)
+            return line | {"status": "done", **{name: made.record[name] for name in ("seed", "width", "height")}}, data
+        except InputError as error:
+            made = made._replace(error=str(error))
+    return line | {"status": "error", "error": made.error}, None
+
+
+class Shown:
+    """Progress: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int, say: Callable[[str], None] | None) -> None:
+        terminal = say is not None and sys.stderr is not None and sys.stderr.isatty()
+        self._bar = progress_bar(total, description="generating", unit="image", shown=terminal)
+        self._say = None if terminal else say
+        self._done, self._total, self._told = 0, total, time.perf_counter()
+
+    def __call__(self, count: int, tally: Tally) -> None:
+        """``count`` rows more are done."""
+        self._done += count
+        self._bar.update(count)
+        if self._say and (now := time.perf_counter()) - self._told >= _TOLD:
+            self._told = now
+            left = (self._total - self._done) * tally.seconds / max(self._done, 1)
+            self._say(f"{self._done} of {self._total} rows, {tally.images_per_second:.3g} images a second, "
+                      f"{tally.errors} errors, {left / 60:.0f} minutes left")  # fmt: skip
+
+    def close(self) -> None:
+        """Take the bar off."""
+        self._bar.close()

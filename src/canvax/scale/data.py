@@ -1,0 +1,212 @@
+"""Ray Data: ``Generate`` for ``map_batches``, and a batch job whose images are generated on a cluster.
+
+    ds = ray.data.read_parquet("prompts")                      # id, prompt, and what else rows may say
+    ds = ds.map_batches(Generate, fn_constructor_kwargs={"model": "owner/name"}, num_gpus=1, num_cpus=0,
+                        compute=ray.data.ActorPoolStrategy(size=8), batch_size=64)
+    ds.write_parquet("images")
+
+ray is imported where it is used: whoever has no cluster needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from typing import Any
+
+from canvax.errors import CanvaxError, InputError
+from canvax.scale.batch import Plan
+from canvax.scale.rows import Row, pyarrow, row_of, settings_of
+from canvax.scale.work import MOST, Made, Worker, image_file
+
+PER_BLOCK = 64
+"""Rows of a block: what is lost with a machine, and what an actor does at a time. Seconds to a minute of work."""
+
+
+class Generate:
+    """Generates the images of rows, in an actor that holds one model; for ``map_batches`` of Ray Data.
+
+    A batch may be a dict of arrays, a pandas or a pyarrow table, with a column ``id`` and settings as ``canvax batch``
+    reads them. Each row comes back with all its columns and besides with ``image``, the bytes of a file, ``metadata``,
+    how it was made (JSON), ``seed``, ``height``, ``width``; or without an image and with an ``error``. No row is lost
+    and none ends the job. The same row has the same image in any actor, block and order.
+
+    Args:
+        model: a name or a folder, as for ``canvax.load``; a folder must be there on every machine.
+        batch_size: images at once; None for what any device can hold.
+        most: rows that there are, if they are few: a batch has no more slots than that.
+        image_format: png, webp or jpg.
+        quality: 1..100 of a lossy WebP or JPEG.
+        defaults: settings of rows that do not say otherwise.
+        carried: columns that are no settings.
+        seed: for seeds of rows without one.
+        load: further arguments of ``canvax.load``.
+    """
+
+    def __init__(
+        self,
+        model: str = "emoji",
+        *,
+        batch_size: int | None = None,
+        most: int = MOST,
+        image_format: str = "png",
+        quality: int | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        carried: Sequence[str] = (),
+        seed: int = 0,
+        load: Mapping[str, Any] | None = None,
+    ) -> None:
+        import canvax
+
+        pipe = canvax.load(model, **{"progress": False, **(load or {})})
+        self._worker = Worker(pipe, batch=batch_size, most=most, defaults=defaults, carried=carried, seed=seed)
+        self._file = (image_format, quality)
+        self._files = ThreadPoolExecutor(2, "canvax files")
+
+    def __call__(self, batch: Any) -> Any:
+        """The rows with their images, a pyarrow table in the order of ``batch``."""
+        values = _listed(batch)
+        rows = [row_of(number, one, named=True) for number, one in enumerate(values, 1)]
+        made = {id(one.row): one for _, some in self._worker.run(rows) for one in some}
+        images = list(self._files.map(self._told, (made[id(row)] for row in rows)))
+        return _table([{**one, "id": row.id, **told} for one, row, told in zip(values, rows, images, strict=True)])
+
+    def _told(self, made: Made) -> dict[str, Any]:
+        known = {name: made.record.get(name) for name in ("seed", "height", "width")}
+        told = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
+        if made.image is not None and not isinstance(made.image, bytes):
+            try:
+                return told | {"image": image_file(made.image, *self._file), "error": None}
+            except InputError as error:
+                return told | {"error": str(error)}
+        return told
+
+
+class _Settings(Generate):
+    """The same of rows that a driver has understood already: a column of ids, and one of JSON."""
+
+    def __call__(self, batch: Any) -> Any:
+        rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
+        made = [one for _, some in self._worker.run(rows) for one in some]
+        images = list(self._files.map(self._told, made))
+        return _table([{"id": one.row.id, **told} for one, told in zip(made, images, strict=True)])
+
+
+def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
+    """Generates the rows of a plan on a cluster, for ``canvax.scale.batch.run``.
+
+    Images come to this process, which writes them: the cluster needs no shared folder, and a row is in the list once
+    however often machines fail.
+
+    Args:
+        plan: the rows.
+        arguments: of ``Generate``; the plan's defaults, names and seed are not among them.
+        address: of the cluster; "local" starts one on this machine; "auto" finds the one this machine belongs to.
+        actors: models that are loaded; None for one on each device or, without any, on each machine.
+
+    Raises:
+        InputError: Ray is not installed, or there is no such cluster.
+    """
+    ray = _ray()
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise InputError(f"--ray {address}: no cluster answers ({first}); --ray local starts one here") from None
+
+    def generate(rows: Iterator[Row], _: int) -> Iterator[tuple[int, list[Made]]]:
+        known: dict[str, Row] = {}
+        items: list[tuple[int, int, dict[str, str]]] = []
+        wrong: list[Made] = []
+        for row in rows:
+            try:
+                settings = settings_of(row, plan.defaults, plan.carried, plan.seed)
+            except InputError as error:
+                wrong.append(Made(row, "", error=str(error)))
+                continue
+            known[row.id] = row
+            told = {"id": row.id, "settings": json.dumps(settings, default=str)}
+            items.append((_side(settings.get("height")), _side(settings.get("width")), told))
+        if wrong:
+            yield len(wrong), wrong
+        if not items:
+            return
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        # Blocks of their own: Ray would put a small file into one block, which is one task on one machine.
+        blocks = -(-len(items) // PER_BLOCK)
+        items.sort(key=lambda item: item[:2])  # one size a block, where that can be
+        made = ray.data.from_items([told for *_, told in items], override_num_blocks=blocks).map_batches(
+            _Settings,
+            batch_size=None,
+            fn_constructor_kwargs=dict(arguments),
+            **_resources(ray, actors),
+        )
+        # Ray tells of machines that it has lost on stdout, where results go.
+        with redirect_stdout(sys.stderr):
+            try:
+                for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+                    some = [_made(known[one["id"]], one) for one in table.to_pylist()]
+                    yield len(some), some
+            except ray.exceptions.RayError as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                why = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
+                raise CanvaxError(f"the job ended on the cluster ({why}); the same command goes on") from error
+            ray.shutdown()
+
+    return generate
+
+
+def _side(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _made(row: Row, told: Mapping[str, Any]) -> Made:
+    return Made(row, told["row"], json.loads(told["metadata"]), told["image"], told["error"] or "")
+
+
+def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
+    """What each actor holds: a GPU, the chips of a machine, or nothing but a place of its own.
+
+    No processors: reading tasks want whole ones, and a pool that holds the last of them waits for itself for ever.
+    """
+    there = ray.cluster_resources()
+    wanted: dict[str, Any] = {"num_cpus": 0}
+    count = sum(node["Alive"] for node in ray.nodes())
+    if gpus := int(there.get("GPU", 0)):
+        count, wanted["num_gpus"] = gpus, 1
+    elif there.get("TPU"):
+        hosts = [int(node["Resources"]["TPU"]) for node in ray.nodes() if node["Resources"].get("TPU")]
+        count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
+    return wanted | {"compute": ray.data.ActorPoolStrategy(size=actors or max(count, 1))}
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise InputError(f"--ray needs {error.name}; install it: pip install 'canvax[ray]'") from None
+    return ray
+
+
+def _listed(batch: Any) -> list[dict[str, Any]]:
+    """A batch of Ray Data, in any of its forms, as a list of rows."""
+    if hasattr(batch, "to_pylist"):
+        return batch.to_pylist()
+    if hasattr(batch, "to_dict"):
+        return batch.to_dict("records")
+    return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A table whose columns have the same types whatever is in them: blocks without errors must fit to those with."""
+    pa = pyarrow("Ray Data")
+    kinds = {"image": pa.binary(), "error": pa.string(), "metadata": pa.string(), "row": pa.string(), "id": pa.string()}
+    kinds |= {"seed": pa.uint64(), "height": pa.int32(), "width": pa.int32()}
+    return pa.table({name: pa.array([row[name] for row in rows], kinds.get(name)) for name in rows[0]})

@@ -1,0 +1,254 @@
+"""Where a batch job's images go: files, or shards of many, and the list of what was made.
+
+Nothing is ever half there: a file is written under another name and renamed, and after that a line is appended to the
+list, ``manifest.jsonl``. What a killed process leaves is at most a file without its line, which is written again, and
+the beginning of a line, which is taken off. Images of shards wait as files until a shard is full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tarfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+from canvax.errors import CanvaxError, InputError
+from canvax.files import read_json, written
+from canvax.images.metadata import read_metadata
+from canvax.scale.rows import pyarrow
+
+Into = Literal["files", "tar", "parquet"]
+INTO: tuple[Into, ...] = ("files", "tar", "parquet")
+RUN, WAITING = "batch.json", "waiting"
+_FIRST_COUNTS = ("most", "canvax")
+"""What may change while a job goes on: its batches stay those that it was begun with."""
+_LONGEST_LINE = 1 << 20
+_NAME = re.compile(r"[\w-][\w.-]{0,119}", re.ASCII)
+
+
+class Output:
+    """The folder of a batch job.
+
+    Args:
+        folder: made if it is not there; one that is not empty must be of the same job.
+        run: what decides the images besides the rows, such as the model; the same job has the same.
+        into: one file for each image, or shards: tar files as webdataset reads them, or Parquet.
+        shard_size: images of a shard.
+        process: which of several processes that write here this is.
+        processes: how many there are.
+
+    Attributes:
+        run: what the job was begun with.
+        known: of rows that are done or failed, by id: the last line of the list.
+
+    Raises:
+        InputError: the folder holds something else, another job, or another process writes there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        run: Mapping[str, Any],
+        *,
+        into: Into = "files",
+        shard_size: int = 1000,
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        self.into, self._shard_size = into, shard_size
+        self._process, self._processes = process, processes
+        self._lock = threading.Lock()
+        if into == "parquet":
+            pyarrow("--into parquet")
+        self.run: dict[str, Any] = {}
+        self._begin()
+        self.agree({**run, "into": into})
+        name = f"manifest-{process:04d}.jsonl" if process else "manifest.jsonl"
+        # Two processes that append to one list would each do the other's work, so the second is turned away.
+        self._list = _locked(self.folder / name)
+        self.known = {line["id"]: line for line in self.lines()}
+        self._waiting: dict[str, dict[str, Any]] = {}
+        if into != "files":
+            (self.folder / WAITING).mkdir(exist_ok=True)
+            own = self.lines(name)
+            self._waiting = {line["id"]: line for line in own if line == self.known[line["id"]] and _waits(line)}
+            self._pack(self._shard_size)
+
+    def lines(self, name: str = "manifest*.jsonl") -> Iterator[dict[str, Any]]:
+        """The lines of the list, also those that later ones replace; not those that a kill cut off."""
+        for path in sorted(self.folder.glob(name)):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                for text in file:
+                    with suppress(ValueError):
+                        line = json.loads(text)
+                        if isinstance(line, dict) and isinstance(line.get("id"), str):
+                            yield line
+
+    def add(self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png") -> None:
+        """What became of a row: ``line`` has its ``id``, its ``status`` and more; ``data`` is its image's file.
+
+        Raises:
+            CanvaxError: it cannot be written.
+        """
+        line = dict(line)
+        try:
+            if data is not None:
+                line["file"] = f"{file_name(line['id'])}.{kind}"
+                line["sha256"] = hashlib.sha256(data).hexdigest()
+                if self.into != "files":
+                    line["file"] = f"{WAITING}/{line['file']}"
+                with written(self.folder / line["file"]) as draft:
+                    draft.write_bytes(data)
+            with self._lock:
+                self._append([line])
+                if _waits(line):
+                    self._waiting[line["id"]] = line
+                    self._pack(self._shard_size)
+        except OSError as error:
+            raise CanvaxError(f"--output {self.folder}: cannot be written ({error.strerror or error})") from error
+
+    def close(self, *, done: bool) -> None:
+        """Let others write here; if all rows are ``done``, the last images go into a shard."""
+        if done and self._waiting:
+            self._pack(1)
+        with suppress(OSError):
+            if done and self.into != "files":
+                (self.folder / WAITING).rmdir()
+        self._list.close()
+
+    def agree(self, run: Mapping[str, Any]) -> None:
+        """See to it that the job is one with ``run``: what is not known of it yet is kept from now on.
+
+        Raises:
+            InputError: it was begun with something else.
+        """
+        path = self.folder / RUN
+        told = json.loads(json.dumps(run, default=str))
+        try:
+            earlier = read_json(path) if path.exists() else {}
+            for name in told.keys() & earlier.keys():
+                if name not in _FIRST_COUNTS and earlier[name] != told[name]:
+                    raise InputError(
+                        f"--output {self.folder}: was begun with {name}={earlier[name]!r}, not {told[name]!r}; go on "
+                        "with that, or choose another folder"
+                    )
+            self.run = {**told, **earlier}
+            if self._process == 0 and self.run != earlier:
+                with written(path) as draft:
+                    draft.write_text(json.dumps(self.run, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
+
+    def _begin(self) -> None:
+        """Make the folder, or see that it is one of a batch job."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
+            ours = (".", "manifest-")  # the other processes may have begun
+            if not known and any(not entry.name.startswith(ours) for entry in self.folder.iterdir()):
+                raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
+        except OSError as error:
+            raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        self._list.write(text.encode())  # one write at the file's end
+        self.known.update({line["id"]: dict(line) for line in lines})
+
+    def _pack(self, least: int) -> None:
+        """Make shards of what waits, as long as at least ``least`` images do."""
+        while len(self._waiting) >= least and self._waiting:
+            lines = [*self._waiting.values()][: self._shard_size]
+            number = self._next_shard()
+            path = self.folder / f"{number:05d}.{self.into}"
+            samples = [(line, (self.folder / line["file"]).read_bytes()) for line in lines]
+            records = [read_metadata(self.folder / line["file"]) for line in lines]
+            write = _write_tar if self.into == "tar" else _write_parquet
+            packed = [{**line, "file": path.name, "key": f"{number:05d}{i:04d}"} for i, line in enumerate(lines)]
+            named = [(line["key"], Path(one["file"]).suffix, data) for line, (one, data) in
+                     zip(packed, samples, strict=True)]  # fmt: skip
+            with written(path) as draft:
+                write(draft, named, records)
+            self._append(packed)
+            for line in lines:
+                (self.folder / line["file"]).unlink(missing_ok=True)
+                del self._waiting[line["id"]]
+
+    def _next_shard(self) -> int:
+        """The first number of this process after those in the list: a shard that is not listed is made again."""
+        listed = {int(line["file"].split(".")[0]) for line in self.known.values() if "key" in line}
+        own = [number for number in listed if number % self._processes == self._process]
+        return max(own) + self._processes if own else self._process
+
+
+def file_name(name: str) -> str:
+    """An id as the name of a file: itself where every file system takes that, else a hash of it."""
+    return name if _NAME.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _waits(line: Mapping[str, Any]) -> bool:
+    return str(line.get("file", "")).startswith(f"{WAITING}/")
+
+
+def _locked(path: Path) -> Any:
+    """A list opened to append to, by this process alone; the beginning of a line that a kill left is taken off."""
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except OSError:
+        file.close()
+        raise InputError(f"--output {path.parent}: another process is writing there; wait for it") from None
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - _LONGEST_LINE))
+    tail = file.read()
+    file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+    return file
+
+
+Sample = tuple[str, str, bytes]
+"""Key, ending with its point, and file of an image."""
+
+
+def _write_tar(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
+    """A shard as webdataset reads it: KEY.png, KEY.txt with the prompt and KEY.json; the same bytes every time."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for (key, ending, data), record in zip(samples, records, strict=True):
+            told = json.dumps(record, ensure_ascii=False).encode()
+            for name, content in ((ending, data), (".txt", record["prompt"].encode()), (".json", told)):
+                info = tarfile.TarInfo(key + name)
+                info.size, info.mode = len(content), 0o644
+                tar.addfile(info, BytesIO(content))
+
+
+_COLUMNS = {
+    **dict.fromkeys(("prompt", "negative_prompt", "sampler", "model"), "string"),
+    **dict.fromkeys(("height", "width", "num_inference_steps"), "int32"),
+    **{"seed": "uint64", "guidance_scale": "float64"},
+}
+
+
+def _write_parquet(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
+    """A shard with a column ``image`` of bytes and path, which Hugging Face's datasets take for images."""
+    pa, parquet = pyarrow("--into parquet"), pyarrow("--into parquet", "parquet")
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = {"id": pa.array([record["id"] for record in records], pa.string())}
+    columns["image"] = pa.array([{"bytes": data, "path": key + end} for key, end, data in samples], image)
+    for name, kind in _COLUMNS.items():
+        columns[name] = pa.array([record[name] for record in records], pa.type_for_alias(kind))
+    columns["metadata"] = pa.array([json.dumps(record, ensure_ascii=False) for record in records], pa.string())
+    features = {name: {"dtype": str(column.type), "_type": "Value"} for name, column in columns.items()}
+    told = {"info": {"features": {**features, "image": {"_type": "Image"}}}}
+    table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(told)})
+    parquet.write_table(table, path, row_group_size=100)

@@ -1,0 +1,231 @@
+"""Files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import InputError, plain
+from canvax.familiar import CALL, answer, renamed
+from canvax.files import open_regular
+from canvax.pipelines.option_checks import plain_value
+from canvax.pipelines.options import Options
+
+_NOT_IN_FILES = ("progress", "callback", "denoising_start", "denoising_end")
+OPTIONS = tuple(field.name for field in fields(Options) if field.name not in _NOT_IN_FILES)
+ARGUMENTS = (
+    *("prompt", "negative_prompt", "seed", "height", "width", "num_inference_steps"),
+    *("guidance_scale", "sampler", "image", "mask", "strength"),
+)
+NAMES = (*ARGUMENTS, *OPTIONS)
+"""What a row may say besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
+
+_TEXTS = {"id", "prompt", "negative_prompt", "sampler", "image", "mask", "prompt_2", "negative_prompt_2"}
+_TEXTS |= {"hires_sampler", "hires_prompt", "spacing"}
+KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
+_LONGEST = 1 << 24
+"""Characters of a line or of a cell."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image that is asked for.
+
+    Attributes:
+        id: its name; no other row of the file has it.
+        values: what is said of it, as it was read.
+        fault: why it cannot be read; None if it can.
+    """
+
+    id: str
+    values: Mapping[str, Any]
+    fault: str | None = None
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of a file, in order. A row without an id is named by the number of its line or row, from 1.
+
+    Lines of text that start with # are passed over.
+
+    Raises:
+        InputError: the file cannot be read, or its columns are not known.
+    """
+    path = Path(path).expanduser()
+    kind = path.suffix.lower()
+    if kind not in KINDS:
+        raise InputError(f"{path}: {kind or 'no ending'} is not one of {', '.join(KINDS)}; rename or convert it")
+    try:
+        pairs = _parquet_rows(path) if kind == ".parquet" else _text_rows(path, kind)
+        yield from (row_of(number, values) for number, values in pairs)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
+
+
+def check_names(names: Iterable[str], carried: Sequence[str] = ()) -> None:
+    """Refuse names that mean nothing here.
+
+    Args:
+        names: of the columns of a file, or of the fields of a row.
+        carried: further ones that are known to mean nothing.
+
+    Raises:
+        InputError: naming the first, and what may be meant.
+    """
+    known = {"id", *NAMES, *carried}
+    for name in names:
+        meant = CALL[name].becomes or name if name in CALL and name not in known else name
+        if meant == "num_images_per_prompt":
+            raise InputError(f"{name}: a row is one image; write a row for each")
+        if meant not in known:
+            said = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
+            raise InputError(f"{said}; leave it out, or --carry it into the list of what was made")
+
+
+def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> dict[str, Any]:
+    """What a row asks for, by canvax's own names: its own values before ``defaults``, and a seed of its id.
+
+    A row without a seed has one that follows from ``seed`` and the row's id alone, so that no two rows share theirs and
+    the same row has the same image in every run.
+
+    Raises:
+        InputError: the row could not be read, has an unknown name, or one thing under two names.
+    """
+    if row.fault is not None:
+        raise InputError(row.fault)
+    values = {name: value for name, value in row.values.items() if name != "id" and name not in carried}
+    values = {name: cleaned for name, value in values.items() if (cleaned := _clean(name, value)) is not None}
+    check_names(values)
+    own = {name: value for name, value in values.items() if name in NAMES}
+    renamed(own, {name: value for name, value in values.items() if name not in NAMES}, CALL)
+    settings = {**defaults, **own}
+    if settings.get("seed") in (None, -1):
+        settings["seed"] = seed_of(row.id, seed)
+    return settings
+
+
+def seed_of(name: str, seed: int = 0) -> int:
+    """The seed [48 bits] of a row without one, by its id: all programs that read JSON can hold it."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:6], "big")
+
+
+def digest_of(settings: Mapping[str, Any]) -> str:
+    """By which the settings of a row are known again: 16 hexadecimal digits."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool = False) -> Row:
+    """What was read as a row; its ``number`` names it, unless it must be ``named`` by itself."""
+    if isinstance(values, InputError):
+        return Row(f"{number:06d}", {}, str(values))
+    own = f"{number:06d}"
+    try:
+        name = _clean("id", values.get("id"))
+    except InputError as error:
+        return Row(own, values, str(error))
+    if name is None:
+        return Row(own, values, "there is no id" if named else None)
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        return Row(own, values, f"id={name!r:.80} is neither text nor a whole number")
+    return Row(str(name), values)
+
+
+def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] | InputError]]:
+    with open_regular(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
+        if kind == ".csv":
+            csv.field_size_limit(_LONGEST)
+            yield from enumerate(_csv_rows(path, file), 1)
+            return
+        number = 0
+        while line := file.readline(_LONGEST):
+            number += 1
+            if len(line) == _LONGEST:
+                raise InputError(f"{path}: line {number} is longer than {_LONGEST} characters; is it such a file?")
+            if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
+                yield number, {"prompt": line} if kind == ".txt" else _object(line)
+
+
+def _object(line: str) -> Mapping[str, Any] | InputError:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return InputError(f"is not JSON ({error}); write one object a line")
+    return value if isinstance(value, dict) else InputError(f"{line:.40} is not a JSON object")
+
+
+def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | InputError]:
+    reader = csv.DictReader(file, restkey="", strict=True)
+    try:
+        if not reader.fieldnames or "" in reader.fieldnames:
+            raise InputError(f"{path}: its first line must name the columns, such as id,prompt,seed")
+        for values in reader:
+            if "" in values:
+                yield InputError(f"has more cells than the {len(reader.fieldnames)} columns; quote cells with commas")
+            else:
+                yield {name: _cell(name, text) for name, text in values.items() if text}
+    except csv.Error as error:
+        raise InputError(f"{path}: line {reader.line_num} is not CSV ({error})") from None
+
+
+def _cell(name: str, text: str) -> Any:
+    meant = CALL[name].becomes or name if name in CALL else name
+    return text if meant in _TEXTS or meant not in NAMES else plain_value(text)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    parquet = pyarrow(f"{path}: reading Parquet", "parquet")
+    with open_regular(path) as raw:
+        try:
+            file, number = parquet.ParquetFile(raw), 0
+            for batch in file.iter_batches(1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values
+        except (ValueError, NotImplementedError) as error:  # ArrowInvalid is a ValueError
+            raise InputError(f"{path}: is not a Parquet file that can be read ({error})") from None
+
+
+def pyarrow(what: str, module: str = "") -> Any:
+    """pyarrow or one of its modules.
+
+    Raises:
+        InputError: it is not installed; ``what`` needs it.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError:
+        raise InputError(f"{what} needs pyarrow; install it: pip install 'canvax[batch]'") from None
+
+
+def _clean(name: str, value: Any) -> Any:
+    """A plain Python value; None where a table has nothing.
+
+    Tables hold whole numbers of columns with gaps as floats, and gaps as NaN.
+    """
+    value = plain(value, name)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        if value != value:
+            return None
+        if value.is_integer() and abs(value) <= 2**53:
+            return int(value)
+    return _utf8(name, value) if isinstance(value, str) else value
+
+
+def _utf8(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}={text!r:.80} is not text that UTF-8 can hold") from None
+    return text

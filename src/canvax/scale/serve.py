@@ -1,0 +1,207 @@
+"""Ray Serve: the server of ``canvax serve`` as replicas, each of which owns its devices.
+
+    serve run canvax.scale.serve:app model=emoji
+
+The routes are the same and so is their code. A replica is ready when its programs are, hands back its images when it is
+told to stop, and is replaced when its engine is dead. What a replica holds, it holds alone: jobs of ``/api/jobs`` are
+known to the one that accepted them, so that API and the page are for a single replica (docs/scaling.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from canvax.errors import CanvaxError, InputError, nearest
+from canvax.server import own
+from canvax.server.answers import answering, client_of, failure, settled, submitted
+from canvax.server.app import Settings, create_app
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import Ask, Engine, Refused, State, Status
+from canvax.server.keys import Keys
+from canvax.server.metrics import Metrics
+from canvax.server.served import Warm
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What ``serve run`` is told as ``name=value``, and a Serve config as ``args``.
+
+    Attributes:
+        model: a name or a folder, or several with commas between; the first is the default.
+        dtype: as for ``canvax.load``.
+        quantize: likewise.
+        revision: likewise.
+        warm: sizes and batches to make ready: ``512x512:1,4``, with spaces between several.
+        compile_on_demand: whether other sizes are generated, after a wait for the compiler.
+        hosts: names that the service is called by, with commas between; * for any.
+        no_keys: let everyone in who reaches it. Without it keys come from the variable CANVAX_KEYS, and without these
+            only this machine is answered.
+        imagine: whether there is ``GET /imagine?prompt=``, as samples of Ray and of GKE have it.
+        replicas: how many; 0 for as many as the requests need, between ``least`` and ``most``.
+        least: replicas at least.
+        most: likewise at most.
+        load: requests in flight that a replica should have, about its largest batch.
+        idle: seconds of less load after which a replica goes.
+        cpus: that a replica holds.
+        gpus: likewise.
+        tpus: likewise: the chips of a machine.
+        drain: seconds in which a replica that is to stop finishes what it has.
+    """
+
+    model: str = "emoji"
+    dtype: str = ""
+    quantize: str = ""
+    revision: str = ""
+    warm: str = ""
+    compile_on_demand: bool = False
+    hosts: str = ""
+    no_keys: bool = False
+    imagine: bool = False
+    replicas: int = 0
+    least: int = 1
+    most: int = 1
+    load: float = 4.0
+    idle: float = 600.0
+    cpus: float = 1.0
+    gpus: float = 0.0
+    tpus: float = 0.0
+    drain: float = 60.0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Wanted:
+        """From texts or plain values.
+
+        Raises:
+            InputError: a name is not known, or a value is not of its kind.
+        """
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in kinds:
+                raise InputError(f"{name}={value!r}: {nearest(name, list(kinds))}")
+            if kinds[name] is bool:
+                value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
+            try:
+                values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
+            except (TypeError, ValueError):
+                raise InputError(f"{name}={value!r} is not {kinds[name].__name__}") from None
+        return cls(**values)
+
+
+class Images:
+    """A replica: one engine, which owns the devices that Ray gave this process, behind the application.
+
+    Args:
+        wanted: what it serves.
+    """
+
+    async def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
+        metrics = Metrics()
+        settings = EngineSettings(warm=warm, compile_on_demand=wanted.compile_on_demand)
+        self._engine = ImageEngine(wanted.model.split(","), settings, metrics, self._load)
+        keys = Keys.read(None)
+        hosts = tuple(name for name in wanted.hosts.split(",") if name)
+        if not hosts and (keys or wanted.no_keys):
+            hosts = ("*",)
+        web = Settings(keys=keys, host="", more_hosts=hosts)
+        self._app = create_app(
+            self._engine, web, state=lambda: self._engine.state, metrics=metrics,
+            more=imagine if wanted.imagine else None,
+        )  # fmt: skip
+        self._engine.start()
+        while self._engine.state is State.STARTING:  # Serve sends no request before
+            await asyncio.sleep(0.1)
+        self.check_health()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """For ``serve.ingress``: what answers requests."""
+        return self._app
+
+    def check_health(self) -> None:
+        """For Serve, which replaces a replica that raises here."""
+        if self._engine.failure is not None:
+            raise CanvaxError(f"the engine is dead: {self._engine.failure}")
+
+    async def __del__(self) -> None:
+        await asyncio.to_thread(self._engine.drain, self._wanted.drain)
+        await asyncio.to_thread(self._engine.close)
+
+    def _load(self, name: str) -> Any:
+        import canvax
+
+        wanted = self._wanted
+        return canvax.load(
+            name, dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=wanted.revision or None,
+            progress=False,
+        )  # fmt: skip
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """The application, for ``serve run canvax.scale.serve:app`` and for ``import_path`` of a Serve config.
+
+    Raises:
+        InputError: Ray Serve is not installed, or an argument cannot be used.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise InputError(f"canvax.scale.serve needs {error.name}; install it: pip install 'canvax[ray]'") from None
+    wanted = Wanted.of(args)
+    resources: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
+    if wanted.tpus:
+        resources["resources"] = {"TPU": wanted.tpus}
+    if wanted.replicas:
+        count: dict[str, Any] = {"num_replicas": wanted.replicas}
+    else:
+        scaling = {"min_replicas": wanted.least, "max_replicas": max(wanted.least, wanted.most)}
+        count = {"autoscaling_config": {**scaling, "target_ongoing_requests": wanted.load}}
+        count["autoscaling_config"]["downscale_delay_s"] = wanted.idle
+    deployment = serve.deployment(
+        name="canvax",
+        ray_actor_options=resources,
+        # More than a batch: a replica with less in hand than its batch holds would wait for Serve.
+        max_ongoing_requests=max(16, int(8 * wanted.load)),
+        max_queued_requests=256,
+        backpressure_config={"status_code": 429, "retry_after_s": 5},
+        graceful_shutdown_timeout_s=wanted.drain + 10,
+        health_check_period_s=5,
+        **count,
+    )
+    return deployment(serve.ingress()(Images)).bind(wanted)
+
+
+def imagine(engine: Engine) -> Sequence[BaseRoute]:
+    """``GET /imagine?prompt=&img_size=``, answered with a PNG: what the samples of KubeRay and GKE ask for."""
+
+    async def generate(request: Request) -> Response:
+        prompt, size = request.query_params.get("prompt", ""), request.query_params.get("img_size")
+        if not prompt:
+            raise Refused(
+                400, "invalid_value", "prompt: there is none; write /imagine?prompt=a+red+apple", param="prompt"
+            )
+        if size is not None and not size.isdecimal():
+            raise Refused(400, "invalid_value", f"img_size={size[:40]!r} is not a number of pixels", param="img_size")
+        side = None if size is None else int(size[:6])
+        job = await submitted(engine, Ask(prompt, width=side, height=side, client=client_of(request)))
+        await settled(request, job)
+        if job.status is not Status.DONE:
+            raise failure(job)
+        return Response(job.pictures[0].data, media_type="image/png", headers={"Cache-Control": "no-store"})
+
+    return [Route("/imagine", answering(own.error, generate), methods=["GET"])]
+
+
+def _number(kind: type, value: Any) -> Any:
+    if kind is bool:
+        raise ValueError(value)
+    return kind(value)

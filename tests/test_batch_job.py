@@ -1,0 +1,361 @@
+"""A file of prompts to a folder of images: the same ones whatever happens on the way, no row lost or made twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.cli import main
+from canvax.compile.monitor import counting
+from canvax.errors import InputError
+from canvax.images.metadata import read_metadata
+from canvax.scale.batch import Plan, run, windows
+from canvax.scale.output import Output
+from canvax.scale.rows import Row, read_rows, seed_of, settings_of
+from canvax.scale.work import Made, Worker
+
+PROMPTS = ("a red apple", "a dog face", "a lemon", "a house", "a clock", "a fire engine")
+SAMPLERS = ("Euler", "DPM++ 2M", "Euler a")
+
+
+def some_rows(count: int = 12) -> list[dict[str, Any]]:
+    """Rows that differ in everything that a batch may differ in."""
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        row = {"id": f"row-{i}", "prompt": PROMPTS[i % 6], "steps": 2 + i % 3, "sampler": SAMPLERS[i % 3]}
+        rows.append(row | {"guidance_scale": 2 + i % 4} | ({"seed": i} if i % 2 else {}))
+    return rows
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def worker(emoji: canvax.StableDiffusion) -> Worker:
+    return Worker(emoji, batch=4)
+
+
+class Stopped(Exception):
+    """A kill, in a test."""
+
+
+def job(file: Path, folder: Path, worker: Worker, *, stop_after: int | None = None, **keywords: Any) -> list[dict]:
+    """Run a file into a folder, perhaps not to its end; returns the last line of each row."""
+    plan = Plan.read(file, {})
+    output = Output(folder, {"model": "emoji"}, **keywords)
+
+    def stopping(rows: Iterator[Row]) -> Iterator[tuple[int, list[Made]]]:
+        for batches, one in enumerate(worker.run(rows)):
+            if batches == stop_after:
+                raise Stopped
+            yield one
+
+    generate: Callable[..., Any] = windows(worker.run) if stop_after is None else lambda rows, _: stopping(rows)
+    done = False
+    try:
+        for _ in run(plan, plan.left(output.known), output, generate):
+            pass
+        done = True
+    except Stopped:
+        pass
+    finally:
+        output.close(done=done)
+    return list(output.known.values())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    lines = map(json.loads, (folder / "manifest.jsonl").read_text().splitlines())
+    return {line["id"]: (folder / line["file"]).read_bytes() for line in lines if line["status"] == "done"}
+
+
+@pytest.fixture(scope="module")
+def whole(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The images of ``some_rows``, from one run in the order of the file."""
+    folder = tmp_path_factory.mktemp("whole")
+    job(write(folder / "rows.jsonl", some_rows()), folder / "out", worker)
+    return files_of(folder / "out")
+
+
+def test_same_bits_in_any_company(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Another order, other rows beside them, a smaller remainder: the same bytes; and they are the pipeline's image."""
+    rows = [row for row in some_rows(16) if row["id"] not in ("row-1", "row-6", "row-8")]
+    random.Random(3).shuffle(rows)
+    job(write(tmp_path / "rows.jsonl", rows), tmp_path / "out", worker)
+    found = files_of(tmp_path / "out")
+    assert sorted(found) == sorted(row["id"] for row in rows)
+    assert all(found[name] == whole[name] for name in found.keys() & whole.keys())
+
+
+def test_image_of_the_pipeline(emoji: canvax.StableDiffusion, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """The seed of the row, or that of its id; its metadata generates it again."""
+    for i in (3, 4):
+        row = some_rows()[i]
+        seed = row.get("seed", seed_of(row["id"]))
+        alone = emoji([row["prompt"]] * 4, num_inference_steps=row["steps"], sampler=row["sampler"],
+                      guidance_scale=row["guidance_scale"], seed=[seed] * 4, progress=False)  # fmt: skip
+        data = whole[row["id"]]
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), np.asarray(alone.images[0]))
+        (tmp_path / "one.png").write_bytes(data)
+        assert read_metadata(tmp_path / "one.png") == {**alone.metadata[0], "id": row["id"]}
+
+
+def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Rows that differ in prompt, seed, steps, sampler and guidance share the programs; the last, smaller batch too."""
+    del whole
+    with counting() as counts:
+        lines = job(write(tmp_path / "rows.jsonl", some_rows(7)), tmp_path / "out", worker)
+    assert counts.compilations == 0
+    assert len(lines) == 7
+
+
+needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+
+
+ODD = [
+    {"prompt": "a cat", "guidance_interval": [0.0, 0.5]},
+    {"prompt": "a dog", "guidance_interval": [0.5, 1.0]},
+    {"prompt": "a (cat:1.3)", "prompt_syntax": "a1111"},
+    {"prompt": "a [cat:dog:1]", "prompt_syntax": "a1111"},
+    {"prompt": "a [lemon:pear:2]", "prompt_syntax": "a1111", "steps": 4},
+    {"prompt": "a cat AND a dog", "prompt_syntax": "a1111"},
+    {"prompt": "a cat", "variation_seed": 3, "variation_strength": 0.4},
+    {"prompt": "a dog", "variation_seed": 9, "variation_strength": 0.6, "noise": "torch"},
+    {"prompt": "a cat", "seed_size": [32, 32]},
+    {"prompt": "a dog", "guidance_steps": [3, 1, 2], "guidance_scale": 1},
+    {"prompt": "a dog", "guidance_scale": 1},
+    {"prompt": "a cat", "reuse": 2},
+    {"prompt": "a cat", "hires": 1.5, "hires_steps": 2},
+    {"prompt": "a cat", "image": "in.png", "strength": 0.6},
+    {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
+    {"prompt": "a dog", "eta": 0.5, "sampler": "DDIM", "sigmas": "karras", "clip_skip": 1},
+    {"prompt": "a dog", "freeu": [1.2, 1.2, 0.9, 0.9]},
+    {"prompt": "a pear", "freeu": [1.5, 1.1, 0.9, 0.4]},
+    {"prompt": "a dog", "negative_prompt": "a cat", "guidance_rescale": 0.5},
+]
+
+
+@pytest.mark.slow
+def test_odd_rows(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a row may say means in a mixed job what it means to the pipeline."""
+    monkeypatch.chdir(tmp_path)
+    emoji("a lemon", seed=1, num_inference_steps=4, progress=False).images[0].save("in.png")
+    rows = [{"id": f"r{i}", "seed": i, "steps": 3, **row} for i, row in enumerate(ODD)]
+    rows += [{**row, "id": f"{row['id']}b", "seed": row["seed"] + 50} for row in rows]  # and in company of its like
+    made = {one.row.id: one for _, some in Worker(emoji, batch=2).run(Row(r["id"], r) for r in rows) for one in some}
+    for row in rows:
+        one = made[row["id"]]
+        assert not one.error, (row, one.error)
+        want = emoji(**{name: value for name, value in row.items() if name != "id"}, progress=False).images[0]
+        off = np.abs(np.asarray(want).astype(int) - np.asarray(one.image))
+        assert off.max() <= 2, (row, off.max())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=needs_pyarrow)])
+def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
+    """The same settings from each; what a table leaves out is not there, and whole numbers are whole."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text('{"id": "a", "prompt": "1", "steps": 4, "cfg": null}\n\n{"prompt": "b, c", "cfg": 2.5}\n')
+    elif kind == "csv":
+        path.write_text('id,prompt,steps,cfg\na,1,4,\n,"b, c",,2.5\n')
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        table = {"id": ["a", None], "prompt": ["1", "b, c"], "steps": [4.0, float("nan")], "cfg": [None, 2.5]}
+        parquet.write_table(pyarrow.table(table), path)
+    first, second = read_rows(path)
+    assert (first.id, second.id) == ("a", "000003" if kind == "jsonl" else "000002")
+    assert settings_of(first, {"sampler": "Euler"}) == {
+        "prompt": "1", "num_inference_steps": 4, "sampler": "Euler", "seed": seed_of("a"),
+    }  # fmt: skip
+    assert settings_of(second, {})["guidance_scale"] == 2.5
+
+
+def test_prompts_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("# mine\na cat\n\n  a dog, 1.5  \n")
+    assert [(row.id, dict(row.values)) for row in read_rows(tmp_path / "p.txt")] == [
+        ("000002", {"prompt": "a cat"}), ("000004", {"prompt": "a dog, 1.5"}),
+    ]  # fmt: skip
+
+
+BAD = {
+    "not JSON": '{"prompt": ',
+    "is not a JSON object": "[1]",
+    "width=67": '{"prompt": "a", "width": 67}',
+    "did you mean 'steps'": '{"prompt": "a", "stepz": 3}',
+    "there is no prompt": '{"seed": 3}',
+    "prompt=5 is not text": '{"prompt": 5}',
+    "are one argument": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
+    "a row is one image": '{"prompt": "a", "n": 2}',
+    "UTF-8": '{"prompt": "\\ud800"}',
+    "seed='x'": '{"prompt": "a", "seed": "x"}',
+    "sampler='no": '{"prompt": "a", "sampler": "no such"}',
+    "not finite": '{"prompt": "a", "steps": 2, "guidance_scale": 1e38}',
+    "steps": '{"prompt": "a", "steps": [2]}',
+    "eta": '{"prompt": "a", "eta": {"a": 1}}',
+    "cannot be read": '{"prompt": "a", "image": "no.png"}',
+}
+
+
+def test_bad_rows_become_errors(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Each with its sentence, in one job with a good row, whose image is the same as ever; the next run is done."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(some_rows()[0]), *BAD.values()]))
+    lines = {line["id"]: line for line in job(path, tmp_path / "out", worker)}
+    assert files_of(tmp_path / "out") == {"row-0": whole["row-0"]}
+    for number, said in enumerate(BAD, 2):
+        line = lines[f"{number:06d}"]
+        assert line["status"] == "error"
+        assert said in line["error"], line
+    output = Output(tmp_path / "out", {})
+    plan = Plan.read(path, {})
+    assert plan.left(output.known) == set()
+    assert len(plan.left(output.known, retry=True)) == len(BAD)
+    output.close(done=True)
+
+
+@pytest.mark.parametrize("into", ["files", "tar", pytest.param("parquet", marks=needs_pyarrow)])
+def test_goes_on_where_it_was_stopped(into: Any, worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """A kill between any two steps: a file without its line, a line cut off, images that wait for their shard."""
+    file, folder = write(tmp_path / "rows.jsonl", some_rows()), tmp_path / "out"
+    lines = job(file, folder, worker, stop_after=1, into=into, shard_size=5)
+    assert len(lines) == 4
+    lines = (folder / "manifest.jsonl").read_bytes()
+    (folder / "manifest.jsonl").write_bytes(lines[:-30])
+    lines = job(file, folder, worker, stop_after=1, into=into, shard_size=5)
+    assert len(lines) == 7  # three that had a whole line, and four more
+    lines = job(file, folder, worker, into=into, shard_size=5)
+    assert sorted(line["id"] for line in lines) == sorted(whole)
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if into == "files":
+        assert files_of(folder) == whole
+        return
+    assert names == [*(f"0000{i}.{into}" for i in range(3)), "batch.json", "manifest.jsonl"]
+    assert packed(folder) == whole
+    for line in lines:
+        assert line["key"] in keys_of(folder / line["file"])
+
+
+def packed(folder: Path) -> dict[str, bytes]:
+    """Images by id in the shards; an id that is there twice is an error."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("0*.tar")):
+        with tarfile.open(path) as tar:
+            contents = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        for name in (name for name in contents if name.endswith(".json")):
+            told, key = json.loads(contents[name]), name.removesuffix(".json")
+            assert contents[f"{key}.txt"].decode() == told["prompt"]
+            assert told["id"] not in found
+            found[told["id"]] = contents[f"{key}.png"]
+    for path in sorted(folder.glob("0*.parquet")):
+        import pyarrow.parquet
+
+        for row in pyarrow.parquet.read_table(path).to_pylist():
+            assert row["id"] not in found
+            assert json.loads(row["metadata"])["seed"] == row["seed"]
+            found[row["id"]] = row["image"]["bytes"]
+    return found
+
+
+def keys_of(path: Path) -> set[str]:
+    if path.suffix == ".tar":
+        with tarfile.open(path) as tar:
+            return {name.partition(".")[0] for name in tar.getnames()}
+    import pyarrow.parquet
+
+    return {row["path"].partition(".")[0] for row in pyarrow.parquet.read_table(path)["image"].to_pylist()}
+
+
+def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
+    """Changed rows, other flags, a folder of something else, and a second process in the same folder."""
+    file, folder = write(tmp_path / "rows.jsonl", some_rows(2)), tmp_path / "out"
+    job(file, folder, worker)
+    output = Output(folder, {"model": "emoji"})
+    with pytest.raises(InputError, match="'row-0' is done, but with other settings"):
+        Plan.read(write(file, [{**some_rows()[0], "steps": 9}]), {}).left(output.known)
+    if os.name == "posix":
+        with pytest.raises(InputError, match="another process is writing there"):
+            Output(folder, {"model": "emoji"})
+    output.close(done=False)
+    with pytest.raises(InputError, match=r"was begun with model='emoji', not 'other'; go on with that"):
+        Output(folder, {"model": "other"})
+    with pytest.raises(InputError, match="is not empty, and of no batch job"):
+        Output(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a", "colour": 1}\n', "'colour' is not a column that means anything here"),
+        ('{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "the id '1' is there twice"),
+        ("\n", "holds no rows"),
+    ],
+)
+def test_bad_files(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert main(["batch", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sampler", "nothing"], "sampler='nothing' is not known"),
+        (["--quality", "80"], "PNG loses nothing"),
+        (["--into", "files", "--shard-size", "0"], "--shard-size=0 is not a whole number"),
+        (["--actors", "2"], "--actors goes with --ray"),
+    ],
+)
+def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "rows.jsonl", some_rows(1))
+    assert main(["batch", str(file), "-o", str(tmp_path / "out"), *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def command(file: Path, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "canvax", "batch", str(file), "-o", str(folder), "-b", "4", "--json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_process_is_stopped(sign: signal.Signals, tmp_path: Path) -> None:
+    """A real process, stopped again and again in the middle; the images are those of one that was left alone."""
+    file = write(tmp_path / "rows.jsonl", some_rows(40))
+    alone = subprocess.run(command(file, tmp_path / "alone"), capture_output=True, text=True, check=True)
+    assert json.loads(alone.stdout)["done"] == 40
+    codes, counts = [], []
+    for wanted in (4, 20):
+        child = subprocess.Popen(command(file, tmp_path / "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        listed = tmp_path / "out" / "manifest.jsonl"
+        while child.poll() is None and (not listed.exists() or listed.read_bytes().count(b"\n") < wanted):
+            time.sleep(0.005)
+        child.send_signal(sign)
+        child.communicate()
+        codes.append(child.returncode)
+        counts.append(listed.read_bytes().count(b"\n"))
+    assert codes == [-9 if sign == signal.SIGKILL else 130] * 2
+    assert counts[-1] < 40
+    rest = subprocess.run(command(file, tmp_path / "out"), capture_output=True, text=True, check=True)
+    assert json.loads(rest.stdout)["skipped"] >= 20
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")

@@ -1,0 +1,136 @@
+"""The manifests under deploy/ fit their schemas and the commands they run; the image's steps can be carried out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvax.cli.arguments import parse
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted(path for path in DEPLOY.rglob("*.yaml") if path.name != "kustomization.yaml")
+needs_schemas = pytest.mark.skipif(
+    not (find_spec("kubernetes_validate") and find_spec("yaml")), reason="needs kubernetes-validate: pip install it"
+)
+pytestmark = needs_schemas
+
+
+def read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(path.read_text())
+
+
+def pods(manifest: Any) -> Iterator[dict[str, Any]]:
+    """The pods in a manifest: whatever has containers."""
+    if isinstance(manifest, dict):
+        if "containers" in manifest:
+            yield manifest
+        for value in manifest.values():
+            yield from pods(value)
+    elif isinstance(manifest, list):
+        for value in manifest:
+            yield from pods(value)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_fits_its_schema(path: Path) -> None:
+    """Kubernetes' own kinds by its OpenAPI; those of KubeRay and JobSet by their CRDs, and the pods in them as pods."""
+    import jsonschema
+    import kubernetes_validate
+
+    manifest, version = read(path), kubernetes_validate.latest_version()
+    schema = ROOT / "tests" / "data" / "crds" / f"{manifest['kind']}.json"
+    if schema.exists():
+        jsonschema.validate(manifest, json.loads(schema.read_text()))
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    found = list(pods(manifest))
+    assert found or manifest["kind"] == "Service"
+    for pod in found:
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}, version, strict=True
+        )
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_commands_are_canvax(path: Path) -> None:
+    """Every flag in a manifest is one that the command has."""
+    manifest = read(path)
+    lines = [
+        [str(word) for word in one["args"]] for pod in pods(manifest) for one in pod["containers"] if "args" in one
+    ]
+    if entry := manifest["spec"].get("entrypoint"):
+        lines.append(shlex.split(entry)[1:])
+    for line in lines:
+        parse([re.sub(r"\$\(\w+\)", "0", word) for word in line])
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.parametrize("name", ["rayservice-gpu", "rayservice-tpu"])
+def test_serve_config(name: str) -> None:
+    """The config is one that Ray Serve reads, and its arguments are those of the application."""
+    import yaml
+
+    manifest = read(DEPLOY / "ray" / f"{name}.yaml")
+    config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    if not find_spec("ray"):
+        pytest.skip("needs Ray: pip install 'canvax[ray]'")
+    from ray.serve.schema import ServeDeploySchema
+
+    from canvax.scale.serve import Wanted
+
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "canvax.scale.serve:app"
+    wanted = Wanted.of(application.args)  # type: ignore[arg-type]
+    worker = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    limits = worker["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (str(int(wanted.gpus)), str(int(wanted.tpus))) == (
+        limits.get("nvidia.com/gpu", "0"), limits.get("google.com/tpu", "0"),
+    )  # fmt: skip
+    assert wanted.imagine
+    assert (wanted.least, wanted.most) == (worker["minReplicas"], worker["maxReplicas"])
+
+
+def test_pods_are_not_root() -> None:
+    (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "deployment.yaml"))
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+    assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
+
+
+@pytest.mark.slow
+def test_steps_of_the_image(tmp_path: Path) -> None:
+    """Without a container engine: the files that are copied, and the steps of its first half, in a bare environment."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert (ROOT / ".dockerignore").read_text().split() == [
+        "*", *(f"!{name}" for name in ("pyproject.toml", "README.md", "LICENSE", "src")), "**/__pycache__",
+    ]  # fmt: skip
+    first = text.split("\nFROM ")[1]
+    for sources, target in re.findall(r"^COPY (.+) (\S+)$", first, re.MULTILINE):
+        folder = tmp_path / target.strip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-r", *sources.split(), str(folder) if target.endswith("/") else str(folder.parent)],
+                       cwd=ROOT, check=True)  # fmt: skip
+    for step in re.findall(r"^RUN (.+)$", first, re.MULTILINE):
+        step = (
+            step.replace("${EXTRAS}", "serve,batch")
+            .replace("/opt", f"{tmp_path}/opt")
+            .replace("/src[", f"{tmp_path}/src[")
+        )
+        subprocess.run(["sh", "-c", step.replace("python -m", f"{sys.executable} -m", 1)], check=True, timeout=900,
+                       env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})  # fmt: skip
+    (tmp_path / "rows.txt").write_text("a red apple\n")
+    words = [str(tmp_path / "opt/canvax/bin/canvax"), "batch", "rows.txt", "-o", "out", "--steps", "2", "--quiet"]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=600, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    assert (tmp_path / "out" / "000001.png").exists()

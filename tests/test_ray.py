@@ -1,0 +1,135 @@
+"""Ray: the same images on a cluster as in one process, whatever is killed; and the server as replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import canvax
+from canvax.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install 'canvax[ray]'")
+
+
+def alone(words: list[str]) -> Any:
+    """What a process with a cluster of its own prints last, as JSON.
+
+    It runs in a network namespace with the loopback alone, where there can be one: on a machine with several addresses
+    Ray's nodes may not find each other.
+    """
+    line = " ".join([sys.executable, *words])
+    command = ["sh", "-c", line]
+    if shutil.which("unshare") and subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0:
+        command = ["unshare", "-rn", "sh", "-c", f"ip link set lo up; {line}"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'src'}", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@needs_ray
+@pytest.mark.slow
+def test_batch_job_with_kills() -> None:
+    """A driver, a node and an actor killed: every id once, and the bytes of one plain process."""
+    words = ["--rows", "300", "--steps", "4", "--actor-kills", "2", "--node-kills", "1", "--driver-kills", "1"]
+    report = alone(["-m", "benchmarks.ray_batch", *words])
+    run = report["runs"]["3"]
+    assert run["equal"]
+    assert (run["done"] + run["skipped"], run["errors"]) == (300, 0)
+    assert {"driver", "actor", "node"} == set(run["killed"])
+
+
+@needs_ray
+@pytest.mark.slow
+def test_serve() -> None:
+    """OpenAI's stream, 1 to 3 to 1 replicas without errors, a replica killed under load: who retries is answered."""
+    report = alone(["tests/ray_serve_process.py"])
+    assert report["ready"] == "ready"
+    assert report["imagine"] == ["image/png", True]
+    assert report["stream"] == [200, 2, True]
+    assert (report["up"], report["up_errors"]) == (3, [])
+    assert set(report["kill_statuses"]) <= {"200", "500", "503", "0"}
+    assert report["off"] <= 2  # replicas generate the same image, in other batches
+    assert report["after_statuses"] == [200]
+    assert (report["down"], report["down_statuses"]) == (1, [200])
+
+
+@pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""
+    import numpy as np
+    import pyarrow
+
+    from canvax.scale.data import Generate
+
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    generate = Generate(batch_size=4, most=4, carried=["topic"], defaults={"num_inference_steps": 2})
+    columns = {"id": ["a", "b", "c"], "prompt": ["a cat", "a dog", "a lemon"], "topic": ["x", "y", "z"]}
+    columns |= {"seed": [1.0, np.nan, 3.0], "width": [64.0, np.nan, 63.0]}
+    batch = {name: np.array(values) for name, values in columns.items()}
+    first = generate(batch)
+    assert [row["error"] for row in first.to_pylist()] == [None, None, "width=63 is not divisible by 8; use 56 or 64"]
+    assert first["topic"].to_pylist() == ["x", "y", "z"]
+    second = generate(pyarrow.table({name: list(reversed(values)) for name, values in columns.items()}))
+    rows = {row["id"]: row for row in second.to_pylist()}
+    assert {row["id"]: row["image"] for row in first.to_pylist()} == {name: row["image"] for name, row in rows.items()}
+    assert json.loads(rows["a"]["metadata"])["seed"] == 1
+    good = generate(pyarrow.table({name: values[:1] for name, values in columns.items()}))
+    assert [good.schema.field(name).type for name in ("image", "error", "seed", "width", "metadata")] == [
+        first.schema.field(name).type for name in ("image", "error", "seed", "width", "metadata")
+    ]
+
+
+@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install 'canvax[serve]'")
+def test_arguments_of_serve() -> None:
+    """Texts, as ``serve run`` gives them, and plain values."""
+    from canvax.scale.serve import Wanted
+
+    assert Wanted.of({"model": "a,b", "most": "3", "imagine": "true", "gpus": 1}) == Wanted(
+        model="a,b", most=3, imagine=True, gpus=1.0
+    )
+    for given, said in (({"modle": "a"}, "did you mean 'model'"), ({"most": "x"}, "most='x' is not int"),
+                        ({"imagine": "maybe"}, "imagine='maybe' is not bool")):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            Wanted.of(given)
+
+
+def test_imagine() -> None:
+    """The route of the samples of KubeRay and GKE, behind the same guard and over the same engine as the others."""
+    import httpx2 as httpx
+
+    from canvax.scale.serve import imagine
+    from canvax.server.app import Settings, create_app
+    from canvax.server.jobs import State
+    from canvax.server.metrics import Metrics
+    from tests.server_stub import StubEngine
+    from tests.serving import served
+
+    app = create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics(), more=imagine)
+    with served(app, named=False) as base, httpx.Client(base_url=base) as http:
+        image = http.get("/imagine", params={"prompt": "a red apple", "img_size": 64})
+        assert (image.status_code, image.headers["content-type"]) == (200, "image/png")
+        assert image.content.startswith(b"\x89PNG")
+        for wrong, said in (({}, "there is none"), ({"prompt": "x", "img_size": "big"}, "not a number of pixels")):
+            refused = http.get("/imagine", params=wrong)
+            assert refused.status_code == 400
+            assert said in refused.text
+        assert http.get("/imagine?prompt=x", headers={"Host": "evil.example"}).status_code in (403, 421)
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from canvax.cli import main
+
+    (tmp_path / "rows.txt").write_text("a cat\n")
+    assert main(["batch", str(tmp_path / "rows.txt"), "-o", str(tmp_path / "out"), "--ray"]) == 2
+    assert "pip install 'canvax[ray]'" in capsys.readouterr().err
