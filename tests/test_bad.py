@@ -478,6 +478,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "seed_size"),
     ("generate x --cfg 7,5", "not a number"), ("generate x --image http://127.0.0.1:9/x.png", "download"), ("serve --keys /dev/zero", "regular"),
     ("serve --warm 7x7:1", "width"), ("serve --chunks 9", "chunks"), ("serve --mesh x", "mesh"), ("serve --dtype int3", "dtype"), ("ui --no-page", "no-page"),
+    ("serve emoji nope/nope/nope", "nope/nope/nope"), ("cache clear --older-than inf", "older-than"),
     ("serve --host 192.0.2.1 --no-keys", "address"),
     ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip

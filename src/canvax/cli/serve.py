@@ -120,8 +120,12 @@ def _check_extra() -> None:
 
 def _names(models: list[str]) -> dict[str, str]:
     """What each model is called in requests -> where it is: of a folder its own name, not the way to it."""
+    from canvax.weights.source import Source
+
     names: dict[str, str] = {}
     for model in models:
+        source = Source(model)
+        _ = source.single_file() or source.local_folder()  # what is neither a model nor an id is refused before a start
         path = Path(model).expanduser()
         name = path.resolve().name if path.is_dir() else model
         if name in names:
