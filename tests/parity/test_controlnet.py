@@ -22,8 +22,8 @@ from safetensors.torch import save_file  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.families.controls import adapter_config, controlnet_config  # noqa: E402
-from canvax.models.configs import SD15_UNET, SDXL_UNET  # noqa: E402
 from canvax.models.controlnet import ControlNet  # noqa: E402
+from canvax.models.presets import SD15_UNET, SDXL_UNET  # noqa: E402
 from canvax.models.t2i_adapter import AdapterConfig, adapter, adapter_spec  # noqa: E402
 from canvax.models.unet import Residuals, unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402

@@ -18,9 +18,9 @@ from canvax.flax_api.devices import host_device, on_host
 from canvax.flax_api.images import CONTROL_STEP, prepare_images
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput
 from canvax.flax_api.pipelines import translate_call
-from canvax.models.configs import SD15_UNET
 from canvax.models.controlnet import ControlNet, embedded_hint
 from canvax.models.controlnet import controlnet as add_to_unet
+from canvax.models.presets import SD15_UNET
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
