@@ -291,7 +291,9 @@ class StableDiffusion:
         )
         with explained(cure), counting() as counts:
             run = two_passes if request.options.hires > 1 else text_to_image
-            return run(self.model, self.programs, params, request, cure, counts)
+            # Parameters of the caller's have no adapters, so that their images tell of none.
+            model = self.model if params is self.params else replace(self.model, merged={})
+            return run(model, self.programs, params, request, cure, counts)
 
     def upscale(
         self,
