@@ -87,6 +87,8 @@ def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> 
     assert entry["weight"] == 0.5
     assert entry["file"].endswith("ink.safetensors")
     assert len(entry["sha256"]) == 64
+    assert sd.params is not None
+    assert "adapters" not in sd("a cat", params=dict(sd.params), **STEPS).metadata[0]  # which may be any
     sd.adapters.set({})
     assert "adapters" not in sd("a cat", **STEPS).metadata[0]
 

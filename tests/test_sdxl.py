@@ -18,7 +18,7 @@ from small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 import canvax
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
-from canvax.models.configs import (
+from canvax.models.presets import (
     SDXL_REFINER_UNET,
     SDXL_TEXT,
     SDXL_TEXT_2,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from canvax.kernels.target import compiling_for
-from canvax.models.configs import (
+from canvax.models.configs import UNetConfig
+from canvax.models.presets import (
     SD15_TEXT,
     SD15_UNET,
     SD21_TEXT,
@@ -20,7 +21,6 @@ from canvax.models.configs import (
     SDXL_TEXT,
     SDXL_TEXT_2,
     SDXL_UNET,
-    UNetConfig,
 )
 from canvax.models.text import TextEncoders, encode_text
 from canvax.models.unet import unet, unet_spec

@@ -39,7 +39,9 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     """One sentence for each kind of thing."""
     prompts, syntax = dict.fromkeys(request.prompts), request.options.prompt_syntax
     words = (words_of(prompt, syntax) for prompt in prompts)
-    if unknown := list(dict.fromkeys(word for text in words for word in model.concepts.unknown(text))):
+    added = {name for tokenizer in model.tokenizers.values() for name in tokenizer.added}
+    strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
+    if unknown := [word for word in strange if word not in added]:
         more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
         yield (
             f"{model.name} has never seen: {', '.join(unknown[:LISTED])}{more}; "

@@ -319,7 +319,9 @@ class StableDiffusion:
         )
         with explained(cure), counting() as counts:
             run = two_passes if request.options.hires > 1 else text_to_image
-            result = run(self.model, self.programs, params, request, cure, counts)
+            # Parameters of the caller's have no adapters, so that their images tell of none.
+            model = self.model if params is self.params else replace(self.model, merged={})
+            result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
     def upscale(
