@@ -205,6 +205,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
+    more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
     return canvax.load(
         source.model,
         dtype=source.dtype,
@@ -216,7 +217,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         local_files_only=arguments.local_files_only,
         mesh=mesh,
         progress=not arguments.quiet,
-        controlnet=list(source.controlnet),
+        **more,
     )
 
 
