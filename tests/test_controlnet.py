@@ -27,7 +27,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.engine.batch import Batch, Carried
 from canvax.images.maps import canny, control_map
-from canvax.models.controlnet import ControlNet
+from canvax.models.controlnet import ControlNet, scaled
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
@@ -78,6 +78,12 @@ def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.Sta
     assert far(draw(pipe, control=edges(1)).latents, want) > 1e-2
     assert draw(pipe).compilations == 0  # without a control image it is the model as it was
     np.testing.assert_array_equal(draw(pipe).latents, want)
+
+
+def test_scale_zero_of_what_overflowed() -> None:
+    found = jax.jit(scaled)(np.full((2, 1, 1, 3), np.inf, np.float32), np.array([0, 1], np.float32))
+    np.testing.assert_array_equal(found[0], 0)
+    assert np.isinf(found[1]).all()
 
 
 def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:

@@ -18,6 +18,8 @@ from small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 import canvax
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.networks import Networks
 from canvax.models.presets import (
     SDXL_REFINER_UNET,
     SDXL_TEXT,
@@ -25,8 +27,6 @@ from canvax.models.presets import (
     SDXL_UNET,
     SDXL_VAE,
 )
-from canvax.models.denoiser import UNetDenoiser
-from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_decode, vae_spec

@@ -209,6 +209,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
+    more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
     pipe = canvax.load(
         source.model,
         dtype=source.dtype,
@@ -221,7 +222,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         mesh=mesh,
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
-        controlnet=list(source.controlnet),
+        **more,
     )
     load_adapters(pipe, arguments)
     return pipe
