@@ -15,7 +15,6 @@ from canvax.families.base import Model
 from canvax.images.given import fingerprint, read_images
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
-from canvax.models.t2i_adapter import T2IAdapter
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
@@ -131,6 +130,8 @@ def strengths(model: Model, control: ControlImages, options: Options, rows: int)
 
 def layer_weights(net: Control, mode: str) -> HostArray:
     """How strong the layers of a network are beside each other [L] float64, from the largest to the middle."""
+    from canvax.models.t2i_adapter import T2IAdapter  # where there are control images alone
+
     count = net.layers
     if mode in ("prompt", "control"):
         if isinstance(net, T2IAdapter):

@@ -28,7 +28,6 @@ from canvax.parallel.rules import abstract_params, check_params, is_on, place_al
 from canvax.params import Params
 from canvax.pipelines import functions
 from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
-from canvax.pipelines.controls import Opened, control_sources, open_controls, with_controls
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
@@ -37,7 +36,6 @@ from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.prompt_tags import has_tags
 from canvax.pipelines.request import Request, check_layers, make_request
 from canvax.pipelines.result import Result
-from canvax.pipelines.safety import SafetyChecker, check_has_checker, load_safety_checker
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
 from canvax.pipelines.translate import translate_call, translate_load
@@ -49,6 +47,8 @@ from canvax.weights.source import Source
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
+    from canvax.pipelines.controls import Opened
+    from canvax.pipelines.safety import SafetyChecker
 
 
 @dataclass(eq=False, repr=False)
@@ -201,6 +201,8 @@ class StableDiffusion:
         Raises:
             InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
         """
+        from canvax.pipelines.controls import control_sources, open_controls, with_controls
+
         opened = open_controls(self.model, control_sources(controlnet or [], **source))
         other = with_controls(self.model, self.programs, self.params, opened)
         pipe = StableDiffusion(*other, self.safety_checker)
@@ -586,6 +588,9 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
+    from canvax.pipelines.controls import control_sources, open_controls, with_controls
+    from canvax.pipelines.safety import check_has_checker, load_safety_checker
+
     if not isinstance(safety_checker, bool | None):
         raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
