@@ -194,9 +194,8 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
         none = settings.get("negative_prompt") is None
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
             negative = None if none else negative
-            yield ImageRequest(
-                prompt, negative, seed, height, width, steps, guidance, sampler, options, image, mask, strength, control
-            )
+            settled = (height, width, steps, guidance, sampler, options, image, mask, strength)
+            yield ImageRequest(prompt, negative, seed, *settled, control=control)
         index += count
 
 
