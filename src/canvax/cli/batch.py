@@ -61,6 +61,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--quality {arguments.quality}: PNG loses nothing; leave it out, or write --format webp")
     if arguments.actors is not None and arguments.ray is None:
         raise InputError("--actors goes with --ray; add it")
+    if arguments.lora_dir is not None:
+        raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
+    if arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
+        raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
     if arguments.ray is not None and arguments.distributed:
         raise InputError("--ray and --distributed are two ways to many machines; choose one")
 
@@ -83,6 +87,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
     from canvax.scale.output import Output
 
     decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
+    decisive |= {name: found for name in ("lora", "embedding") if (found := getattr(arguments, name))}
     return Output(
         arguments.output,
         {**asdict(source), **decisive, "most": plan.total, "canvax": versions()["canvax"]},
