@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -150,6 +151,22 @@ ODD = [
     {"prompt": "a pear", "freeu": [1.5, 1.1, 0.9, 0.4]},
     {"prompt": "a dog", "negative_prompt": "a cat", "guidance_rescale": 0.5},
 ]
+
+
+def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -> None:
+    class Refuses:
+        def __call__(self, result: canvax.Result) -> canvax.Result:
+            told = [{**one, "nsfw": True} for one in result.metadata]
+            return dataclasses.replace(result, images=[Image.new("RGB", (64, 64)) for _ in told], metadata=told)
+
+    checked = canvax.StableDiffusion(emoji.model, emoji.programs, emoji.params, Refuses())  # type: ignore[arg-type]
+    rows = [Row(one["id"], one) for one in some_rows(3)]
+    for _, some in Worker(checked, batch=4).run(rows):
+        for one in some:
+            assert one.image is not None
+            assert not np.asarray(one.image).any()
+            assert one.record is not None
+            assert one.record["nsfw"] is True
 
 
 @pytest.mark.slow

@@ -214,23 +214,27 @@ class Worker:
         cure = partial(cures, pipe.mesh, pipe.model.dtype, quantized=quantized, batch=size, height=key.height,
                        width=key.width)  # fmt: skip
         failed: CanvaxError | None = None
-        found: dict[int, Image] = {}
+        found: dict[int, tuple[Image, Mapping[str, Any]]] = {}
         try:
             with explained(cure), counting() as counts:
                 run = two_passes if key.options.hires > 1 else partial(text_to_image, tables=[i.table for i in full])
                 result = run(pipe.model, pipe.programs, self._params, self._request(full), cure, counts)
             self.compilations += result.compilations
-            found = {i: image for i, image in zip(result.indices, result.images, strict=True) if i < len(items)}
+            result = pipe.safety_checker(result) if pipe.safety_checker else result
+            seen = zip(result.indices, result.images, result.metadata, strict=True)
+            found = {i: (image, told) for i, image, told in seen if i < len(items)}
         except CanvaxError as error:
             failed = error
         if self._spread and multihost.any_of(failed is not None) and failed is None:
             failed = CanvaxError("failed in another process, whose own list says why")
         if failed is not None:
             raise failed
-        return [self._made(items[i], image) for i, image in found.items()]
+        return [self._made(items[i], *one) for i, one in found.items()]
 
-    def _made(self, item: Item, image: Image) -> Made:
-        return Made(item.row, item.digest, item.record, GeneratedImage.of(image, item.record))
+    def _made(self, item: Item, image: Image, told: Mapping[str, Any]) -> Made:
+        """``told`` is the metadata of the batch, which knows what a safety checker found."""
+        record = item.record | {name: told[name] for name in ("nsfw",) if name in told}
+        return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, settings: Mapping[str, Any]) -> Item:
         request = self._request_of(settings)
