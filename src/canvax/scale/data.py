@@ -188,8 +188,8 @@ def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
 
 def _ray() -> Any:
     try:
-        import ray
-        import ray.data
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(f"--ray needs {error.name}; install it: pip install 'canvax[ray]'") from None
     return ray

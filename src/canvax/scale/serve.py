@@ -153,7 +153,7 @@ def app(args: Mapping[str, Any]) -> Any:
         InputError: Ray Serve is not installed, or an argument cannot be used.
     """
     try:
-        from ray import serve
+        from ray import serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(f"canvax.scale.serve needs {error.name}; install it: pip install 'canvax[ray]'") from None
     wanted = Wanted.of(args)
