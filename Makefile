@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-ray lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -63,6 +63,10 @@ test-newest:
 # libtpu needs no TPU to compile for one.
 test-tpu: .venv/tpu
 	$(BIN)/python -m pytest tests/test_plan_compiled.py
+
+# A cluster of three nodes in this machine; Ray takes 750 MB on disk. No part of test-all.
+test-ray: .venv/ray
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_deploy.py -m ""
 
 lint: .venv/test-$(REFERENCE)
 	$(BIN)/ruff check .
@@ -125,6 +129,10 @@ out/emoji.zip: | .venv/train
 	$(PYTHON) -m venv .venv-page
 	.venv-page/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[page]'
 	touch $@
+
+.venv/ray: pyproject.toml | .venv/test-$(REFERENCE)
+	$(PIP) --editable '.[ray]'
+	touch $@ .venv/runtime
 
 .venv-newest/test: pyproject.toml
 	$(NEWEST) -m venv .venv-newest

@@ -350,6 +350,16 @@ def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "out").exists()
 
 
+def test_without_pyarrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "rows.parquet").touch()
+    file = write(tmp_path / "rows.jsonl", some_rows(1))
+    for words in ([str(tmp_path / "rows.parquet")], [str(file), "--into", "parquet"]):
+        assert main(["batch", *words, "-o", str(tmp_path / "out")]) == 2
+        assert "pip install 'canvax[batch]'" in capsys.readouterr().err
+
+
 def command(file: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "canvax", "batch", str(file), "-o", str(folder), "-b", "4", "--json"]
 

@@ -171,7 +171,7 @@ def _made(row: Row, told: Mapping[str, Any]) -> Made:
 
 
 def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
-    """What each actor holds: a GPU, the chips of a machine, or nothing but a place of its own.
+    """How many actors there are, and what each holds: a GPU, the chips of a machine, or nothing.
 
     No processors: reading tasks want whole ones, and a pool that holds the last of them waits for itself for ever.
     """
