@@ -233,7 +233,7 @@ class Worker:
 
     def _made(self, item: Item, image: Image, told: Mapping[str, Any]) -> Made:
         """``told`` is the metadata of the batch, which knows what a safety checker found."""
-        record = item.record | {name: told[name] for name in ("nsfw",) if name in told}
+        record = {**item.record, **{name: told[name] for name in ("nsfw",) if name in told}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, settings: Mapping[str, Any]) -> Item:
