@@ -166,16 +166,22 @@ def test_formats(engine: ImageEngine) -> None:
     assert found == ["PNG", "JPEG", "WEBP"]
 
 
+def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
+    """A job with four previews, and the list that they come into."""
+    seen: list[Previewed] = []
+    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
+    tell = job.tell
+    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
+    return job, seen
+
+
 @pytest.mark.parametrize("decoded", [True, False])
 def test_previews_become_the_image(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, decoded: bool) -> None:
     """Decoded ones come nearer and nearer; colours alone, which never have details, are those of this image."""
     monkeypatch.setattr("canvax.server.engine.CHEAP_PREVIEWS", 1e9 if decoded else 0.0)
     others = [engine.submit(Ask(text, seed=1, steps=10)) for text in ("a dog face", "a pizza", "a lemon", "a house")]
     finished(others)
-    seen: list[Previewed] = []
-    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
-    tell = job.tell
-    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
+    job, seen = watched(engine)
     finished([job])
     until(lambda: len(seen) >= 3)
     steps = sorted(event.step for event in seen)
@@ -196,11 +202,8 @@ def test_what_a_safety_checker_refuses_is_black_and_has_no_previews(
         def flags(self, pixels: np.ndarray) -> list[bool]:
             return [True] * len(pixels)
 
-    seen: list[Previewed] = []
     monkeypatch.setattr(engine._models.named("emoji"), "safety_checker", Refuses())
-    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
-    tell = job.tell
-    job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
+    job, seen = watched(engine)
     finished([job])
     assert not pixels(job.pictures[0].data).any()
     assert job.pictures[0].metadata["nsfw"] is True

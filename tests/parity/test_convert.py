@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -159,6 +160,19 @@ def test_module_and_nested_tables(tmp_path: Path) -> None:
     assert got.keys() == want.keys() | {"ip_adapter.1.to_k"}
     for name, array in want.items():
         np.testing.assert_array_equal(got[name], array.numpy())
+
+
+def test_numbers_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.tensor([1.0, 1e30]), "ids": torch.arange(3)}, path)
+    with pytest.raises(canvax.InputError, match="dtype=float16: a parameter has a number that does not fit"):
+        canvax.convert(path, tmp_path / "x.safetensors", dtype="float16")
+    assert not (tmp_path / "x.safetensors").exists()
+    written = load_file(canvax.convert(path, tmp_path / "x.safetensors", dtype=jnp.bfloat16))
+    assert (written["a"].dtype, written["ids"].dtype) == (torch.bfloat16, torch.int64)
+    torch.save({"a": torch.tensor([1.0, 2.5]).double(), "b": torch.tensor(3.0)}, path)
+    written = load_file(canvax.convert(path, tmp_path / "y.safetensors", dtype="float16"))
+    assert (written["a"].tolist(), written["b"].item()) == ([1.0, 2.5], 3.0)
 
 
 def test_an_embedding_of_a1111(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from canvax.cli.arguments import versions
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import check_count
@@ -35,13 +36,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments.model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
-        revision=arguments.revision,
-        variant=arguments.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
         mesh=mesh_of(arguments.mesh),
         progress=not arguments.quiet,
+        **source_keywords(arguments),
     )
     results, others = [], {name: [] for name in TASKS if arguments.tasks}
     usual = {"height": height, "width": width, "num_inference_steps": arguments.steps, "seed": 0}

@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import InputError
 
@@ -29,13 +30,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments.model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
-        revision=arguments.revision,
-        variant=arguments.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
         progress=not arguments.quiet,
         weights=False,
+        **source_keywords(arguments),
     )
     pipe = StableDiffusion(model, programs, params)
     report["programs"] = built = []

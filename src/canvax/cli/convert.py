@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import say
 
 
@@ -18,12 +19,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments.to,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
         overwrite=arguments.overwrite,
-        revision=arguments.revision,
-        variant=arguments.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
         progress=not arguments.quiet,
+        **source_keywords(arguments),
     )
     report["output"] = str(output)
     if not arguments.json:

@@ -308,3 +308,9 @@ def add_source(group: Any, *, variant: bool = True) -> None:
         metavar="TOKEN",
         help="Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
     )
+
+
+def source_keywords(arguments: Any) -> dict[str, Any]:
+    """What the flags of ``add_source`` say, as keywords of ``canvax.load``."""
+    names = ("revision", "variant", "token", "cache_dir", "local_files_only")
+    return {name: getattr(arguments, name) for name in names}

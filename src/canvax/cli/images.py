@@ -316,13 +316,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
-    for name in (
-        "num_images_per_prompt",
-        "image",
-        "mask",
-        "control",
-        "control_from",
-    ):  # a file must not choose which others are read
+    # A file must not choose which others are read.
+    for name in ("num_images_per_prompt", "image", "mask", "control", "control_from"):
         settings.pop(name, None)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import complain
 from canvax.errors import CanvaxError, InputError
 
@@ -202,14 +203,10 @@ def _load(model: str, arguments: argparse.Namespace) -> Any:
         model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
-        revision=arguments.revision,
-        variant=arguments.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
         mesh=mesh_of(arguments.mesh),
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
+        **source_keywords(arguments),
     )
 
 

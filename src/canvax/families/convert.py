@@ -25,7 +25,7 @@ from canvax.weights.load import stored_components
 from canvax.weights.open import open_files
 from canvax.weights.pickled import Pickled, read_pickled
 from canvax.weights.safetensors import Outgoing, write_safetensors
-from canvax.weights.save import outgoing_of
+from canvax.weights.save import narrowed, outgoing_of
 from canvax.weights.single_file import KINDS, SingleFile
 from canvax.weights.single_save import as_read, single_arrays, single_metadata
 from canvax.weights.source import Source
@@ -110,9 +110,9 @@ def _embedding(found: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
 
 
 def _cast(one: Outgoing, dtype: DType | None) -> Outgoing:
-    if dtype is None or one.dtype.kind not in "fV":
+    if dtype is None or one.dtype == dtype or one.dtype.kind not in "fV":
         return one
-    return dataclasses.replace(one, dtype=np.dtype(dtype), get=lambda: one.get().astype(dtype))
+    return dataclasses.replace(one, dtype=np.dtype(dtype), get=lambda: narrowed(one.get(), dtype))
 
 
 def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:

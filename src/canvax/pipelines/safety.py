@@ -60,11 +60,12 @@ class SafetyChecker:
     def __call__(self, result: Result) -> Result:
         """``result`` with what is refused in black, and the answer for each image in its metadata."""
         flags = self.flags(result.pixels)
-        kept = ~np.asarray(flags, bool)
+        kept = ~np.asarray(flags, bool)[:, None, None, None]
         records = [{**own, "nsfw": flag} for own, flag in zip(result.metadata, flags, strict=True)]
-        pixels = result.pixels * kept[:, None, None, None]
+        pixels = result.pixels * kept
         images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(pixels), records, strict=True)]
-        return replace(result, pixels=pixels, images=images, metadata=records, latents=_without(result.latents, kept))
+        # An image that is refused cannot be had from its latents either.
+        return replace(result, pixels=pixels, images=images, metadata=records, latents=result.latents * kept)
 
 
 def check_has_checker(index: Mapping[str, Any]) -> None:
@@ -150,8 +151,3 @@ def _config(config: Mapping[str, Any]) -> ClipVisionConfig:
         raise CheckpointError("the safety checker's config.json has no vision_config; canvax reads those of CLIP")
     own = {name: value for name, value in vision.items() if value is not None}
     return ClipVisionConfig.from_dict({**own, "projection_dim": config.get("projection_dim", 512)})
-
-
-def _without(latents: HostArray, kept: HostArray) -> HostArray:
-    """An image that is refused cannot be had from its latents either."""
-    return latents * kept[:, None, None, None]

@@ -112,8 +112,8 @@ def read_pickled(path: Path) -> Pickled:
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{path}: is no whole zip file ({error}). {DAMAGED}") from None
     except (
-        *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, OverflowError),
-        *(NotImplementedError, RuntimeError, TypeError, ValueError),
+        *(ArithmeticError, AttributeError, EOFError, LookupError),
+        *(OSError, RuntimeError, TypeError, ValueError),
     ) as error:  # of pickletools and zipfile, and of a program that does not fit together
         raise CheckpointError(f"{path}: its pickle cannot be followed ({str(error)[:80]}). {DAMAGED}") from None
 

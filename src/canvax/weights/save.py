@@ -196,15 +196,24 @@ def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
             leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
     array = _whole(leaf).reshape(param.shape)
     if dtype is not None and array.dtype != dtype:
-        narrowed = np.empty(array.shape, dtype)
-        try:
-            with np.errstate(over="raise"):
-                cast_into(narrowed, np.ascontiguousarray(array))
-        except FloatingPointError:
-            what = np.dtype(dtype).name
-            raise InputError(f"dtype={what}: a parameter has a number that does not fit; save bfloat16") from None
-        array = narrowed
+        array = narrowed(array, dtype)
     return param.to_checkpoint(array)
+
+
+def narrowed(array: HostArray, dtype: DType) -> HostArray:
+    """An array in another dtype.
+
+    Raises:
+        InputError: a number does not fit into it.
+    """
+    out = np.empty(array.shape, dtype)
+    try:
+        with np.errstate(over="raise"):
+            cast_into(out, np.ascontiguousarray(array).reshape(array.shape))
+    except FloatingPointError:
+        what = np.dtype(dtype).name
+        raise InputError(f"dtype={what}: a parameter has a number that does not fit; save bfloat16") from None
+    return out
 
 
 def _whole(leaf: Any) -> HostArray:
