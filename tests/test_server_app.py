@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -640,18 +641,24 @@ def test_request_ids(site: Web) -> None:
 def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "canvax.server")
     headers = {"x-request-id": "mine"} | bearer(ALICE)
-    guarded.submit(headers, prompt=SECRET_PROMPT, negative_prompt=SECRET_PROMPT)
-    guarded.http.get(f"/api/models?key={ALICE}&prompt=zebra")
-    guarded.done(guarded.submit(bearer(ALICE)), bearer(ALICE))
-    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "canvax.server"]
-    requests = [line for line in lines if "path" in line]
-    assert set(requests[0]) == {"time", "id", "client", "method", "path", "status", "seconds"}
-    told = {name: requests[0][name] for name in ("id", "client", "method", "path", "status")}
-    assert told == {"id": "mine", "client": "alice", "method": "POST", "path": "/api/jobs", "status": 202}
-    assert (requests[1]["path"], requests[1]["status"], requests[1]["client"]) == ("/api/models", 401, "")
-    jobs = [line for line in lines if "job" in line]
-    assert jobs
-    assert {"job", "client", "model", "size", "n", "steps", "seed", "outcome", "seconds"} <= set(jobs[0])
+    job = guarded.submit(headers, prompt=SECRET_PROMPT, negative_prompt=SECRET_PROMPT)
+    guarded.http.get(f"/api/models?key={ALICE}&prompt=zebra", headers={"x-request-id": "refused"})
+    guarded.done(job, bearer(ALICE))
+
+    def lines(name: str, value: str) -> list[dict[str, Any]]:
+        # By name: a line is written after the answer is sent, so other tests' servers may still be writing theirs.
+        told = [json.loads(record.getMessage()) for record in caplog.records if record.name == "canvax.server"]
+        return [line for line in told if line.get(name) == value]
+
+    end = time.monotonic() + 30
+    while not (lines("id", "mine") and lines("id", "refused") and lines("job", job["id"])) and time.monotonic() < end:
+        time.sleep(0.01)
+    [mine], [refused], [ended] = lines("id", "mine"), lines("id", "refused"), lines("job", job["id"])
+    assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds"}
+    told = {name: mine[name] for name in ("client", "method", "path", "status")}
+    assert told == {"client": "alice", "method": "POST", "path": "/api/jobs", "status": 202}
+    assert (refused["path"], refused["status"], refused["client"]) == ("/api/models", 401, "")
+    assert {"job", "client", "model", "size", "n", "steps", "seed", "outcome", "seconds"} <= set(ended)
     assert not re.search(f"zebra|{ALICE}|\\?", caplog.text)
 
 
