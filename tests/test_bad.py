@@ -410,7 +410,7 @@ def test_calls(index: int, emoji: canvax.StableDiffusion) -> None:
 
 
 LOADS: list[tuple[dict[str, Any], str]] = [
-    *(({"model": value}, "model|name|folder|hub") for value in (5, None, [], "", b"emoji", object())),
+    *(({"model": value}, "model|name|folder|hub") for value in (5, None, [], "", b"emoji", object(), Strange(), "none/none.safetensors")),
     *(({"dtype": value}, "dtype") for value in ("int8", 5, "nope", [], object(), "complex64")),
     *(({"quantize": value}, "quantize") for value in ("int4", 5, [], {}, object())),
     *(({"revision": value}, "revision") for value in (5, [], "", b"a")),
@@ -433,6 +433,7 @@ def test_loads(index: int) -> None:
 
 OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "save": (lambda pipe: pipe.save(5), "5"), "save none": (lambda pipe: pipe.save(None), "None"), "save nul": (lambda pipe: pipe.save("a\0b"), "NUL|null|name"),
+    "save below a file": (lambda pipe: pipe.save(f"{__file__}/model"), "cannot be written"), "key": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)["images"], r"result\.images"),
     "save dtype": (lambda pipe: pipe.save("m", dtype="nope"), "dtype"), "place": (lambda pipe: pipe.place(5), "param"), "place none": (lambda pipe: pipe.place(None), "param"),
     "mesh": (lambda _: canvax.make_mesh(5), "device|mesh"), "mesh list": (lambda _: canvax.make_mesh([1, 2]), "device"), "data": (lambda _: canvax.make_mesh(data=0), "data"),
     "model axis": (lambda _: canvax.make_mesh(model=10**9), "model"), "axis": (lambda _: canvax.make_mesh(data="x"), "data"),
@@ -474,6 +475,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train", "finetune|train|usage"), ("train nope", "nope"), ("train finetune nope -m emoji -o m", "nope"), ("train finetune . -m nope -o m", "nope|image|picture|caption"),
     ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
     ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
+    ("batch . -o b", "folder"), ("batch x.png -o b", r"\.png"), ("generate x --lora none/none.safetensors", "no such file"), ("generate x -m none/none.safetensors", "no such file"),
     ("generate x -o x.gif", r"\.gif"), ("generate x -o -", "stdout"), ("generate x --outpaint left=8,left=16", "twice"), ("generate x --width 512x512", "whole number"),
     ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "seed_size"),
     ("generate x --cfg 7,5", "not a number"), ("generate x --image http://127.0.0.1:9/x.png", "download"), ("serve --keys /dev/zero", "regular"),

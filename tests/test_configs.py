@@ -82,6 +82,13 @@ def test_all_faults_of_a_file_are_told_together() -> None:
         UNetConfig.from_dict({"norm_eps": -1, "layers_per_block": "2", "freq_shift": "x"})
 
 
+def test_a_network_of_another_class() -> None:
+    assert UNetConfig.from_dict({"_class_name": "FlaxUNet2DConditionModel"}) == UNetConfig()
+    for kind, name in ((UNetConfig, "UNet3DConditionModel"), (VaeConfig, "AsymmetricAutoencoderKL"), (VaeConfig, 5)):
+        with pytest.raises(CheckpointError, match=f"class .*{name}.*, not "):
+            kind.from_dict({"_class_name": name})
+
+
 def test_a_scheduler_file_with_eta() -> None:
     """An argument of another scheduler's step, which some files hold."""
     assert faults_of({"eta": 0.5}, "DDIMScheduler") == []

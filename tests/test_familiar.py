@@ -153,6 +153,10 @@ def test_what_was_said_wrongly(emoji: canvax.StableDiffusion) -> None:
         emoji("a", seed=jax.random.key(0))  # type: ignore[arg-type]
     with pytest.raises(canvax.InputError, match="seed is traced by JAX"):
         jax.jit(lambda seed: emoji("a", seed=seed).pixels)(1)
+    for traced in (jax.jit, jax.grad):  # one of jax.grad has a value that could be read
+        for name in ("guidance_scale", "strength", "guidance_rescale"):
+            with pytest.raises(canvax.InputError, match=f"{name} is traced by JAX"):
+                traced(lambda x, name=name: emoji("a", image=np.zeros((64, 64, 3)), **{name: x}).latents.sum())(0.5)
     with pytest.raises(canvax.InputError, match="params is traced by JAX"):
         jax.grad(lambda params: emoji("a", params=params).pixels.sum())(emoji.params)
     with pytest.raises(canvax.InputError, match="cannot be called with one argument"):

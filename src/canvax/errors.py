@@ -82,13 +82,33 @@ def reading_arguments() -> Iterator[None]:
         raise InputError(f"an argument cannot be read ({type(error).__name__}: {error}); give plain values") from error
 
 
+def refuse_tracers(name: str, value: Any) -> None:
+    """Tracers, which a call inside ``jax.jit``, ``jax.grad`` or ``jax.vmap`` gets, are read by no host code.
+
+    Args:
+        name: of the argument.
+        value: it, or a pytree.
+
+    Raises:
+        InputError: JAX traces it.
+    """
+    import jax  # errors are there before JAX is: `canvax --help` does without
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise InputError(
+            f"{name} is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap; "
+            "docs/under-the-pipeline.md has the functions to use inside them"
+        )
+
+
 def plain(value: Any, name: str = "a number") -> Any:
     """A 0-d array of any library as a Python number; anything else as it is.
 
     Raises:
-        InputError: a whole number of hundreds of digits, which Python itself refuses to write out.
+        InputError: a whole number of hundreds of digits, which Python itself refuses to write out; or JAX traces it.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
         value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
         raise InputError(f"{name}: a whole number of {value.bit_length()} bits is too large")

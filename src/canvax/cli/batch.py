@@ -165,11 +165,15 @@ def _summarise(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say(report["output"])
     if arguments.quiet:
         return
-    parts = [f"{report.get('done', 0)} images in {seconds(report.get('seconds', 0.0))}"]
+    parts = [f"{_count(report.get('done', 0), 'image')} in {seconds(report.get('seconds', 0.0))}"]
     if report.get("done"):
         parts.append(f"{report['images_per_second']:.3g} a second")
     if report["skipped"]:
-        parts.append(f"{report['skipped']} rows were done before")
+        parts.append(f"done before: {_count(report['skipped'], 'row')}")
     if report["errors"]:
-        parts.append(f"{report['errors']} rows have an error, see {report['output']}/manifest.jsonl")
+        parts.append(f"{_count(report['errors'], 'row')} with an error, see {report['output']}/manifest.jsonl")
     complain("; ".join(parts))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

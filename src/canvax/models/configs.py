@@ -78,6 +78,8 @@ class Config:
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     STRICT: ClassVar[bool] = True
+    CLASS: ClassVar[str] = ""
+    """diffusers' name of the network, if its config has one; other classes have fields of the same names."""
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -86,6 +88,9 @@ class Config:
         Raises:
             CheckpointError: naming every field whose value is not supported.
         """
+        name = config.get("_class_name")
+        if cls.CLASS and name is not None and str(name).removeprefix("Flax") != cls.CLASS:
+            raise CheckpointError(f"{cls.__name__}: config.json is of the class {_shown(name)}, not {cls.CLASS}")
         known = {field.name for field in dataclasses.fields(cls)}
         types = get_type_hints(cls, include_extras=True)
         values: dict[str, Any] = {}
@@ -128,6 +133,8 @@ def _per_level(value: Any, levels: int) -> tuple[Any, ...]:
 @dataclass(frozen=True)
 class UNetConfig(Config):
     """``UNet2DConditionModel``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "UNet2DConditionModel"
 
     sample_size: Size | tuple[Size, Size] | None = None
     in_channels: Count = 4
@@ -248,6 +255,8 @@ class UNetConfig(Config):
 @dataclass(frozen=True)
 class VaeConfig(Config):
     """``AutoencoderKL``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "AutoencoderKL"
 
     in_channels: Count = 3
     out_channels: Count = 3

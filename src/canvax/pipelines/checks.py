@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count, check_number, nearest, plain
+from canvax.errors import InputError, check_count, check_number, nearest, plain, refuse_tracers
 from canvax.noise import image_seeds
 from canvax.types import DType
 
@@ -142,15 +141,6 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
 
 def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return len(got) == 4 and got == (shape[0], shape[3], shape[1], shape[2])
-
-
-def refuse_tracers(name: str, value: Any) -> None:
-    """A pipeline called inside ``jax.jit``, ``jax.grad`` or ``jax.vmap`` gets tracers, which no host code can read."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-        raise InputError(
-            f"{name} is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap; "
-            "docs/under-the-pipeline.md has the functions to use inside them"
-        )
 
 
 def check_seeds(seed: Any, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from canvax.compile.aot import Build
 from canvax.compile.monitor import counting
 from canvax.compile.programs import PROGRAMS, Kinds, Programs, Ready
-from canvax.errors import InputError, check_count, reading_arguments
+from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model
 from canvax.models.text import Conditions
@@ -27,7 +27,7 @@ from canvax.parallel.mesh import make_mesh, padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
-from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype, refuse_tracers
+from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype
 from canvax.pipelines.display import Display, summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, refuse_tracers
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
     MAX_SIDE,
@@ -21,7 +21,6 @@ from canvax.pipelines.checks import (
     check_seeds,
     check_size,
     check_steps,
-    refuse_tracers,
 )
 from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given

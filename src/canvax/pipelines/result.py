@@ -60,6 +60,8 @@ class Result:
     @overload
     def __getitem__(self, index: slice) -> list[Image]: ...
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):  # diffusers' outputs are dicts as well
+            raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
         return self.images[index]
 
     def _repr_png_(self) -> bytes | None:

@@ -58,8 +58,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     """
     path = Path(path).expanduser()
     kind = path.suffix.lower()
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; give a file of prompts ({', '.join(KINDS)})")
     if kind not in KINDS:
-        raise InputError(f"{path}: {kind or 'no ending'} is not one of {', '.join(KINDS)}; rename or convert it")
+        raise InputError(f"{path}: the ending {kind!r} is not one of {', '.join(KINDS)}; rename or convert it")
     try:
         pairs = _parquet_rows(path) if kind == ".parquet" else _text_rows(path, kind)
         yield from (row_of(number, values) for number, values in pairs)

@@ -22,7 +22,10 @@ EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"
 CONFIG = "adapter_config.json"
 """PEFT's, beside ``adapter_model.safetensors``."""
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+\.safetensors))?", re.ASCII)
+_HUB_ID = re.compile(
+    r"(?![^/]*/[^/]*\.safetensors$)([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+\.safetensors))?", re.ASCII
+)
+"""``owner/name``, or a file of it; a file of a folder that is not there is none."""
 
 CONVERT = (
     "canvax does not open pickles (.pt, .bin, .ckpt), which can run code. Where you trust it, convert it with PyTorch: "

@@ -297,7 +297,8 @@ def explain(error: Exception, source: Source, file: str | None = None) -> HubErr
     module = type(error).__module__
     if isinstance(error, ConnectionError | TimeoutError) or module.startswith(("httpx", "httpcore", "requests")):
         return Unreachable(
-            f"{what}: the Hub cannot be reached ({type(error).__name__}). Check the network and HF_ENDPOINT."
+            f"{what}: no folder of that name is here, and the Hub cannot be reached ({type(error).__name__}). "
+            "Check the spelling, the network and HF_ENDPOINT."
         )
     if isinstance(error, OSError):
         return HubError(f"{what}: could not be stored in the cache ({error}). Check the space and rights of cache_dir.")

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
@@ -125,6 +125,7 @@ def save_checkpoint(
 
     Raises:
         InputError: the folder is not empty, or params do not fit the specs.
+        CanvaxError: the disk refuses.
     """
     folder = Path(os.path.abspath(folder))  # "." has no name to put another one beside
     if folder.exists() and not folder.is_dir():
@@ -132,9 +133,8 @@ def save_checkpoint(
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"folder = {str(folder)!r} is not empty; choose another one, or pass overwrite=True.")
     _check_parts([part.name for part in components], params, configs)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
-    with temporary_folder(folder if folder.exists() else folder.parent) as build:
+    with _writing(folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
         names = [part.name for part in components]
         for part in components:
             config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
@@ -151,6 +151,16 @@ def save_checkpoint(
         write_json(build / INDEX, _index(index, names))
         _move_into_place(build, folder)
     return folder
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Inside, ``folder`` is written, and its parent is there; a disk that refuses is an error of canvax."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CanvaxError(f"folder = {str(folder)!r} cannot be written ({error.strerror or error}).") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ EXAMPLES = {
 
 _ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
+_FILES = (".safetensors", ".gguf", *PICKLES)
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 
 
@@ -57,7 +58,10 @@ class Source:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
-            raise InputError(f"model = {self.model!r} is no name; pass a folder, a Hub id 'owner/name', or 'emoji'.")
+            kind = type(self.model).__name__  # its repr may raise
+            raise InputError(
+                f"model is of type {kind}, which is no name; pass a folder, a Hub id 'owner/name', or 'emoji'."
+            )
         if not str(self.model):
             raise InputError("model = '' names nothing; pass a folder, a Hub id 'owner/name', or 'emoji'.")
         check_variant(self.variant)
@@ -134,6 +138,8 @@ class Source:
                 f"{text}: is {kind}. Pass a safetensors file of a whole model, or a folder in the diffusers layout "
                 f"({INDEX}, unet/, vae/, ...)."
             )
+        if text.lower().endswith(_FILES):
+            raise CheckpointError(f"model = {text!r}: there is no such file.")
         if isinstance(self.model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
             return None
         if text in EXAMPLES:
