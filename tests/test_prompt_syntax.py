@@ -266,6 +266,15 @@ def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, [prompts[1], "a fox"]).compilations == 0
 
 
+@pytest.mark.parametrize("counts", [(3, 4), pytest.param((5, 8), marks=pytest.mark.slow)])
+def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.StableDiffusion) -> None:
+    few, many = (
+        draw(emoji, " BREAK ".join(["a red apple", "a dog", "a cat", "a fox"] * 2)[:count]) for count in counts
+    )
+    assert many.compilations == 0
+    assert np.abs(many.latents - few.latents).max() > 1e-3
+
+
 def test_a_long_prompt_is_read_whole(emoji: canvax.StableDiffusion) -> None:
     words = "a red apple, " * 30
     with warnings.catch_warnings():

@@ -136,10 +136,10 @@ def tokenizer(pad: str | None = None) -> Any:
     return transformers.CLIPTokenizer.from_pretrained(BUNDLED["emoji"] / "tokenizer", **keywords)
 
 
-def build(folder: Path, *, zeros: bool = True, refiner: bool = False) -> Path:
+def build(folder: Path, *, zeros: bool = True, refiner: bool = False, channels: int = 4) -> Path:
     """A small random checkpoint in the real layout, written by diffusers itself."""
     second = clip_config("gelu", 2)
-    cfg = unet_config(40 if refiner else 72, 24, 5 if refiner else 6)
+    cfg = dataclasses.replace(unet_config(40 if refiner else 72, 24, 5 if refiner else 6), in_channels=channels)
     vae = diffusers.AutoencoderKL(
         block_out_channels=(32, 32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=16, scaling_factor=0.13025,
@@ -436,3 +436,38 @@ def test_inpainting(
     got = ours(PROMPTS[0], num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=sampler, mask=square,
                mask_blend="renoised", progress=False, **arguments)  # fmt: skip
     assert relative_error(got.latents, latents) <= 1e-3
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    """A UNet of 9 channels, which sees the mask and the masked image."""
+    folder = build(tmp_path_factory.mktemp("xl") / "painter", channels=9)
+    return load(folder, "StableDiffusionXLInpaintPipeline")
+
+
+@pytest.mark.parametrize(
+    ("strength", "sampler"),
+    [
+        (1.0, "DPM++ 2M"),
+        *cases({(0.75, "Euler")}),
+        *(pytest.param(1.0, name, marks=pytest.mark.slow) for name in FURTHER if name != "DPM++ 2M"),
+    ],
+)
+def test_inpainting_unet(
+    strength: float, sampler: str, painter: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = painter
+    moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
+    monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
+    where = "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_inpaint.randn_tensor"
+    monkeypatch.setattr(where, lambda *_, **__: nchw(NOISE[:1]))
+    y, x = np.mgrid[:128, :128]
+    disc = Image.fromarray(np.uint8(np.clip(40 - np.hypot(x - 60, y - 70), 0, 1) * 255))
+    arguments = {"image": photo(1), "strength": strength, "negative_prompt": "blurry"}
+    more = {"mask_image": disc, "height": 128, "width": 128, "prompt": PROMPTS[0]}
+    latents, _ = reference_picture(theirs, sampler, **arguments | more)
+    got = ours(PROMPTS[0], num_inference_steps=20, guidance_scale=5.0, seed=SEEDS[0], sampler=sampler, mask=disc,
+               progress=False, **arguments)  # fmt: skip
+    assert relative_error(got.latents, latents) <= 1e-3
+    kept = np.asarray(disc) == 0
+    np.testing.assert_array_equal(np.asarray(got.images[0])[kept], np.asarray(photo(1))[kept])
