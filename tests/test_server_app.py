@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from canvax.server.jobs import Refused, State
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
 from tests.server_stub import CARD, StubEngine
-from tests.web_site import APIS, Web, b64, body_of, check_refused, events, picture, web
+from tests.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
 
 ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
 SHOP = "https://shop.example"
@@ -132,6 +133,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         ({"prompt": "x", "format": "svg"}, "format"),
         ({"prompt": "x", "seconds": 0}, "seconds"),
         ({"prompt": "x", "image": "%%%"}, "image"),
+        ({"prompt": "x", "image": b64(picture()), "mask": b64(picture(size=(32, 64)))}, "mask"),
         ({"prompt": "x" * 16_001}, "prompt"),
         ({"prompt": "x", "promt": "y"}, None),
     ],
@@ -677,3 +679,27 @@ def test_websockets_and_other_scopes_are_not_served() -> None:
 
     asyncio.run(app({"type": "websocket", "path": "/", "headers": []}, receive, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_slow_readers() -> None:
+    """Clients that ask and do not read hold nobody up, and miss steps: what is kept for them does not grow."""
+    images, steps = 64, 100
+    with web(pace=0.002) as site:
+        slow = []
+        for _ in range(8):
+            job = site.submit(n=images, steps=steps, previews=True)
+            connection = site.connect()
+            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+            slow.append((connection, job))
+        asked = time.monotonic()
+        assert site.done(site.submit())["status"] == "done"
+        assert site.http.get("/health").status_code == 200
+        assert time.monotonic() - asked < 10
+        for _, job in slow:
+            assert site.done(job)["status"] == "done"
+        for connection, _ in slow:
+            said = heard(connection, 10, end=b"\r\n0\r\n\r\n")
+            assert said.count(b"event: image") == images
+            assert said.count(b"event: done") == 1
+            assert said.count(b"event: step") < images * steps
+            connection.close()

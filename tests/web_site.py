@@ -106,10 +106,10 @@ def web(settings: Settings | None = None, *, pace: float = 0.0) -> Iterator[Web]
             until(lambda: not engine.jobs())
 
 
-def heard(connection: socket.socket, silence: float = 0.3) -> bytes:
-    """What a connection says until it closes; the last bytes may be followed by ``silence`` seconds of nothing."""
+def heard(connection: socket.socket, silence: float = 0.3, end: bytes | None = None) -> bytes:
+    """What a connection says until it closes, says ``end``, or says nothing for ``silence`` seconds."""
     said = b""
-    while True:
+    while end is None or not said.endswith(end):
         connection.settimeout(silence if said else 10)
         try:
             some = connection.recv(1 << 16)
@@ -121,6 +121,7 @@ def heard(connection: socket.socket, silence: float = 0.3) -> bytes:
         if not some:
             return said
         said += some
+    return said
 
 
 def status_of(answer: bytes) -> int:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -203,7 +202,8 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     if body.mask is not None:
         mask = white_mask("mask", image_of_text("mask", body.mask))
         if image is not None and mask.size != image.size:
-            mask = mask.resize(image.size, Image.Resampling.LANCZOS)
+            sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
+            raise Refused(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
     width, height = body.width, body.height
     fits = card.any_size or body.upscale is not None
     if image is not None and (width, height) == (None, None) and not fits and image.size not in card.sizes:
