@@ -102,7 +102,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
     body: dict[str, Any] = {
         "prompt": "p", "negative_prompt": "q", "model": "stub", "n": 2, "width": 64, "height": 96, "steps": 3,
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
-        "mask": b64(picture(colour="white", size=(32, 32))), "strength": 0.5, "upscale": 2.0, "format": "webp",
+        "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
         "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
     }  # fmt: skip
     assert set(body) == set(own.NewJob.__struct_fields__)

@@ -92,7 +92,7 @@ def refuse_tracers(name: str, value: Any) -> None:
     Raises:
         InputError: JAX traces it.
     """
-    import jax  # errors are there before JAX is: `canvax --help` does without
+    import jax.core  # here, since `canvax --help` does without JAX
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         raise InputError(
