@@ -1,7 +1,11 @@
-"""Full-size checkpoints with random weights, in the real layout: nobody has to download anything to measure."""
+"""Full-size checkpoints with random weights, in the real layout: nobody has to download anything to measure.
+
+python -m benchmarks.lab.models sdxl out/sdxl
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -107,3 +111,11 @@ def find_preset(model: str) -> Networks | None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    write_random(given.folder, PRESETS[given.preset], dtype=np.float16)

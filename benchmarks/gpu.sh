@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# What one NVIDIA GPU does with canvax, in half an hour: right first, then fast beside PyTorch, then where the time goes.
+#
+#     benchmarks/gpu.sh                     every part, in order of worth
+#     benchmarks/gpu.sh checks sdxl         these
+#     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
+#
+# Each part ends after LIMIT seconds (240) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
+# in $OUT/PART.log. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
+# 7 GB for SDXL, and stay there for the next time.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-out/gpu}
+MODELS=${MODELS:-out/models}
+LIMIT=${LIMIT:-240}
+SMALL=${SMALL:-no}
+export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$OUT" "$MODELS"
+
+if [ "$SMALL" = yes ]; then
+    DEVICE=cpu; DTYPE=float32; TRY=(--small)
+    size() { echo 64x64; }
+    steps() { echo 4; }
+    folder() { echo emoji; }
+else
+    DEVICE=gpu; DTYPE=bfloat16; TRY=()
+    size() { echo "$1"; }
+    steps() { echo "$1"; }
+    folder() { # of random weights, made once
+        [ -e "$MODELS/$1/model_index.json" ] || "$PYTHON" -m benchmarks.lab.models "$1" "$MODELS/$1" 1>&2
+        echo "$MODELS/$1"
+    }
+    # The CPU as well: what the GPU gives is compared with it. No memory in advance: PyTorch takes its turns on the same GPU.
+    export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+fi
+
+# beside NAME PART MODEL SIZE STEPS BATCH PEER...: the lab's own comparison, by turns, outputs compared first
+beside() {
+    local part=$1 model=$2 where=$3 count=$4 batch=$5; shift 5
+    local peers=(); for peer in "$@"; do peers+=(--against "$peer"); done
+    "$PYTHON" -m benchmarks "$part" --model "$(folder "$model")" --size "$(size "$where")" --steps "$(steps "$count")" \
+        --batch "$batch" --dtype "$DTYPE" --device "$DEVICE" --rounds 3 --json ${peers[@]+"${peers[@]}"}
+}
+
+part_machine() { "$PYTHON" - <<'PY'
+import json, subprocess
+from importlib.metadata import version
+import jax
+def told(*command):
+    try: return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError as error: return str(error)
+names = ("jax", "jaxlib", "torch", "diffusers", "transformers")
+def number(name):
+    try: return version(name)
+    except Exception: return None
+print(json.dumps({
+    "devices": [d.device_kind for d in jax.devices()], "versions": {name: number(name) for name in names},
+    "nvidia-smi": told("nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"),
+}))
+PY
+}
+part_checks() { "$PYTHON" -m benchmarks.gpu_checks --json "$OUT/checks.json" ${TRY[@]+"${TRY[@]}"} 1>&2; }
+part_sdxl() { beside picture sdxl 1024x1024 30 1 torch; }
+part_sd15() { beside picture sd15 512x512 50 1 torch; }
+part_vae() { beside vae sdxl 1024x1024 1 1 torch; }
+part_unet() { beside unet sdxl 1024x1024 1 1 torch; }
+part_batch() { beside picture sdxl 1024x1024 30 8; }
+part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --size "$(size 1024x1024)" --steps 4 \
+    --dtype "$DTYPE" --json "$OUT/profile.json" 1>&2; }
+part_start() { beside start sdxl 1024x1024 4 1; }
+part_compiled() { beside picture sdxl 1024x1024 30 1 torch-compile; }
+part_server() { "$PYTHON" -m benchmarks.serve_load --model "$(folder sdxl)" --batching none steps --batches 1 4 --clients 1 4 16 \
+    --seconds 20 --limits 10 --previews 0 --json "$OUT/server.json" 1>&2; }
+part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
+
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks sdxl sd15 vae profile batch start compiled unet server parity)
+failed=0
+for part in "${parts[@]}"; do
+    began=$SECONDS
+    # An exported function in a shell of its own, so that timeout can end it and all that it started.
+    export -f "part_$part" beside size steps folder
+    export PYTHON OUT MODELS DEVICE DTYPE SMALL
+    try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
+    code=$?
+    if [ -s "$OUT/$part.out" ]; then mv "$OUT/$part.out" "$OUT/$part.json"; else rm -f "$OUT/$part.out"; fi
+    [ $code -eq 0 ] || failed=1
+    echo "$part: exit $code, $((SECONDS - began)) s; $(tail -c 300 "$OUT/$part.log" | tail -1)"
+done
+exit $failed
