@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path

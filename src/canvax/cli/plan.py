@@ -21,6 +21,11 @@ _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "deco
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Plan and print a table."""
     width, height = parse_size(arguments.size)
+    if arguments.rate is not None:
+        from canvax.cli.fleet import run_fleet  # late, as what it imports is
+
+        run_fleet(arguments, width, height, report, _announce)
+        return
     from canvax.parallel.mesh import parse_mesh  # late, so that a wrong size is refused before JAX is imported
     from canvax.planning.plan import plan
 
