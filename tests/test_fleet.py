@@ -87,32 +87,13 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Measured here: twice the load needs about twice as many."""
-    assert (
-        main(
-            [
-                "plan",
-                "emoji",
-                "--target",
-                "here",
-                "--steps",
-                "10",
-                "--rate",
-                "40",
-                "--p95",
-                "5",
-                "--price",
-                "2",
-                "--json",
-                "-q",
-            ]
-        )
-        == 0
-    )
+    command = ["plan", "emoji", "--target", "here", "--steps", "10", "--rate", "40", "--p95", "5"]
+    assert main([*command, "--price", "2", "--json", "-q"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["per_hour"] == 2 * told["chips"]
     assert told["p95"] <= 5
     assert told["replicas"] >= 40 / told["images_per_second_of_a_full_replica"] * 0.9
-    assert main(["plan", "emoji", "--target", "here", "--steps", "10", "--rate", "40", "--p95", "5"]) == 0
+    assert main(command) == 0
     assert "images a second (steady), 95 of 100 within 5 s" in capsys.readouterr().out
 
 

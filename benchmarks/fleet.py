@@ -1,0 +1,169 @@
+"""The figures of docs/capacity.md: fleets of all sizes, what else limits them, and the simulation beside a server.
+
+python -m benchmarks.fleet sizes --plot docs/images/fleet.png    # replicas for a load; latency as a fleet fills up
+python -m benchmarks.fleet limits                                # files, HTTP, the journal: each on one processor
+python -m benchmarks.fleet check                                 # canvax serve, measured, and the same load simulated
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lab.traffic import MIXES, Answer, Mix, Request, capacity, closed_loop, open_loop, requests, summary
+from benchmarks.serve_load import Server, _free_port, _ready
+from canvax.scale.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
+
+V5E = Speed({1: 0.0896}, encode=0.004, decode=0.175, outside=0.3)
+"""A chip of TPU v5e, SDXL at 1024 x 1024: the compiler's estimate (docs/tpu.md); two at once take twice as long."""
+
+STEPS, P95 = 20, 8.0
+RATES = (1.0, 10.0, 100.0, 1000.0)
+FILLED = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+
+
+def sizes(arguments: argparse.Namespace) -> None:
+    """Replicas for each rate and kind of arrivals, and latency by how full a fleet is."""
+    each = V5E.most(STEPS)
+    print(f"a full replica: {each:.3f} images a second\n")
+    print("| images a second | busy all the time | " + " | ".join(ARRIVALS) + " |\n" + "|---" * 5 + "|")
+    for rate in RATES:
+        cells = []
+        for kind in ARRIVALS:
+            count, outcome = smallest_fleet(V5E, Load(rate, kind, {STEPS: 1.0}), P95)
+            cells.append(f"{count} (p50 {outcome.percentile(50):.1f}, busy {outcome.busy:.0%})")
+        print(f"| {rate:g} | {rate / each:.0f} | " + " | ".join(cells) + " |", flush=True)
+    series = {}
+    for replicas in (1, 4, 16, 64, 256):
+        points = []
+        for part in FILLED:
+            load = Load(part * replicas * each, steps={STEPS: 1.0})
+            points.append(
+                (100 * part, simulate(V5E, load, replicas, seconds=max(3000 / load.rate, 120)).percentile(95))
+            )
+        series[f"{replicas} replica{'s' * (replicas > 1)}"] = points
+        print(replicas, [round(value, 1) for _, value in points], flush=True)
+    if arguments.plot:
+        from canvax.images.chart import line_chart
+
+        line_chart(
+            series, title="SDXL, 20 steps, on chips of TPU v5e", x_label="load, % of what the fleet can do",
+            y_label="95th percentile of latency, seconds", log_y=True, size=(900, 480),
+        ).save(arguments.plot)  # fmt: skip
+
+
+def limits(_: argparse.Namespace) -> None:
+    """What does not grow with chips: seconds of a processor for an image."""
+    from PIL import Image
+
+    from canvax.images.formats import GeneratedImage
+
+    rng, took = np.random.default_rng(0), {}
+    smooth = Image.fromarray(rng.integers(0, 255, (64, 64, 3), np.uint8)).resize((1024, 1024), Image.Resampling.BICUBIC)
+    pixels = np.clip(np.asarray(smooth, np.int16) + rng.integers(-6, 7, (1024, 1024, 3)), 0, 255).astype(np.uint8)
+    image = GeneratedImage.of(Image.fromarray(pixels), {"prompt": "a red apple", "seed": 1})
+    for kind in ("png", "jpeg", "webp"):
+        began, out = time.process_time(), io.BytesIO()
+        for _ in range(3):
+            out = io.BytesIO()
+            image.save(out, kind.upper())
+        took[kind] = (time.process_time() - began) / 3
+        print(f"{kind}: {1e3 * took[kind]:.0f} ms, {len(out.getvalue()) / 1e6:.2f} MB of 1024 x 1024", flush=True)
+    from canvax.server.app import Settings, create_app
+    from canvax.server.jobs import State
+    from canvax.server.journal import Journal
+    from canvax.server.metrics import Metrics
+    from tests.server_stub import StubEngine
+    from tests.serving import served
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, journal in (("HTTP", None), ("HTTP and the journal", Journal(Path(folder) / "journal.db"))):
+            metrics = Metrics()
+            app = create_app(
+                StubEngine(metrics=metrics, journal=journal), Settings(), state=lambda: State.READY, metrics=metrics
+            )
+            due = requests(1.0, 1000.0, clients=1, seed=0, mix=MIXES["alike"])
+            with served(app, named=False) as base:
+                answers = asyncio.run(closed_loop(base, due, 8, 10.0))
+            print(f"{name}: {sum(one.status == 200 for one in answers) / 10:.0f} answers a second, client included")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """A server under Poisson load of equal images, and the same arrivals simulated with the figures of its warm-up."""
+    mix, port = MIXES["alike"], _free_port()
+    command = ["-m", "canvax", "serve", "emoji", "--port", str(port), "--no-keys", "--warm", "64x64:1,2,4,8"]
+    command += ["--queue-images", "100000", "--queue-seconds", "100000"]
+    with tempfile.NamedTemporaryFile("w+") as said:
+        process = subprocess.Popen([sys.executable, *command], stdout=said, stderr=said)
+        server = Server("canvax", f"http://127.0.0.1:{port}")
+        try:
+            while not _ready(server):
+                time.sleep(0.2)
+            said.seek(0)
+            speed = _warm(said.read())
+            lone = [asyncio.run(_one(server.base, one)) for one in requests(1.0, 60.0, clients=1, seed=5, mix=mix)[:30]]
+            speed = replace(speed, outside=max(0.0, statistics.median(lone[5:]) - speed.image(STEPS)))
+            most = capacity(asyncio.run(_closed(server.base, mix)), CLOSED)
+            print(f"{speed}\n{most:.2f} images a second at most; simulated {speed.most(STEPS):.2f}", flush=True)
+            for part in (0.3, 0.5, 0.7, 0.85):
+                rate, seconds = part * most, arguments.seconds
+                due = requests(rate, seconds, clients=1, seed=1, mix=mix)
+                found = summary(asyncio.run(open_loop(server.base, due, jobs=False)), rate, seconds)
+                load, times = Load(rate, steps={STEPS: 1.0}, clients=1), [one.at for one in due]
+                outcome = simulate(speed, load, 1, seconds=seconds, times=times)
+                cells = [f"{part:.0%}", f"{rate:.2f}"]
+                for percent in (50, 95):
+                    real, made = found[f"p{percent}"], outcome.percentile(percent)
+                    cells += [f"{real:.2f}", f"{made:.2f}", f"{made / real:.2f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+CLOSED = 20.0
+"""Seconds of the closed loop that finds what a server can do."""
+
+
+async def _closed(base: str, mix: Mix) -> list[Answer]:
+    return await closed_loop(base, requests(1.0, 1000.0, clients=1, seed=7, mix=mix), 16, CLOSED)
+
+
+async def _one(base: str, request: Request) -> float:
+    [answer] = await open_loop(base, [Request(0.0, 0, False, request.body)], jobs=False)
+    return answer.seconds
+
+
+def _warm(said: str) -> Speed:
+    """The figures of the line "64x64 is warm: a step of a batch of 1: 10.2 ms, 2: 16.9 ms; decoding 13 ms"."""
+    match = re.search(r"is warm: a step of a batch of (.*); decoding ([\d.]+) ms", said)
+    assert match, said
+    row = {int(batch): float(ms) / 1e3 for batch, ms in re.findall(r"(\d+): ([\d.]+) ms", match[1])}
+    return Speed(row, encode=0.005, decode=float(match[2]) / 1e3)
+
+
+PARTS = {"sizes": sizes, "limits": limits, "check": check}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load of check")
+    arguments = parser.parse_args()
+    PARTS[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    main()
