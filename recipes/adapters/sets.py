@@ -1,0 +1,109 @@
+"""Three small data sets made of the drawings of ``recipes.emoji`` by fixed rules, with nothing drawn by hand.
+
+night   each drawing before a night sky, in the dim light of it
+edges   each drawing, and its outlines as a control image
+one     one drawing that the model has never seen, in the four styles
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from canvax.errors import InputError
+from canvax.images.maps import control_map
+from canvax.train.pictures import METADATA, Pictures
+from canvax.types import HostArray
+
+NIGHT = "at night"
+"""The words of the LoRA."""
+
+STARS = 14
+TOP, BOTTOM = (8, 10, 44), (52, 44, 120)
+"""Colours of the sky."""
+
+LIGHT = (0.74, 0.78, 0.96)
+"""Share of each colour that is left of a drawing at night."""
+
+
+def night(pixels: HostArray, seed: int) -> HostArray:
+    """A drawing [H, W, 3] uint8 on white before a night sky of its own."""
+    height, width, _ = pixels.shape
+    down = np.linspace(0, 1, height)[:, None, None]
+    sky = np.broadcast_to((1 - down) * np.array(TOP) + down * np.array(BOTTOM), pixels.shape).copy()
+    rng = np.random.Generator(np.random.Philox(seed))
+    for _ in range(STARS):
+        row, column = rng.integers(1, height - 2), rng.integers(1, width - 2)
+        sky[row : row + 2, column : column + 2] = (255, 250, 214)
+    share = background(pixels)[..., None]
+    return (share * sky + (1 - share) * pixels * np.array(LIGHT)).astype(np.uint8)
+
+
+def background(pixels: HostArray) -> HostArray:
+    """How much of each pixel is the white around a drawing: [H, W] in 0..1.
+
+    What is white and joined to the border; its edge is as soft as the drawing's own.
+    """
+    from scipy import ndimage
+
+    found: Any = ndimage.label((pixels >= 250).all(-1))
+    labels, _ = found
+    border = np.unique(np.concatenate([labels[0], labels[-1], labels[:, 0], labels[:, -1]]))
+    outside = np.isin(labels, border[border > 0])
+    edge = ndimage.binary_dilation(outside) & ~outside
+    whiteness = np.clip((pixels.min(-1).astype(float) - 128) / 122, 0, 1)
+    return np.where(outside, 1.0, np.where(edge, whiteness, 0.0))
+
+
+def write_night(drawings: Pictures, folder: Path, captions: int) -> Path:
+    """The drawings at night, each under the first ``captions`` of its captions with ``NIGHT`` behind."""
+
+    def rows() -> Iterator[tuple[dict[str, Any], dict[str, HostArray]]]:
+        for i, pixels in enumerate(drawings.pixels):
+            text = [f"{caption} {NIGHT}" for caption in drawings.captions[i][:captions]]
+            yield {"file_name": f"{i:04d}.png", "text": text}, {f"{i:04d}.png": night(pixels, i)}
+
+    return _write(folder, rows)
+
+
+def write_edges(drawings: Pictures, folder: Path, captions: int) -> Path:
+    """The drawings, and the edges of each."""
+
+    def rows() -> Iterator[tuple[dict[str, Any], dict[str, HostArray]]]:
+        for i, pixels in enumerate(drawings.pixels):
+            name, other = f"{i:04d}.png", f"{i:04d}-edges.png"
+            row = {"file_name": name, "conditioning_image": other, "text": list(drawings.captions[i][:captions])}
+            yield row, {name: pixels, other: edges(pixels)}
+
+    return _write(folder, rows)
+
+
+def edges(pixels: HostArray) -> HostArray:
+    """Outlines of a drawing, white on black, [H, W, 3] uint8."""
+    return np.asarray(control_map("canny", Image.fromarray(pixels)))
+
+
+def write_one(pictures: Sequence[HostArray], folder: Path) -> Path:
+    """Some pictures, for a textual inversion, which needs no captions."""
+    folder.mkdir(parents=True)
+    for i, pixels in enumerate(pictures):
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    return folder
+
+
+def _write(folder: Path, rows: Callable[[], Iterator[tuple[dict[str, Any], dict[str, HostArray]]]]) -> Path:
+    if folder.exists():
+        raise InputError(f"{folder} exists already; choose another folder, or delete it")
+    folder.mkdir(parents=True)
+    lines = []
+    for row, files in rows():
+        for name, pixels in files.items():
+            Image.fromarray(pixels).save(folder / name)
+        lines.append(json.dumps(row) + "\n")
+    (folder / METADATA).write_text("".join(lines), encoding="utf-8")
+    return folder
