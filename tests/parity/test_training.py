@@ -274,12 +274,15 @@ def with_peft(pipe: Any, start: Mapping[str, Any], lora: Lora) -> dict[tuple[str
     for component, of in start.items():
         network = getattr(pipe, component)
         alpha = lora.rank if lora.alpha is None else lora.alpha
-        exactly = "|".join(name.replace(".", r"\.") for name in of)
+        known = dict(network.named_modules())
+        # Newer versions of transformers have no text_model in front.
+        theirs = {name: name if name in known else name.removeprefix("text_model.") for name in of}
+        exactly = "|".join(name.replace(".", r"\.") for name in theirs.values())
         config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=f"({exactly})")
         peft.inject_adapter_in_model(config, network)
         named = dict(network.named_modules())
         for name, pair in of.items():
-            layer = named[name]
+            layer = named[theirs[name]]
             down = pair["down"]
             down = down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T
             weight = layer.lora_A["default"].weight

@@ -155,7 +155,9 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
     found: dict[str, Any] = {}
     for component in factors:
         found[f"{component}.r"], found[f"{component}.lora_alpha"] = rank, alpha
-        found[f"{component}.target_modules"] = sorted(chosen[component])
+        # Of text encoders the last word alone: transformers has called what is around it by several names.
+        names = {name if component == "unet" else name.rpartition(".")[2] for name in chosen[component]}
+        found[f"{component}.target_modules"] = sorted(names)
     return found
 
 
