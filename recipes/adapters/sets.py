@@ -8,7 +8,7 @@ one     one drawing that the model has never seen, in the four styles
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ from canvax.errors import InputError
 from canvax.images.maps import control_map
 from canvax.train.pictures import METADATA, Pictures
 from canvax.types import HostArray
+from recipes.emoji.drawings import render_one
 
 NIGHT = "at night"
 """The words of the LoRA."""
+
+ONE = "rainbow flag"
+"""The drawing of the textual inversion."""
 
 STARS = 14
 TOP, BOTTOM = (8, 10, 44), (52, 44, 120)
@@ -55,7 +59,8 @@ def background(pixels: HostArray) -> HostArray:
     labels, _ = found
     border = np.unique(np.concatenate([labels[0], labels[-1], labels[:, 0], labels[:, -1]]))
     outside = np.isin(labels, border[border > 0])
-    edge = ndimage.binary_dilation(outside) & ~outside
+    grown: Any = ndimage.binary_dilation(outside)
+    edge = grown & ~outside
     whiteness = np.clip((pixels.min(-1).astype(float) - 128) / 122, 0, 1)
     return np.where(outside, 1.0, np.where(edge, whiteness, 0.0))
 
@@ -88,11 +93,12 @@ def edges(pixels: HostArray) -> HostArray:
     return np.asarray(control_map("canny", Image.fromarray(pixels)))
 
 
-def write_one(pictures: Sequence[HostArray], folder: Path) -> Path:
-    """Some pictures, for a textual inversion, which needs no captions."""
+def write_one(folder: Path, packages: Path | None) -> Path:
+    """``ONE``, which the model was not trained on (flags were left out), in each style; it needs no captions."""
+    pictures = render_one(ONE, packages)
     folder.mkdir(parents=True)
-    for i, pixels in enumerate(pictures):
-        Image.fromarray(pixels).save(folder / f"{i}.png")
+    for style, picture in pictures.items():
+        picture.save(folder / f"{style.replace(' ', '-')}.png")
     return folder
 
 

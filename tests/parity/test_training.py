@@ -24,12 +24,14 @@ from small_sdxl import build as build_xl  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.train import task as tasks  # noqa: E402
+from canvax.train.controlnet import train_controlnet  # noqa: E402
 from canvax.train.diffusion import draw  # noqa: E402
 from canvax.train.finetune import finetune  # noqa: E402
 from canvax.train.loop import LOG, Plan, read_log, step_key  # noqa: E402
 from canvax.train.lora import Lora, train_lora  # noqa: E402
 from canvax.train.pictures import METADATA  # noqa: E402
-from canvax.train.task import Training  # noqa: E402
+from canvax.train.task import Subject, Training  # noqa: E402
+from canvax.train.textual_inversion import Inversion, train_inversion  # noqa: E402
 
 from .reference import nchw, psnr  # noqa: E402
 from .test_pipeline import build  # noqa: E402
@@ -325,3 +327,106 @@ def test_names_of_kohya(name: str, request: pytest.FixtureRequest, pictures: Pat
     assert file == tmp_path / "style" / "style.safetensors"
     assert all(key.startswith(("lora_unet_", "lora_te")) for key in load_file(file))
     check_images(folder, file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_controlnet(
+    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """Against ``ControlNetModel.from_unet``; then the folder that was written, read by diffusers."""
+    folder = request.getfixturevalue(name)
+    result = train_controlnet(training(folder, tmp_path, pictures, flip=True), one_device())
+    assert result == tmp_path / "controlnet"
+    pipe = pipeline(folder)
+    theirs = diffusers.ControlNetModel.from_unet(pipe.unet)
+    hint = seen["start"]["controlnet"]["controlnet_cond_embedding"]
+    with torch.no_grad():  # the one part that begins at random
+        for key, value in theirs.controlnet_cond_embedding.state_dict().items():
+            own: Any = hint
+            for step in key.split("."):
+                own = own[step]
+            value.copy_(torch.from_numpy(own.transpose(3, 2, 0, 1).copy() if own.ndim == 4 else own))
+    want = pytorch_losses(seen, theirs.parameters(), lambda drawn: loss_of(pipe, drawn, controlnet=theirs).mean())
+    check_losses(losses(tmp_path / "control"), want)
+    written = diffusers.ControlNetModel.from_pretrained(result)
+    assert written.config.block_out_channels == list(theirs.config.block_out_channels)
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    drawn = next(iter(draws(seen, 0)))[0]
+    told = encoded(pipe, {part: ids[:1] for part, ids in drawn.ids.items()})
+    if name == "xl":
+        told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"][:1])
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    for ours, own in zip(*(net(latents, 500, controlnet_cond=image, return_dict=False, **told)
+                           for net in (written.eval(), theirs.eval())), strict=True):  # fmt: skip
+        for one, other in zip([*ours] if isinstance(ours, list | tuple) else [ours],
+                              [*own] if isinstance(own, list | tuple) else [own], strict=True):  # fmt: skip
+            assert float((one - other).abs().max()) < 0.02 * float(other.abs().max())
+    canvax.load(folder, mesh=one_device(), controlnet=result)
+
+
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_textual_inversion(
+    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only the rows of the word move; the files load in diffusers and here."""
+    folder = request.getfixturevalue(name)
+    inversion = Inversion("<toy>", "red apple", vectors=3)
+    result = train_inversion(training(folder, tmp_path / "run", pictures), inversion, one_device())
+    assert result == tmp_path / "run" / "learned_embeds.safetensors"
+    pipe = pipeline(folder)
+    tables = {part: getattr(pipe, part).get_input_embeddings().weight for part in seen["start"]}
+    rows = {}
+    first = pipe.tokenizer("red apple", add_special_tokens=False).input_ids
+    tokenizers = canvax.load(folder, mesh=one_device()).model.tokenizers
+    for part, table in tables.items():
+        rows[part] = list(tokenizers[part].spare[:3])
+        assert set(rows[part]) <= set(np.unique(seen["data"]["ids"][part]))
+        with torch.no_grad():
+            for place, row in enumerate(rows[part]):
+                table[row] = table[first[place % len(first)]]
+    parameters = [torch.nn.Parameter(table.detach()[rows[part]].clone()) for part, table in tables.items()]
+
+    def with_rows(drawn: Any) -> Any:
+        for (part, table), own in zip(tables.items(), parameters, strict=True):
+            network = getattr(pipe, part).get_input_embeddings()
+            network.forward = lambda ids, table=table, own=own, part=part: torch.nn.functional.embedding(
+                ids, table.detach().index_put((torch.tensor(rows[part]),), own)
+            )
+        return loss_of(pipe, drawn).mean()
+
+    want = pytorch_losses(seen, parameters, with_rows)
+    check_losses(losses(tmp_path / "run" / "embedding"), want)
+    saved = load_file(result)
+    assert list(saved) == ["<toy>"]
+    np.testing.assert_allclose(saved["<toy>"], parameters[0].detach(), atol=2e-3)
+    if name == "xl":
+        second = load_file(tmp_path / "run" / "learned_embeds_2.safetensors")["<toy>"]
+        np.testing.assert_allclose(second, parameters[1].detach(), atol=2e-3)
+    ours = canvax.load(folder, mesh=one_device())
+    assert ours.adapters.load_embedding(tmp_path / "run") == ("<toy>",)
+    fresh = pipeline(folder)
+    fresh.load_textual_inversion(result)
+    ids = fresh.tokenizer.convert_tokens_to_ids(["<toy>", "<toy>_1", "<toy>_2"])
+    np.testing.assert_array_equal(fresh.text_encoder.get_input_embeddings().weight[ids].detach(), saved["<toy>"])
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_dreambooth(text: bool, sd: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
+    """Images of a class beside; with ``text`` the text encoder is trained too, at a rate of its own."""
+    subject = Subject(("a photo of sks apple",), prior=pictures, prior_caption="a photo of an apple", prior_weight=0.5)
+    run = training(sd, tmp_path, pictures, empty=0.0)
+    assert finetune(run, one_device(), subject=subject, text=text, text_rate=5e-4 if text else None)
+    pipe = pipeline(sd)
+    pipe.unet.requires_grad_(True)
+    rates = {}
+    if text:
+        pipe.text_encoder.requires_grad_(True)
+        rates = {5e-4: pipe.text_encoder.parameters()}
+
+    def loss(drawn: Any) -> Any:
+        errors = loss_of(pipe, drawn)
+        assert len(errors) == 2 * BATCH
+        return errors[:BATCH].mean() + 0.5 * errors[BATCH:].mean()
+
+    want = pytorch_losses(seen, pipe.unet.parameters(), loss, rates=rates, empty=0.0)
+    check_losses(losses(tmp_path / "unet"), want)

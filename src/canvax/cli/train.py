@@ -122,6 +122,7 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
         text_rate=arguments.text_lr,
         names=arguments.format,
         trigger=arguments.trigger,
+        save_dtype=arguments.save_dtype,
     )
 
 

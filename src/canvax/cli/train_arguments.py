@@ -63,6 +63,7 @@ def _lora(tasks: Any) -> None:
     _images(parser, empty="0")
     _text_encoder(parser)
     _lora_flags(parser)
+    _save_dtype(parser)
     run_flags(parser)
 
 

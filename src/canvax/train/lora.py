@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.params import Params, Spec
+from canvax.pipelines.checks import parse_dtype
 from canvax.train import low_rank
 from canvax.train.low_rank import LAYERS
 from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, in_dtype, train
@@ -40,6 +41,7 @@ class Lora:
         text_rate: their learning rate; by default that of the UNet.
         names: of the arrays: "peft" (diffusers) or "kohya" (A1111).
         trigger: words that call it up, for its metadata.
+        save_dtype: of the file.
     """
 
     rank: int = 4
@@ -49,6 +51,7 @@ class Lora:
     text_rate: float | None = None
     names: str = "peft"
     trigger: str = ""
+    save_dtype: DType = "float32"
 
     name = "LoRA"
     part = "lora"
@@ -59,6 +62,7 @@ class Lora:
             raise InputError(f"rank = {self.rank} is more than {_MOST_RANK}")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
             raise InputError(f"alpha = {self.alpha} must be more than 0")
+        parse_dtype(self.save_dtype)
         for what, value, known in (("layers", self.layers, LAYERS), ("format", self.names, FORMATS)):
             if value not in known:
                 raise InputError(f"{what} = {value!r} is not known; {nearest(str(value), list(known))}")
@@ -117,6 +121,7 @@ class Lora:
             self._targets(model),
             alpha=self.rank if self.alpha is None else self.alpha,
             names=self.names,
+            dtype=parse_dtype(self.save_dtype),
             metadata={key: value for key, value in told.items() if value},
         )
         return target

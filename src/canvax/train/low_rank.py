@@ -14,8 +14,9 @@ import numpy as np
 
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
-from canvax.types import HostArray
+from canvax.types import DType, HostArray
 from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.save import narrowed
 
 LAYERS: Mapping[str, str] = {
     "attention": "queries, keys, values and outputs of all attention",
@@ -104,7 +105,14 @@ def _layer(tree: Params, name: str) -> Params:
 
 
 def write_factors(
-    path: Path, factors: Params, chosen: Targets, *, alpha: float, names: str, metadata: Mapping[str, str]
+    path: Path,
+    factors: Params,
+    chosen: Targets,
+    *,
+    alpha: float,
+    names: str,
+    dtype: DType = "float32",
+    metadata: Mapping[str, str],
 ) -> None:
     """Write a LoRA file that PyTorch diffusers, PEFT (``names`` "peft") or kohya's tools and A1111 ("kohya") read.
 
@@ -115,6 +123,7 @@ def write_factors(
         for name, pair in of.items():
             down, up = stored(chosen[component][name], pair)
             for key, array in _named(component, name, {"down": down, "up": up}, alpha, names, len(factors)):
+                array = array if key.endswith(".alpha") else narrowed(array, dtype)
                 outgoing.append(Outgoing(key, array.shape, array.dtype, partial(np.asarray, array)))
     rank = next(iter(next(iter(factors.values())).values()))["up"].shape[0]
     text = {"format": "pt", **metadata}
