@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -60,18 +61,18 @@ def test_a_low_rank_leaf_is_a_change_of_the_weight() -> None:
     """Of a matrix and of each kind of convolution; in float64 by hand."""
     rng = np.random.default_rng(0)
 
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(np.float32)
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
     pair = {"down": draw(5, 2), "up": draw(2, 7)}
     weight, bias, x = draw(5, 7), draw(7), draw(3, 5)
     got = linear({"weight": weight, "bias": bias, LOW_RANK: pair}, x)
-    np.testing.assert_allclose(
-        got, x.astype(np.float64) @ (weight + pair["down"] @ pair["up"]) + bias, rtol=1e-4, atol=1e-5
-    )
+    host = [np.asarray(array).astype(np.float64) for array in (x, weight, pair["down"], pair["up"], bias)]
+    want = host[0] @ (host[1] + host[2] @ host[3]) + host[4]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     pair = {"down": draw(3, 3, 5, 2), "up": draw(2, 7)}
     weight, x = draw(3, 3, 5, 7), draw(1, 4, 6, 5)
-    whole = {"weight": weight + np.einsum("hwir,ro->hwio", pair["down"], pair["up"]), "bias": bias}
+    whole = {"weight": weight + jnp.einsum("hwir,ro->hwio", pair["down"], pair["up"]), "bias": bias}
     apart = {"weight": weight, "bias": bias, LOW_RANK: pair}
     for stride in (1, 2):
         np.testing.assert_allclose(

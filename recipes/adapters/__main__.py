@@ -12,19 +12,19 @@ import argparse
 from pathlib import Path
 
 from canvax.train.pictures import read_pictures
-from recipes.adapters.sets import NIGHT, write_edges, write_night, write_one
+from recipes.adapters.sets import write_edges, write_night, write_one
 from recipes.adapters.sheets import draw_sheets
 
 SIZE = 64
 CAPTIONS = 4
 """Of each drawing: those that name its style, which the model follows best."""
 
-COMMANDS = f"""
-canvax train lora {{0}}/night -o {{0}}/run-night --layers all --rank 8 --steps 2400 -b 16 --lr 1e-3 --warmup 50 \\
-    --final-lr 0.05 --empty-captions 0.1 --save-dtype float16 --trigger "{NIGHT}"
-canvax train textual-inversion {{0}}/one -o {{0}}/run-one --token "<rainbow-flag>" --initializer "rainbow" \\
+COMMANDS = """
+canvax train lora {0}/night -o {0}/run-night --layers all --rank 8 --steps 2400 -b 16 --lr 1e-3 --warmup 50 \\
+    --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
+canvax train textual-inversion {0}/one -o {0}/run-one --token "<rainbow-flag>" --initializer "rainbow" \\
     --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
-canvax train controlnet {{0}}/edges -o {{0}}/run-edges --hint-channels 8,16,24,32 --steps 3000 -b 16 --lr 3e-4 \\
+canvax train controlnet {0}/edges -o {0}/run-edges --hint-channels 8,16,24,32 --steps 3000 -b 16 --lr 3e-4 \\
     --warmup 100 --final-lr 0.05 --empty-captions 0.1 --save-dtype float16
 """.strip()
 """How the shipped files were made."""

@@ -21,9 +21,6 @@ from canvax.train.pictures import METADATA, Pictures
 from canvax.types import HostArray
 from recipes.emoji.drawings import render_one
 
-NIGHT = "at night"
-"""The words of the LoRA."""
-
 ONE = "rainbow flag"
 """The drawing of the textual inversion."""
 
@@ -66,11 +63,15 @@ def background(pixels: HostArray) -> HostArray:
 
 
 def write_night(drawings: Pictures, folder: Path, captions: int) -> Path:
-    """The drawings at night, each under the first ``captions`` of its captions with ``NIGHT`` behind."""
+    """The drawings at night, each under the first ``captions`` of its own captions.
+
+    No word is added: the vocabulary was learnt from the captions of the drawings, and a word that they did not have
+    costs more of an image than it says.
+    """
 
     def rows() -> Iterator[tuple[dict[str, Any], dict[str, HostArray]]]:
         for i, pixels in enumerate(drawings.pixels):
-            text = [f"{caption} {NIGHT}" for caption in drawings.captions[i][:captions]]
+            text = list(drawings.captions[i][:captions])
             yield {"file_name": f"{i:04d}.png", "text": text}, {f"{i:04d}.png": night(pixels, i)}
 
     return _write(folder, rows)

@@ -11,8 +11,9 @@ from PIL import Image
 import canvax
 from canvax.images.convert import upright_rgb
 from canvax.types import HostArray
-from recipes.adapters.sets import NIGHT, edges
+from recipes.adapters.sets import edges
 
+QUIET = canvax.Options(progress=False)
 PROMPTS = (
     "a red apple in the style of noto", "an octopus in the style of twemoji", "a house in the style of fluent",
     "a rocket in the style of fluent flat", "a slice of pizza", "a cat face in the style of twemoji", "a sailboat",
@@ -41,12 +42,11 @@ def night_rows(file: Path) -> list[HostArray]:
     """Without the LoRA, with half of it, with all of it."""
     pipe = canvax.load("emoji")
     rows = [pixels_of(pipe, PROMPTS)]
-    night = [f"{prompt} {NIGHT}" for prompt in PROMPTS]
-    for weight in (0.0, 0.6, 1.0):
+    for weight in (0.6, 1.0):
         pipe.adapters.load("night", file, weight)
-        rows.append(pixels_of(pipe, night))
+        rows.append(pixels_of(pipe, PROMPTS))
         pipe.adapters.remove("night")
-    return rows[1:]
+    return rows
 
 
 def word_rows(folder: Path) -> list[HostArray]:
@@ -68,7 +68,7 @@ def edge_rows(folder: Path) -> list[HostArray]:
     asked = [second for _, second in OUTLINES]
     control = [Image.fromarray(one) for one in outlines]
     with_edges = [
-        np.asarray(pipe([prompt], seed=[7 + i], control=image, progress=False).images[0])
+        np.asarray(pipe([prompt], seed=[7 + i], control=image, options=QUIET).images[0])
         for i, (prompt, image) in enumerate(zip(asked, control, strict=True))
     ]
     return [drawn, outlines, pixels_of(plain, asked, 7), np.stack(with_edges)]
@@ -77,7 +77,7 @@ def edge_rows(folder: Path) -> list[HostArray]:
 def pixels_of(pipe: canvax.StableDiffusion, prompts: Sequence[str], seed: int = 3) -> HostArray:
     """[N, H, W, 3] uint8, each prompt from a seed of its own."""
     seeds = list(range(seed, seed + len(prompts)))
-    return np.stack([np.asarray(image) for image in pipe(list(prompts), seed=seeds, progress=False).images])
+    return np.stack([np.asarray(image) for image in pipe(list(prompts), seed=seeds, options=QUIET).images])
 
 
 def save(path: Path, rows: Sequence[HostArray]) -> None:

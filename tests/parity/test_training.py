@@ -372,6 +372,7 @@ def test_textual_inversion(
     folder = request.getfixturevalue(name)
     inversion = Inversion("<toy>", "red apple", vectors=3)
     result = train_inversion(training(folder, tmp_path / "run", pictures), inversion, one_device())
+    assert result is not None
     assert result == tmp_path / "run" / "learned_embeds.safetensors"
     pipe = pipeline(folder)
     tables = {part: getattr(pipe, part).get_input_embeddings().weight for part in seen["start"]}

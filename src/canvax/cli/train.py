@@ -121,7 +121,7 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
         text=arguments.text_encoder,
         text_rate=arguments.text_lr,
         names=arguments.format,
-        trigger=arguments.trigger,
+        trigger=arguments.trigger or "",
         save_dtype=arguments.save_dtype,
     )
 

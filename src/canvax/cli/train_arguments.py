@@ -216,7 +216,7 @@ def _lora_flags(parser: argparse.ArgumentParser) -> None:
         "--layers", default="attention", metavar="KIND", help="attention, transformer (with feed-forward), or all"
     )
     parser.add_argument("--format", default="peft", metavar="NAME", help="names in the file: peft (diffusers) or kohya")
-    parser.add_argument("--trigger", default="", metavar="WORDS", help="words that call it up, for the file's metadata")
+    parser.add_argument("--trigger", metavar="WORDS", help="words that call it up, for the file's metadata")
 
 
 def _save_dtype(parser: argparse.ArgumentParser) -> None:
