@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
+from canvax.images.formats import written
 from canvax.params import Params, Spec
 from canvax.pipelines.checks import parse_dtype
 from canvax.train import low_rank
@@ -112,7 +113,7 @@ class Lora:
             "modelspec.title": target.parent.name,
             "modelspec.architecture": f"{base}/lora" if base else "",
             "modelspec.trigger_phrase": self.trigger,
-            "ss_sd_model_name": model.name,
+            "ss_sd_model_name": written({"model": model.name})["model"],
             "ss_output_name": target.parent.name,
         }
         low_rank.write_factors(
