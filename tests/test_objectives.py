@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_checkpoint import SCHEDULER, TEXT, UNET, write_small_checkpoint
+from test_finetune import write_pictures
 
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
@@ -142,7 +143,8 @@ def test_fine_tuning_refuses_them_before_weights_are_read(
 ) -> None:
     config, message = UNTRAINABLE[kind]
     model = write_small_checkpoint(tmp_path / "model", scheduler=config)
+    pictures = write_pictures(tmp_path / "images")
     monkeypatch.setattr(opening, "load_components", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(InputError, match=message):
-        finetune(Training(model, tmp_path / "images", tmp_path / "run"), make_mesh(jax.devices()[:1]))
+        finetune(Training(model, pictures, tmp_path / "run"), make_mesh(jax.devices()[:1]))
     assert not (tmp_path / "run").exists()

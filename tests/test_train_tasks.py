@@ -22,7 +22,7 @@ from canvax.errors import InputError
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
-from canvax.train import low_rank
+from canvax.train import dreambooth, low_rank, task
 from canvax.train.controlnet import train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.loop import LOG, Plan, Session, fit, read_log
@@ -369,6 +369,18 @@ def test_commands_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_subject_without_a_prior() -> None:
-    found = subject_of(Instance("a photo of sks dog"), training(Path(), Path(), Path()), one())
+def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is fetched, and before images of a class are generated."""
+    for module in (task, dreambooth):
+        monkeypatch.setattr(module, "open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    run = training(Path("owner/name"), tmp_path / "nothing", tmp_path / "run")
+    with pytest.raises(InputError, match="no such folder"):
+        train_lora(run, Lora(), one())
+    with pytest.raises(InputError, match="no such folder"):
+        subject_of(Instance("sks", "a dog"), run, one())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_subject_without_a_prior(pictures: Path) -> None:
+    found = subject_of(Instance("a photo of sks dog"), training(Path(), pictures, Path()), one())
     assert found == Subject(("a photo of sks dog",))

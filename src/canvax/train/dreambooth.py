@@ -16,7 +16,7 @@ from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.pictures import SUFFIXES
-from canvax.train.task import Subject, Training
+from canvax.train.task import Subject, Training, check_pictures
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ def subject_of(
     """What ``finetune`` and ``train_lora`` are told of the pictures. Pictures of the class are generated if need be.
 
     Raises:
-        InputError: the model or a size cannot be used.
+        InputError: the pictures, the model or a size cannot be used.
     """
+    check_pictures(training, Subject((instance.prompt,)))
     if instance.class_prompt is None:
         return Subject((instance.prompt,))
     folder = instance.class_pictures or training.folder / "class"

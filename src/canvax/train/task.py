@@ -187,6 +187,8 @@ def train(
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
 
+    check_pictures(training, subject)
+
     def check(model: Model) -> None:
         check_trainable(model.scheduler.schedule)
         if model.unet.in_channels != model.vae.latent_channels:
@@ -249,6 +251,17 @@ def _preview(training: Training, aim: Aim, pipe: StableDiffusion, params: Params
         make_grid(images).save(training.folder / "previews" / f"{step:07d}.png")
 
     return preview
+
+
+def check_pictures(training: Training, subject: Subject) -> None:
+    """Look at the table and the first picture, before a model is fetched or anything is generated.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    column, control = training.caption_column, subject.control_column
+    more = {"captions": subject.captions, "control_column": control, "limit": 1}
+    read_pictures(training.pictures, 8, caption_column=column, **more)
 
 
 def _size(training: Training, model: Model) -> int:
