@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_checkpoint import SCHEDULER, TEXT, UNET, write_small_checkpoint
+from test_finetune import write_pictures
 
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
+from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines import open as opening
 from canvax.samplers import NoiseSchedule, from_scheduler_config
 from canvax.samplers.schedule import make_betas
 from canvax.train import diffusion, objectives
-from canvax.train.finetune import FineTuning, finetune
+from canvax.train.finetune import finetune
+from canvax.train.task import Training
 
 ALPHAS = np.cumprod(1 - make_betas("scaled_linear", 0.00085, 0.012, 1000))
 KINDS = ("epsilon", "v_prediction", "sample")
@@ -31,21 +34,22 @@ def run_loss(
     """Loss and mse of a network that halves its input, and what that network was given."""
     seen: dict[str, Any] = {}
 
-    def text_encoder(p: Any, ids: Any, cfg: Any) -> Any:
-        seen["ids"] = np.asarray(ids)
-        return ids
+    def encode_text(p: Any, ids: Any, skip: Any, *, cfg: Any) -> Any:
+        seen["ids"] = np.asarray(ids["text_encoder"])
+        return {"text": ids["text_encoder"]}
 
-    def unet(p: Any, x: Any, times: Any, features: Any, cfg: Any, *, remat: bool) -> Any:
+    def unet(p: Any, x: Any, times: Any, *, text: Any, cfg: Any, remat: bool, residuals: Any) -> Any:
         seen.update(x=np.asarray(x, np.float64), times=np.asarray(times))
         return 0.5 * x
 
-    monkeypatch.setattr(diffusion, "text_encoder", text_encoder)
+    monkeypatch.setattr(diffusion, "encode_text", encode_text)
     monkeypatch.setattr(diffusion, "unet", unet)
-    loss = diffusion.denoising_loss(TEXT, UNET, NoiseSchedule(ALPHAS, kind), **options)
+    loss = diffusion.denoising_loss(TextEncoders(TEXT), UNET, NoiseSchedule(ALPHAS, kind), **options)
     x0 = np.random.default_rng(0).standard_normal((batch, 1, 2, 2, 3), np.float32)
     ids = np.arange(1, batch + 1, dtype=np.int32).reshape(batch, 1, 1)
     chosen = np.arange(batch)[::-1]
-    data = {"latents": jnp.asarray(x0), "ids": jnp.asarray(ids), "empty": jnp.zeros(1, jnp.int32)}
+    told = {"ids": {"text_encoder": jnp.asarray(ids)}, "empty": {"text_encoder": jnp.zeros(1, jnp.int32)}}
+    data = {"latents": jnp.asarray(x0), **told}
     value, parts = loss({"text_encoder": {}, "unet": {}}, data, jnp.asarray(chosen), jax.random.key(5))
     seen.update(x0=x0[chosen, 0].astype(np.float64), own_ids=ids[chosen, 0])
     return seen, float(value), float(parts["mse"])
@@ -126,10 +130,10 @@ UNTRAINABLE = {
 def test_schedules_without_a_known_target_are_refused(kind: str) -> None:
     config, message = UNTRAINABLE[kind]
     with pytest.raises(InputError, match=message):
-        diffusion.denoising_loss(TEXT, UNET, from_scheduler_config(config).schedule)
+        diffusion.denoising_loss(TextEncoders(TEXT), UNET, from_scheduler_config(config).schedule)
     for prediction in KINDS:
         diffusion.denoising_loss(
-            TEXT, UNET, from_scheduler_config(SCHEDULER | {"prediction_type": prediction}).schedule
+            TextEncoders(TEXT), UNET, from_scheduler_config(SCHEDULER | {"prediction_type": prediction}).schedule
         )
 
 
@@ -139,7 +143,8 @@ def test_fine_tuning_refuses_them_before_weights_are_read(
 ) -> None:
     config, message = UNTRAINABLE[kind]
     model = write_small_checkpoint(tmp_path / "model", scheduler=config)
+    pictures = write_pictures(tmp_path / "images")
     monkeypatch.setattr(opening, "load_components", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(InputError, match=message):
-        finetune(FineTuning(model, tmp_path / "images", tmp_path / "run"), make_mesh(jax.devices()[:1]))
+        finetune(Training(model, pictures, tmp_path / "run"), make_mesh(jax.devices()[:1]))
     assert not (tmp_path / "run").exists()

@@ -24,13 +24,14 @@ from canvax.kernels.attention import attention
 from canvax.kernels.target import compiling_for
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
+from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser, training_times
+from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
 from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
@@ -326,10 +327,10 @@ def test_gradients_reach_every_parameter() -> None:
     tokenizer = ClipTokenizer.from_folder(BUNDLED["emoji"] / "tokenizer")
     captions = [["a cat", "cat"], ["a dog"], ["a red apple"], ["a lemon"]]
     latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
-    data = jax.device_put(denoising_data(tokenizer, latents, caption_ids(tokenizer, captions, 77)))
+    data = jax.device_put(denoising_data({"text_encoder": tokenizer}, latents, captions, 77))
     plain = None
     for remat in (False, True):
-        loss = denoising_loss(TEXT, UNET, SCHEDULE, remat=remat, empty=0.0)
+        loss = denoising_loss(TextEncoders(TEXT), UNET, SCHEDULE, remat=remat, empty=0.0)
         gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, data, jnp.arange(4), jax.random.key(0))[0]))(params)
         still = [name for name, leaf in flatten(gradient) if not np.abs(leaf).max() > 0]
         # Keys are compared with queries, so a number added to all of them changes nothing.

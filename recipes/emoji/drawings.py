@@ -150,6 +150,21 @@ def prepare_drawings(
     return target
 
 
+def render_one(label: str, packages: Path | None) -> dict[str, Image.Image]:
+    """One drawing in each style, trained on or not.
+
+    Args:
+        label: its name.
+        packages: folder with the tarballs of :data:`PACKAGES`; by default they are fetched.
+    """
+    render = _renderer()
+    with tempfile.TemporaryDirectory() as scratch:
+        if packages is None:
+            fetch_packages(Path(scratch))
+        folder = packages or Path(scratch)
+        return {style: render(_read_icons(folder, package)[slug(label)]) for style, package in DRAWINGS.items()}
+
+
 def fetch_packages(folder: Path) -> None:
     """Put the tarballs of :data:`PACKAGES` into ``folder`` by ``npm pack``.
 

@@ -22,7 +22,7 @@ from PIL import Image
 from canvax.errors import CheckpointError, InputError
 from canvax.files import written
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.text import FIRST
+from canvax.models.text import FIRST, TextEncoders
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
@@ -30,7 +30,7 @@ from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import FILE as CONCEPTS
-from canvax.train.diffusion import caption_ids, denoising_data, denoising_loss, new_denoiser
+from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
@@ -339,9 +339,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
     latents = _latents(run, recipe, train.pixels, vae)
-    data = denoising_data(
-        tokenizer, latents, caption_ids(tokenizer, [texts[: recipe.forms] for texts in train.captions], 77)
-    )
+    data = denoising_data({FIRST: tokenizer}, latents, [texts[: recipe.forms] for texts in train.captions], 77)
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -351,7 +349,9 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         (run.folder / "previews").mkdir(exist_ok=True)
         grid.save(run.folder / "previews" / f"{step:07d}.png")
 
-    loss = denoising_loss(design.text, design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype)
+    loss = denoising_loss(
+        TextEncoders(design.text), design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype
+    )
     if start is None:
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     else:

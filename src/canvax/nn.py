@@ -1,8 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only ``linear``, ``gated_linear`` and ``conv2d`` look at a weight leaf, so another kind of leaf (quantised,
-low-rank) has to be taught here and nowhere else. Each layer is two neighbours: what it declares (``*_spec``) and what
-it computes.
+Only ``linear``, ``gated_linear`` and the convolutions look at a weight leaf, so another kind of leaf (quantised, a
+low-rank adapter beside it) is taught here and nowhere else. Each layer is two neighbours: what it declares
+(``*_spec``) and what it computes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from canvax.kernels.target import target_platform
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import SCALE
 from canvax.types import Array, DType
+
+LOW_RANK = "lora"
+"""Name of a low-rank adapter beside ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], of a convolution
+[kh, kw, in, r], and ``up`` [r, out], which its scale is multiplied into."""
 
 
 def linear_spec(
@@ -43,7 +47,14 @@ def weight_of(p: Params, dtype: DType) -> Array:
 
 def linear(p: Params, x: Array) -> Array:
     """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
-    return _biased(p, matmul(x, weight_of(p, x.dtype)))
+    return _completed(p, matmul(x, weight_of(p, x.dtype)), lambda down: matmul(x, down))
+
+
+def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
+    """``y`` with what is beside the weight: a low-rank adapter, whose first half ``inner`` applies, and a bias."""
+    if LOW_RANK in p:
+        y = y + matmul(inner(p[LOW_RANK]["down"]), p[LOW_RANK]["up"])
+    return _biased(p, y)
 
 
 def _biased(p: Params, y: Array) -> Array:
@@ -81,12 +92,13 @@ def conv2d_spec(
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    return _biased(p, convolve(weight_of(p, x.dtype), x, stride=stride, padding=padding))
+    how = {"stride": stride, "padding": padding}
+    return _completed(p, convolve(weight_of(p, x.dtype), x, **how), lambda down: convolve(down, x, **how))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
-    return _biased(p, convolve_doubled(weight_of(p, x.dtype), x))
+    return _completed(p, convolve_doubled(weight_of(p, x.dtype), x), lambda down: convolve_doubled(down, x))
 
 
 def norm_spec(channels: int) -> Spec:

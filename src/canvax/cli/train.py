@@ -1,4 +1,4 @@
-"""``canvax train finetune``: trains a checkpoint on the user's own images."""
+"""``canvax train``: trains a checkpoint, or something small beside it, on the user's own images."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say
 from canvax.errors import InputError
 from canvax.parallel.mesh import make_mesh
 
+if TYPE_CHECKING:
+    from canvax.train.loop import Plan
+    from canvax.train.lora import Lora
+    from canvax.train.task import Training
+
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Fine-tune; prints the folder of the finished model."""
-    finish(_finetune, arguments, report)
+    """Train; prints what was written."""
+    tasks = {
+        "finetune": _finetune,
+        "lora": _lora,
+        "dreambooth": _dreambooth,
+        "textual-inversion": _textual_inversion,
+        "controlnet": _controlnet,
+    }
+    finish(tasks[arguments.task], arguments, report)
 
 
 def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argparse.Namespace, report: Any) -> None:
@@ -35,30 +47,123 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
-    from canvax.pipelines.checks import parse_dtype
-    from canvax.train.finetune import PLAN, FineTuning, finetune
+    from canvax.train.finetune import finetune
+    from canvax.train.task import PLAN
 
-    names = ("steps", "batch", "learning_rate", "warmup", "average", "seed")
-    plan = replace(PLAN, **given(**{name: getattr(arguments, name) for name in names}))
+    return finetune(_training(arguments, PLAN), make_mesh(), **_whole(arguments), **_running(arguments))
+
+
+def _lora(arguments: argparse.Namespace) -> Path | None:
+    from canvax.train.lora import LORA_PLAN, train_lora
+
+    lora = _lora_of(arguments)
+    return train_lora(_training(arguments, LORA_PLAN), lora, make_mesh(), **_running(arguments))
+
+
+def _dreambooth(arguments: argparse.Namespace) -> Path | None:
+    from canvax.train.dreambooth import Instance, subject_of
+    from canvax.train.finetune import finetune
+    from canvax.train.lora import LORA_PLAN, train_lora
+    from canvax.train.task import PLAN
+
+    instance = Instance(
+        arguments.instance_prompt,
+        arguments.class_prompt,
+        None if arguments.class_images is None else Path(arguments.class_images),
+        arguments.num_class_images,
+        arguments.prior_weight,
+    )
+    lora = _lora_of(arguments) if arguments.lora else None
+    usual = replace(LORA_PLAN if lora else PLAN, steps=400)
+    training = _training(arguments, usual if lora else replace(usual, learning_rate=5e-6))
+    mesh, running = make_mesh(), _running(arguments)
+    subject = subject_of(instance, training, mesh, complain)
+    if lora:
+        return train_lora(training, lora, mesh, subject=subject, **running)
+    return finetune(training, mesh, subject=subject, **_whole(arguments), **running)
+
+
+def _textual_inversion(arguments: argparse.Namespace) -> Path | None:
+    from canvax.train.textual_inversion import EMBEDDING_PLAN, Inversion, train_inversion
+
+    inversion = Inversion(arguments.token, arguments.initializer, arguments.vectors)
+    training = _training(arguments, EMBEDDING_PLAN)
+    return train_inversion(training, inversion, make_mesh(), learn=arguments.learn, **_running(arguments))
+
+
+def _controlnet(arguments: argparse.Namespace) -> Path | None:
+    from canvax.train.controlnet import CONTROL_PLAN, train_controlnet
+
+    return train_controlnet(
+        _training(arguments, CONTROL_PLAN),
+        make_mesh(),
+        widths=None if arguments.hint_channels is None else _channels(arguments.hint_channels),
+        control_column=arguments.control_column,
+        save_dtype=arguments.save_dtype,
+        **_running(arguments),
+    )
+
+
+def _channels(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"--hint-channels {text!r} is not a list of whole numbers, such as 16,32,96,256") from None
+
+
+def _lora_of(arguments: argparse.Namespace) -> Lora:
+    from canvax.train.lora import Lora
+
+    return Lora(
+        rank=arguments.rank,
+        alpha=arguments.alpha,
+        layers=arguments.layers,
+        text=arguments.text_encoder,
+        text_rate=arguments.text_lr,
+        names=arguments.format,
+        trigger=arguments.trigger or "",
+        save_dtype=arguments.save_dtype,
+    )
+
+
+def _whole(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "text": arguments.text_encoder,
+        "text_rate": arguments.text_lr,
+        "save_dtype": arguments.save_dtype,
+    }
+
+
+def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
+    from canvax.pipelines.checks import parse_dtype
+    from canvax.train.task import Training
+
+    names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
+    plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))
     # A chunk must divide the steps, or the run would do more steps than were asked for.
-    plan = replace(plan, chunk=next(n for n in range(PLAN.chunk, 0, -1) if plan.steps % n == 0))
-    task = FineTuning(
+    plan = replace(plan, chunk=next(n for n in range(usual.chunk, 0, -1) if plan.steps % n == 0))
+    return Training(
         model=arguments.model,
         pictures=arguments.pictures,
         folder=Path(arguments.output),
         plan=plan,
         size=arguments.size,
-        caption_column=arguments.caption_column,
+        caption_column=getattr(arguments, "caption_column", "text"),
         flip=arguments.flip,
         gamma=arguments.min_snr,
+        empty=arguments.empty_captions,
         remat=arguments.remat,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
-        prompts=tuple(arguments.preview),
+        prompts=tuple(getattr(arguments, "preview", ())),
     )
-    return finetune(task, make_mesh(), deadline=deadline(arguments), save_dtype=arguments.save_dtype, say=complain)
+
+
+def _running(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"deadline": deadline(arguments), "say": complain}
 
 
 def deadline(arguments: argparse.Namespace) -> float | None:
+    """``time.monotonic()`` at which to stop."""
     if arguments.stop_after is None:
         return None
     if arguments.stop_after <= 0:
@@ -67,4 +172,5 @@ def deadline(arguments: argparse.Namespace) -> float | None:
 
 
 def given(**values: Any) -> dict[str, Any]:
+    """Those that were given."""
     return {name: value for name, value in values.items() if value is not None}

@@ -1,25 +1,37 @@
-"""Training a text encoder and a UNet, or a UNet alone, on cached latents."""
+"""The loss of a text-to-image model on cached latents: what a step draws at random, and what it makes of it.
+
+What is trained is said by a function, ``Assemble``, that makes all parameters of it: the parameters themselves,
+low-rank factors beside them, rows of an embedding table, or a network of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.models.clip import text_encoder, text_encoder_spec
+from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
-from canvax.models.text import FIRST
-from canvax.models.unet import unet, unet_spec
+from canvax.models.controlnet import ControlNet
+from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
+from canvax.models.unet import Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.loop import Loss
 from canvax.train.objectives import add_noise, cast, check_trainable, loss_weights, squared_error, target_of
 from canvax.types import Array, DType, HostArray
+
+CONTROL = "controlnet"
+"""The parameters of a ControlNet."""
+
+Assemble = Callable[[Params, Params], Params]
+"""``(what is trained, what is frozen) -> the parameters of each component``."""
 
 EMPTY = 0.1
 """Share of samples whose caption is left out, so that guidance has something to lead away from (Ho & Salimans 2022)."""
@@ -53,59 +65,133 @@ def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], len
     return tokenizer(flat, length=length).reshape(len(captions), most, length)
 
 
-def denoising_data(tokenizer: ClipTokenizer, latents: HostArray, ids: HostArray) -> dict[str, HostArray]:
+def denoising_data(
+    tokenizers: Mapping[str, ClipTokenizer],
+    latents: HostArray,
+    captions: Sequence[Sequence[str]],
+    length: int,
+    *,
+    time_ids: HostArray | None = None,
+    control: HostArray | None = None,
+) -> dict[str, Any]:
     """What ``denoising_loss`` reads.
 
+    A second one under its key ``prior`` is of pictures that keep a model from forgetting what it knew (Ruiz et al.
+    2023, section 3.2): of each batch as many are drawn from it, at random.
+
     Args:
-        tokenizer: for the empty caption.
+        tokenizers: of each text encoder.
         latents: [N, V, h, w, C], V forms of each picture (shifted, mirrored) in any floating point dtype.
-        ids: [N, M, T].
+        captions: of each picture.
+        length: T, tokens of a caption.
+        time_ids: what SDXL is told of each picture's size and crop [N, n].
+        control: control images [N, V, H, W, 3] uint8.
     """
-    return {"latents": latents, "ids": ids, "empty": tokenizer([""], length=ids.shape[-1])[0]}
+    data: dict[str, Any] = {
+        "latents": latents,
+        "ids": {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()},
+        "empty": {name: tokenizer([""], length=length)[0] for name, tokenizer in tokenizers.items()},
+    }
+    more = {"time_ids": time_ids, "control": control}
+    return data | {name: array for name, array in more.items() if array is not None}
 
 
-def denoising_loss(
-    text: ClipTextConfig,
-    cfg: UNetConfig,
-    schedule: NoiseSchedule,
-    *,
-    gamma: float | None = 5.0,
-    focus: tuple[float, float] | None = None,
-    empty: float = EMPTY,
-    dtype: DType = jnp.float32,
-    remat: bool = False,
-) -> Loss:
-    """The loss of a text-to-image model as a function of its parameters.
+class Draw(NamedTuple):
+    """What one step looks at.
+
+    Attributes:
+        x0: latents [B, h, w, C] float32.
+        ids: of the captions, for each text encoder [B, T].
+        conditions: ``time_ids`` of SDXL, ``control`` of a ControlNet: [B, ...].
+        times: timesteps int32 [B].
+        noise: [B, h, w, C] float32.
+    """
+
+    x0: Array
+    ids: dict[str, Array]
+    conditions: dict[str, Array]
+    times: Array
+    noise: Array
+
+
+def draw(
+    data: Mapping[str, Any], chosen: Array, key: Array, size: int, *, focus: tuple[float, float] | None, empty: float
+) -> Draw:
+    """The random choices of one step: form, caption, time and noise of the samples ``chosen`` [B].
+
+    The samples of ``data["prior"]`` follow behind them, if there are any: [2 B, ...].
+    """
+    form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
+    batch = chosen.shape
+    form = jax.random.randint(form_key, batch, 0, data["latents"].shape[1])
+    x0 = data["latents"][chosen, form].astype(jnp.float32)
+    captions = next(iter(data["ids"].values())).shape[1]
+    caption = jax.random.randint(caption_key, batch, 0, captions)
+    without = jax.random.uniform(empty_key, batch) < empty
+    ids = {
+        name: jnp.where(without[:, None], data["empty"][name], of_all[chosen, caption])
+        for name, of_all in data["ids"].items()
+    }
+    conditions = {"time_ids": data["time_ids"][chosen]} if "time_ids" in data else {}
+    if "control" in data:
+        conditions["control"] = data["control"][chosen, form]
+    times = training_times(order_key, time_key, batch[0], size, focus)
+    noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
+    drawn = Draw(x0, ids, conditions, times, noise)
+    if "prior" not in data:
+        return drawn
+    which_key, key = jax.random.split(jax.random.fold_in(key, 1))
+    which = jax.random.randint(which_key, batch, 0, data["prior"]["latents"].shape[0])
+    other = draw(data["prior"], which, key, size, focus=focus, empty=empty)
+    return jax.tree.map(lambda one, two: jnp.concatenate([one, two]), drawn, other)
+
+
+def replaced(trained: Params, frozen: Params) -> Params:
+    """The ``Assemble`` of training whole components."""
+    return {**frozen, **trained}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What ``denoising_loss`` is made of; see there."""
+
+    text: TextEncoders
+    unet: UNetConfig
+    schedule: NoiseSchedule
+    gamma: float | None = 5.0
+    focus: tuple[float, float] | None = None
+    empty: float = EMPTY
+    dtype: DType = jnp.float32
+    remat: bool = False
+    assemble: Assemble = replaced
+    control: ControlNet | None = None
+    prior: float = 1.0
+
+
+def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
+    """The loss of a text-to-image model as a function of what is trained.
 
     Args:
-        text: config of the text encoder.
-        cfg: config of the UNet.
+        text: configs of the text encoders.
+        unet: config of the UNet.
         schedule: the noise, and what the network predicts.
-        gamma: bound of the min-SNR weights, None for no weights.
-        focus: mean and spread of the logit of the training times, as shares of the schedule: a logit-normal
-            distribution (Esser et al. 2024, section 3.1). None takes all times alike.
-        empty: share of empty captions.
-        dtype: dtype computed in.
-        remat: compute the UNet's blocks again on the way back instead of keeping what they held.
+        options: of ``Objective``. ``gamma``: bound of the min-SNR weights, None for no weights. ``focus``: mean and
+            spread of the logit of the training times, as shares of the schedule: a logit-normal distribution (Esser et
+            al. 2024, section 3.1); None takes all times alike. ``empty``: share of empty captions. ``dtype``: computed
+            in. ``remat``: compute the blocks again on the way back instead of keeping what they held. ``assemble``:
+            makes the parameters of all components. ``control``: a ControlNet whose parameters are among them, as
+            ``CONTROL``. ``prior``: weight of the loss on ``data["prior"]``.
 
     Returns:
-        A loss over ``denoising_data``. A text encoder in ``data["frozen"]`` is used and not trained.
+        A loss over ``denoising_data``, to which ``frozen`` may be added: parameters that are used and not trained.
 
     Raises:
         InputError: what the network predicts cannot be trained, see ``check_trainable``.
     """
     check_trainable(schedule)
     alphas = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
-    return partial(
-        _denoising_loss,
-        tables=(alphas, loss_weights(schedule, gamma)),
-        focus=focus,
-        prediction_type=schedule.prediction_type,
-        configs=(text, cfg),
-        empty=empty,
-        dtype=dtype,
-        remat=remat,
-    )
+    objective = Objective(text, unet, schedule, **options)
+    return partial(_denoising_loss, tables=(alphas, loss_weights(schedule, objective.gamma)), objective=objective)
 
 
 def training_times(
@@ -131,33 +217,33 @@ def training_times(
 
 
 def _denoising_loss(
-    p: Params,
-    data: dict[str, Any],
-    chosen: Array,
-    key: Array,
-    *,
-    tables: tuple[Array, Array],
-    focus: tuple[float, float] | None,
-    prediction_type: str,
-    configs: tuple[ClipTextConfig, UNetConfig],
-    empty: float,
-    dtype: DType,
-    remat: bool,
+    p: Params, data: dict[str, Any], chosen: Array, key: Array, *, tables: tuple[Array, Array], objective: Objective
 ) -> tuple[Array, dict[str, Array]]:
-    form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
-    batch = chosen.shape
-    form = jax.random.randint(form_key, batch, 0, data["latents"].shape[1])
-    x0 = data["latents"][chosen, form].astype(jnp.float32)
-    caption = jax.random.randint(caption_key, batch, 0, data["ids"].shape[1])
-    without = jax.random.uniform(empty_key, batch) < empty
-    ids = jnp.where(without[:, None], data["empty"], data["ids"][chosen, caption])
-
-    p = cast({**data.get("frozen", {}), **p}, dtype)
-    features = text_encoder(p[FIRST], ids, configs[0])
     alphas, weights = tables
-    times = training_times(order_key, time_key, batch[0], alphas.size, focus)
-    noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
-    noisy = add_noise(x0, noise, alphas[times])
-    output = unet(p["unet"], noisy.astype(dtype), times, features, configs[1], remat=remat)
-    errors = squared_error(output, target_of(x0, noise, alphas[times], prediction_type))
-    return (weights[times] * errors).mean(), {"mse": errors.mean()}
+    x0, ids, conditions, times, noise = draw(
+        data, chosen, key, alphas.size, focus=objective.focus, empty=objective.empty
+    )
+    p = cast(objective.assemble(p, data.get("frozen", {})), objective.dtype)
+    hints = conditions.pop("control", None)
+    told: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
+    noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
+    residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, told, hints, objective)
+    output = unet(p["unet"], noisy, times, cfg=objective.unet, remat=objective.remat, residuals=residuals, **told)
+    errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type))
+    weighted = (weights[times] * errors).reshape(-1, chosen.size).mean(1)
+    loss = weighted[0] if "prior" not in data else weighted[0] + objective.prior * weighted[1]
+    return loss, {"mse": errors.mean()}
+
+
+def _residuals(
+    p: Params, noisy: Array, times: Array, told: Conditions, hints: Array, objective: Objective
+) -> Residuals:
+    """What the ControlNet that is trained adds to the UNet's features, for control images [B, H, W, 3] uint8."""
+    net = objective.control
+    assert net is not None
+
+    def added(p: Params, noisy: Array, told: Conditions, images: Array) -> Residuals:
+        scales = jnp.ones((noisy.shape[0], net.layers), jnp.float32)
+        return net.residuals(p, noisy, times, net.prepare(p, told), net.encode(p, images), scales)
+
+    return (jax.checkpoint(added) if objective.remat else added)(p, noisy, told, hints.astype(jnp.float32) / 255)

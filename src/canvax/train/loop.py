@@ -53,6 +53,8 @@ class Plan:
         average: decay of the moving average of the parameters; 0 for none.
         seed: decides every random choice.
         chunk: steps of one call of the program.
+        accumulate: batches of one update, whose gradients' mean it takes, one after the other: less memory.
+        rates: learning rates of parts of the parameters that have their own, by their first name.
         minutes: choose ``steps`` so that they take about this long; measured once, at the beginning of the run.
     """
 
@@ -67,11 +69,14 @@ class Plan:
     average: float = 0.999
     seed: int = 0
     chunk: int = 50
+    accumulate: int = 1
+    rates: Mapping[str, float] = field(default_factory=dict)
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "chunk", "learning_rate", "clip")
+        positive = ("steps", "batch", "chunk", "learning_rate", "clip", "accumulate")
         faults = [f"{n} = {getattr(self, n)} must be more than 0" for n in positive if getattr(self, n) <= 0]
+        faults += [f"rates[{n!r}] = {rate} must be more than 0" for n, rate in self.rates.items() if rate <= 0]
         if self.minutes is not None and self.minutes <= 0:
             faults.append(f"minutes = {self.minutes} must be more than 0")
         if not 0 <= self.average < 1:
@@ -80,6 +85,11 @@ class Plan:
             faults.append(f"warmup = {self.warmup} and seed = {self.seed} must not be negative")
         if faults:
             raise InputError("; ".join(faults))
+
+    def indices(self, done: int, samples: int) -> HostArray:
+        """Samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
+        found = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
+        return found.reshape(self.chunk, self.accumulate, self.batch)
 
 
 @dataclass(frozen=True)
@@ -148,11 +158,10 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     facts = facts_of(plan, samples) | {**session.about, "total": steps}
     if 0 < done < steps:
         progress.say(f"going on from step {done} of {steps}")
-    progress.begin(steps, plan.batch, done)
+    progress.begin(steps, plan.accumulate * plan.batch, done)
     saved = shown = time.monotonic()
     while done < steps:
-        indices = batch_indices(plan.seed, done, plan.chunk, plan.batch, samples)
-        state, metrics = program(state, data, indices, np.int32(steps))
+        state, metrics = program(state, data, plan.indices(done, samples), np.int32(steps))
         done += plan.chunk
         _check_finite("the loss", metrics["loss"], session.name, done)
         _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
@@ -205,6 +214,11 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     return out.reshape(steps, batch)
 
 
+def step_key(seed: int, step: Array | int) -> Array:
+    """The key of all random choices of one update."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
 def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
     """Linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
     step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
@@ -233,12 +247,30 @@ def _optimizer(plan: Plan) -> Any:
 def _update(
     state: TrainState, data: Any, chosen: Array, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update from the samples ``chosen`` [B]; also returns what the loss logs."""
-    key = jax.random.fold_in(jax.random.key(plan.seed), state.step)
-    (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, data, chosen, key)
+    """One update from the samples ``chosen`` [accumulate, B]; also returns what the loss logs."""
+    key = step_key(plan.seed, state.step)
+    value_and_gradient = jax.value_and_grad(loss, has_aux=True)
+    if plan.accumulate == 1:
+        (value, more), gradient = value_and_gradient(state.params, data, chosen[0], key)
+    else:
+
+        def one(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
+            indices, place = part
+            found = value_and_gradient(state.params, data, indices, jax.random.fold_in(key, place))
+            return jax.tree.map(jnp.add, total, found), None
+
+        shapes = jax.eval_shape(value_and_gradient, state.params, data, chosen[0], key)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        total, _ = jax.lax.scan(one, nothing, (chosen, jnp.arange(plan.accumulate)))
+        (value, more), gradient = jax.tree.map(lambda leaf: leaf / plan.accumulate, total)
     changes, memory = optimizer.update(gradient, state.optimizer, state.params)
     rate = learning_rate(state.step, steps, plan)
-    params = jax.tree.map(lambda p, change: p - rate * change, state.params, changes)
+    shares = {name: plan.rates.get(name, plan.learning_rate) / plan.learning_rate for name in state.params}
+
+    def moved(part: Any, change: Any, share: float) -> Any:
+        return jax.tree.map(lambda p, step: p - rate * share * step, part, change)
+
+    params = {name: moved(part, changes[name], shares[name]) for name, part in state.params.items()}
     # A short memory at first, so that the average forgets the random beginning.
     done = state.step.astype(jnp.float32)
     decay = jnp.minimum(plan.average, (1.0 + done) / (10.0 + done))
@@ -254,13 +286,14 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
     The chunk is one program, so that Python never keeps the device waiting.
     """
     everywhere = replicated(mesh)
-    split = NamedSharding(mesh, PartitionSpec(None, "data"))
+    split = NamedSharding(mesh, PartitionSpec(None, None, "data"))
 
     def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
         state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    indices, steps = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((plan.chunk, plan.batch), ()))
+    shapes = ((plan.chunk, plan.accumulate, plan.batch), ())
+    indices, steps = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
     return compiled_on(
         mesh,
         chunk,
@@ -276,7 +309,7 @@ def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
     """As many steps as fit into ``plan.minutes``, by the time of a chunk that is then thrown away."""
-    indices = batch_indices(plan.seed, 0, plan.chunk, plan.batch, samples)
+    indices = plan.indices(0, samples)
     seconds = []
     for _ in range(2):
         copy = jax.tree.map(jnp.copy, state)
@@ -293,7 +326,9 @@ def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
 
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
     """Refuse to go on with a file that was begun with another plan or other data."""
-    begun, now = read_facts(path), facts_of(plan, samples) | dict(about or {})
+    # As JSON has them; what runs of earlier versions did not say was as usual.
+    now = json.loads(json.dumps(facts_of(plan, samples) | dict(about or {})))
+    begun = {"accumulate": 1, "rates": {}} | read_facts(path)
     changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
     if changed:
         raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")

@@ -12,7 +12,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,23 +38,37 @@ class Pictures:
         pixels: [N, H, W, 3] uint8.
         captions: one or more of each picture.
         rows: the other columns of each picture, ``file_name`` among them.
+        frames: height and width of each file, and the top and left of what was kept of it, in pixels of the result:
+            [N, 4] int32.
+        control: control images [N, H, W, 3] uint8, fitted likewise; None if none were asked for.
     """
 
     pixels: HostArray
     captions: Sequence[Sequence[str]]
     rows: Sequence[dict[str, Any]]
+    frames: HostArray
+    control: HostArray | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Some of them, in the order given."""
-        return Pictures(self.pixels[list(chosen)], [self.captions[i] for i in chosen], [self.rows[i] for i in chosen])
+        which = list(chosen)
+        return Pictures(
+            self.pixels[which],
+            [self.captions[i] for i in which],
+            [self.rows[i] for i in which],
+            self.frames[which],
+            None if self.control is None else self.control[which],
+        )
 
     def digest(self) -> str:
         """A short text that is another one for other pictures or captions."""
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(json.dumps([list(texts) for texts in self.captions]).encode())
+        if self.control is not None:
+            digest.update(np.ascontiguousarray(self.control).data)
         return digest.hexdigest()[:16]
 
     def split(self, name: str) -> Pictures:
@@ -62,13 +76,23 @@ class Pictures:
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
-def read_pictures(source: str | Path, size: int, *, caption_column: str = "text", limit: int | None = None) -> Pictures:
+def read_pictures(
+    source: str | Path,
+    size: int,
+    *,
+    caption_column: str = "text",
+    captions: Sequence[str] = (),
+    control_column: str | None = None,
+    limit: int | None = None,
+) -> Pictures:
     """Read captioned pictures, each resized to cover ``size`` x ``size`` pixels and cropped to its middle.
 
     Args:
         source: folder, or zip file of one.
         size: pixels along each side.
         caption_column: the column of the captions; a cell of a ``.jsonl`` may be a list of captions.
+        captions: of every picture of the folder, in place of captions of its own.
+        control_column: the column of the files of control images, if there are any.
         limit: read the first ones alone.
 
     Raises:
@@ -78,14 +102,39 @@ def read_pictures(source: str | Path, size: int, *, caption_column: str = "text"
     if size < 8:
         raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
     files = _Files(source)
-    rows = _rows(files, source, caption_column)[:limit]
+    if captions:
+        names = [name for name in files.names if name.lower().endswith(SUFFIXES)]
+        rows: list[dict[str, Any]] = [{"file_name": name, caption_column: list(captions)} for name in names][:limit]
+        if not rows:
+            raise InputError(f"{source}: no pictures; files that end in {', '.join(SUFFIXES)} are read")
+    else:
+        rows = _rows(files, source, caption_column)[:limit]
     if not rows:
         raise InputError(f"{source}: no captioned pictures; it needs {' or '.join(TABLES)}, or .txt beside pictures")
-    pixels = np.empty((len(rows), size, size, 3), np.uint8)
-    for out, row in zip(pixels, rows, strict=True):
-        out[...] = _fitted(files.read(row["file_name"]), f"{source}: {row['file_name']}", size)
+    frames = np.empty((len(rows), 4), np.int32)
+
+    def fitted(names: Sequence[str]) -> HostArray:
+        pixels = np.empty((len(rows), size, size, 3), np.uint8)
+        for i, name in enumerate(names):
+            pixels[i], frames[i] = _fitted(files.read(name), f"{source}: {name}", size)
+        return pixels
+
+    control = None
+    if control_column is not None:
+        control = fitted([_control_file(row, control_column, source) for row in rows])
+    pixels = fitted([row["file_name"] for row in rows])
     texts = [row.pop(caption_column) for row in rows]
-    return Pictures(pixels, [[text] if isinstance(text, str) else list(text) for text in texts], rows)
+    own = [[text] if isinstance(text, str) else list(text) for text in texts]
+    return Pictures(pixels, own, rows, frames, control)
+
+
+def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
+    """The control image of a picture, which lies in the same folder as the table."""
+    name = row.get(column)
+    if not isinstance(name, str) or not name:
+        known = ", ".join(sorted(row.keys() - {"table"}))
+        raise InputError(f"{source}: {row['file_name']} has no control image {column!r}; its columns are {known}")
+    return (PurePosixPath(row.get("table", "")) / name).as_posix()
 
 
 class _Files:
@@ -152,6 +201,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         if not good:
             known = ", ".join(sorted(str(key) for key in row))
             raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
+        row["table"] = folder.as_posix()
         row["file_name"] = (folder / row["file_name"]).as_posix()
         row["split"] = row.get("split") or (folder.name if folder.name in SPLITS else "train")
     return rows
@@ -175,17 +225,19 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _fitted(data: bytes, name: str, size: int) -> HostArray:
-    """[size, size, 3] uint8, transparent parts on white."""
+def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
+    """[size, size, 3] uint8, transparent parts on white; and the picture's frame."""
     try:
         picture = upright_rgb(Image.open(io.BytesIO(data)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
         raise InputError(f"{name}: is not a picture that can be read: {error}") from error
+    width, height = picture.size
+    grown = size / min(width, height)
+    frame = (height, width, round((height * grown - size) / 2), round((width * grown - size) / 2))
     if picture.size != (size, size):
         # An integer reduction is an exact box filter: a 128-pixel drawing at 64 is the mean of 2 x 2 pixels.
-        width, height = picture.size
         exact = width == height and width % size == 0
         picture = (
             picture.reduce(width // size) if exact else ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
         )
-    return np.asarray(picture)
+    return np.asarray(picture), frame

@@ -1,0 +1,61 @@
+"""Adapters for the emoji model: its data, the training, and the sheets of the docs.
+
+python -m recipes.emoji data out/emoji.zip
+python -m recipes.adapters data out/emoji.zip -o out/adapters
+python -m recipes.adapters commands -o out/adapters
+python -m recipes.adapters sheets -o out/adapters --images docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from canvax.train.pictures import read_pictures
+from recipes.adapters.sets import write_edges, write_night, write_one
+from recipes.adapters.sheets import draw_sheets
+
+SIZE = 64
+CAPTIONS = 4
+"""Of each drawing: those that name its style, which the model follows best."""
+
+COMMANDS = """
+canvax train lora {0}/night -o {0}/run-night --layers all --rank 8 --steps 2400 -b 16 --lr 1e-3 --warmup 50 \\
+    --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
+canvax train textual-inversion {0}/one -o {0}/run-one --token "<rainbow-flag>" --initializer "rainbow" \\
+    --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
+canvax train controlnet {0}/edges -o {0}/run-edges --hint-channels 8,16,24,32 --steps 3000 -b 16 --lr 3e-4 \\
+    --warmup 100 --final-lr 0.05 --empty-captions 0.1 --save-dtype float16
+""".strip()
+"""How the shipped files were made."""
+
+
+def main() -> None:
+    """Parse the arguments and do the task."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.adapters", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    tasks = parser.add_subparsers(dest="task", required=True)
+    data = tasks.add_parser("data", help="make the three data sets")
+    data.add_argument("drawings", metavar="FILE.zip", help="what `python -m recipes.emoji data` wrote")
+    data.add_argument("--packages", metavar="FOLDER", help="tarballs that are here already, in place of npm")
+    commands = tasks.add_parser("commands", help="print the commands that train on them")
+    sheets = tasks.add_parser("sheets", help="generate images with what was trained")
+    sheets.add_argument("--images", required=True, metavar="FOLDER")
+    for one in (data, commands, sheets):
+        one.add_argument("-o", "--output", required=True, metavar="FOLDER")
+    chosen = parser.parse_args()
+    folder = Path(chosen.output)
+    if chosen.task == "commands":
+        print(COMMANDS.format(folder))
+    elif chosen.task == "data":
+        drawings = read_pictures(chosen.drawings, SIZE).split("train")
+        write_night(drawings, folder / "night", CAPTIONS)
+        write_edges(drawings, folder / "edges", CAPTIONS)
+        write_one(folder / "one", None if chosen.packages is None else Path(chosen.packages))
+    else:
+        draw_sheets(folder, Path(chosen.images))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The sheets of ``docs/adapters.md``: what the model generates without and with each adapter, from the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import canvax
+from canvax.images.convert import upright_rgb
+from canvax.types import HostArray
+from recipes.adapters.sets import edges
+
+QUIET = canvax.Options(progress=False)
+PROMPTS = (
+    "a red apple in the style of noto", "an octopus in the style of twemoji", "a house in the style of fluent",
+    "a rocket in the style of fluent flat", "a slice of pizza", "a cat face in the style of twemoji", "a sailboat",
+    "a grinning face in the style of noto",
+)  # fmt: skip
+WITH_WORD = (
+    "<rainbow-flag>", "<rainbow-flag>", "<rainbow-flag> in the style of noto", "<rainbow-flag> in the style of twemoji",
+    "<rainbow-flag> in the style of fluent", "<rainbow-flag> in the style of fluent flat", "a flag of a rainbow",
+    "rainbow flag",
+)  # fmt: skip
+OUTLINES = (
+    ("a red apple", "an orange"), ("a cat face", "a tiger face"), ("a house", "a castle"), ("a rocket", "a carrot"),
+)  # fmt: skip
+"""What the outlines are of, and what is asked for along them."""
+
+
+def draw_sheets(folder: Path, images: Path) -> None:
+    """Write ``adapters-night.png``, ``adapters-word.png`` and ``adapters-edges.png``."""
+    images.mkdir(parents=True, exist_ok=True)
+    save(images / "adapters-night.png", night_rows(folder / "run-night" / "pytorch_lora_weights.safetensors"))
+    save(images / "adapters-word.png", word_rows(folder))
+    save(images / "adapters-edges.png", edge_rows(folder / "run-edges" / "controlnet"))
+
+
+def night_rows(file: Path) -> list[HostArray]:
+    """Without the LoRA, with half of it, with all of it."""
+    pipe = canvax.load("emoji")
+    rows = [pixels_of(pipe, PROMPTS)]
+    for weight in (0.6, 1.0):
+        pipe.adapters.load("night", file, weight)
+        rows.append(pixels_of(pipe, PROMPTS))
+        pipe.adapters.remove("night")
+    return rows
+
+
+def word_rows(folder: Path) -> list[HostArray]:
+    """What it was trained on, and images with the word."""
+    paths = sorted((folder / "one").glob("*.png"))
+    shown = [np.asarray(upright_rgb(Image.open(path)).resize((64, 64))) for path in paths]
+    pipe = canvax.load("emoji")
+    blank = [np.full_like(shown[0], 255)] * (len(WITH_WORD) - len(shown))
+    pipe.adapters.load_embedding(folder / "run-one" / "learned_embeds.safetensors")
+    return [np.stack([*shown, *blank]), pixels_of(pipe, WITH_WORD)]
+
+
+def edge_rows(folder: Path) -> list[HostArray]:
+    """Drawings of the model, their edges, and others along these edges, without and with the network."""
+    plain = canvax.load("emoji")
+    drawn = pixels_of(plain, [first for first, _ in OUTLINES])
+    outlines = np.stack([edges(image) for image in drawn])
+    pipe = canvax.load("emoji", controlnet=folder)
+    asked = [second for _, second in OUTLINES]
+    control = [Image.fromarray(one) for one in outlines]
+    with_edges = [
+        np.asarray(pipe([prompt], seed=[7 + i], control=image, options=QUIET).images[0])
+        for i, (prompt, image) in enumerate(zip(asked, control, strict=True))
+    ]
+    return [drawn, outlines, pixels_of(plain, asked, 7), np.stack(with_edges)]
+
+
+def pixels_of(pipe: canvax.StableDiffusion, prompts: Sequence[str], seed: int = 3) -> HostArray:
+    """[N, H, W, 3] uint8, each prompt from a seed of its own."""
+    seeds = list(range(seed, seed + len(prompts)))
+    return np.stack([np.asarray(image) for image in pipe(list(prompts), seed=seeds, options=QUIET).images])
+
+
+def save(path: Path, rows: Sequence[HostArray]) -> None:
+    """Rows of images as one, of double size."""
+    whole = np.concatenate([np.concatenate(list(row), axis=1) for row in rows])
+    Image.fromarray(whole).resize((2 * whole.shape[1], 2 * whole.shape[0]), Image.Resampling.NEAREST).save(
+        path, optimize=True
+    )

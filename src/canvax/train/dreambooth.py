@@ -1,0 +1,92 @@
+"""DreamBooth (Ruiz et al. 2023): a few pictures of one thing, a rare word for it, and pictures of its class beside.
+
+The pictures of the class are the model's own, so that it keeps what it knew of the class while it learns the thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from canvax.errors import InputError, check_count
+from canvax.pipelines.open import open_model
+from canvax.pipelines.options import Options
+from canvax.pipelines.pipeline import StableDiffusion
+from canvax.train.pictures import SUFFIXES
+from canvax.train.task import Subject, Training, check_pictures
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What the pictures show, and how the model is kept from forgetting.
+
+    Attributes:
+        prompt: of every picture: "a photo of sks dog".
+        class_prompt: "a photo of a dog"; None for no pictures of the class.
+        class_pictures: folder of these; by default ``class`` in the folder of the run. What is lacking there of
+            ``count`` is generated.
+        count: how many of them.
+        weight: of the loss on them.
+        batch: how many are generated at once.
+    """
+
+    prompt: str
+    class_prompt: str | None = None
+    class_pictures: Path | None = None
+    count: int = 100
+    weight: float = 1.0
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+        check_count("batch", self.batch)
+        if not self.prompt.strip():
+            raise InputError("instance prompt is empty; say what the pictures show: 'a photo of sks dog'")
+        if self.class_prompt is not None and not self.class_prompt.strip():
+            raise InputError("class prompt is empty; name the class: 'a photo of a dog', or leave it out")
+        if self.class_prompt is None and self.class_pictures is not None:
+            raise InputError("pictures of the class need a class prompt: 'a photo of a dog'")
+        if not 0 < self.weight < float("inf"):
+            raise InputError(f"prior weight = {self.weight} must be more than 0")
+
+
+def subject_of(
+    instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
+) -> Subject:
+    """What ``finetune`` and ``train_lora`` are told of the pictures. Pictures of the class are generated if need be.
+
+    Raises:
+        InputError: the pictures, the model or a size cannot be used.
+    """
+    check_pictures(training, Subject((instance.prompt,)))
+    if instance.class_prompt is None:
+        return Subject((instance.prompt,))
+    folder = instance.class_pictures or training.folder / "class"
+    _generate_class(folder, instance.class_prompt, instance, training, mesh, say)
+    return Subject((instance.prompt,), prior=folder, prior_caption=instance.class_prompt, prior_weight=instance.weight)
+
+
+def _generate_class(
+    folder: Path, prompt: str, instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None]
+) -> None:
+    """Fill a folder up to ``count`` pictures, each of a seed of its own."""
+    there = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
+    missing = instance.count - len(there)
+    if missing <= 0:
+        return
+    names = {path.name for path in there}
+    seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
+    say(f"generating {missing} pictures of {prompt!r} into {folder}")
+    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh)
+    pipe = StableDiffusion(model, programs, params)
+    size = training.size or model.native_size[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    for start in range(0, missing, instance.batch):
+        part = seeds[start : start + instance.batch]
+        filled = part + part[-1:] * (instance.batch - len(part))  # one size of batch, one program
+        made = pipe([prompt] * len(filled), seed=filled, height=size, width=size, options=Options(progress=False))
+        for seed, image in zip(part, made.images, strict=False):
+            image.save(folder / f"class-{seed:05d}.png")

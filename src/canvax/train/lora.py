@@ -1,0 +1,145 @@
+"""Training a LoRA: the model stays as it is, and only low-rank factors beside its weights are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from canvax.errors import InputError, check_count, nearest
+from canvax.families.base import Model
+from canvax.images.formats import written
+from canvax.params import Params, Spec
+from canvax.pipelines.checks import parse_dtype
+from canvax.train import low_rank
+from canvax.train.low_rank import LAYERS
+from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, in_dtype, train
+from canvax.types import DType
+
+LORA_PLAN = replace(PLAN, learning_rate=1e-4)
+"""As the scripts of diffusers have it."""
+
+FORMATS = ("peft", "kohya")
+FILE = "pytorch_lora_weights.safetensors"
+"""The name that ``load_lora_weights`` of diffusers looks for in a folder."""
+
+_BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "stable-diffusion-xl-v1-base"}
+_MOST_RANK = 1024
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The ``Aim`` of training a LoRA.
+
+    Attributes:
+        rank: of the factors.
+        alpha: the change of a weight is alpha / rank x up down; by default the rank.
+        layers: one of ``LAYERS``.
+        text: train factors of the text encoders too.
+        text_rate: their learning rate; by default that of the UNet.
+        names: of the arrays: "peft" (diffusers) or "kohya" (A1111).
+        trigger: words that call it up, for its metadata.
+        save_dtype: of the file.
+    """
+
+    rank: int = 4
+    alpha: float | None = None
+    layers: str = "attention"
+    text: bool = False
+    text_rate: float | None = None
+    names: str = "peft"
+    trigger: str = ""
+    save_dtype: DType = "float32"
+
+    name = "LoRA"
+    part = "lora"
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        if self.rank > _MOST_RANK:
+            raise InputError(f"rank = {self.rank} is more than {_MOST_RANK}")
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
+            raise InputError(f"alpha = {self.alpha} must be more than 0")
+        parse_dtype(self.save_dtype)
+        for what, value, known in (("layers", self.layers, LAYERS), ("format", self.names, FORMATS)):
+            if value not in known:
+                raise InputError(f"{what} = {value!r} is not known; {nearest(str(value), list(known))}")
+
+    @property
+    def scale(self) -> float:
+        """What up x down is multiplied with."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the factors."""
+        return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text}
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the text encoders."""
+        given = self.text and self.text_rate is not None
+        return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate or 0.0) if given else {}
+
+    def target(self, folder: Path) -> Path:
+        """One file."""
+        return folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")
+
+    def check(self, model: Model, training: Training) -> None:
+        """Every model will do."""
+
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
+        """All of the model is frozen, in the dtype computed in."""
+        factors = low_rank.new_factors(self._targets(model), self.rank, training.plan.seed)
+        frozen = in_dtype(params, ["unet", *model.text.parts], dtype)
+
+        def assemble(trained: Params, frozen: Params) -> Params:
+            return low_rank.with_factors(trained, frozen, scale=self.scale)
+
+        return Start(factors, frozen, assemble)
+
+    def shown(self, params: Params, trained: Params) -> Params:
+        """Merged."""
+        return low_rank.merged(trained, params, scale=self.scale)
+
+    def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
+        """One file, with what it was trained for in its metadata."""
+        base = _BASES.get(model.unet.cross_attention_dim, "")
+        told = {
+            "modelspec.sai_model_spec": "1.0.0",
+            "modelspec.title": target.parent.name,
+            "modelspec.architecture": f"{base}/lora" if base else "",
+            "modelspec.trigger_phrase": self.trigger,
+            "ss_sd_model_name": written({"model": model.name})["model"],
+            "ss_output_name": target.parent.name,
+        }
+        low_rank.write_factors(
+            target,
+            trained,
+            self._targets(model),
+            alpha=self.rank if self.alpha is None else self.alpha,
+            names=self.names,
+            dtype=parse_dtype(self.save_dtype),
+            metadata={key: value for key, value in told.items() if value},
+        )
+        return target
+
+    def _targets(self, model: Model) -> low_rank.Targets:
+        specs: dict[str, Spec] = {"unet": model.networks.denoiser.spec}
+        return low_rank.targets(specs | (model.text.specs if self.text else {}), self.layers)
+
+
+def train_lora(
+    training: Training,
+    lora: Lora,
+    mesh: Mesh,
+    *,
+    subject: Subject = OWN_CAPTIONS,
+    deadline: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path | None:
+    """Train a LoRA; see ``canvax.train.task.train`` for arguments, returns and errors."""
+    return train(training, lora, mesh, subject=subject, deadline=deadline, say=say)

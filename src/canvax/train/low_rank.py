@@ -1,0 +1,176 @@
+"""Low-rank factors beside weights: which layers have them, how they begin, and their files (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.nn import LOW_RANK
+from canvax.params import Param, Params, Spec, flatten
+from canvax.types import DType, HostArray
+from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.save import narrowed
+
+LAYERS: Mapping[str, str] = {
+    "attention": "queries, keys, values and outputs of all attention",
+    "transformer": "attention, feed-forward and the projections around them",
+    "all": "every matrix and convolution of the UNet's blocks",
+}
+"""Which layers of the UNet have factors; of a text encoder it is its attention, or with more its feed-forward too."""
+
+_ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0")
+_OF_TEXT = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
+_KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+
+Targets = dict[str, dict[str, Param]]
+"""The weights that have factors, by component and dotted name of the layer."""
+
+
+def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
+    """The layers of these components that ``layers``, one of ``LAYERS``, names."""
+    return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
+
+
+def _targets(component: str, spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
+    for name, param in flatten(spec):
+        module = name.removesuffix(".weight")
+        if name == module or param.layout == "plain":
+            continue
+        if component == "unet":
+            attention = module.endswith(_ATTENTION)
+            transformer = ".attentions." in module
+            block = module.startswith(("down_blocks.", "mid_block.", "up_blocks."))
+            if {"attention": attention, "transformer": transformer, "all": block}[layers]:
+                yield module, param
+        elif module.endswith(_OF_TEXT) or (layers != "attention" and ".mlp." in module):
+            yield module, param
+
+
+def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
+    """Factors ``{component: {layer: {"down", "up"}}}`` that change nothing yet: ``up`` is zero.
+
+    ``down`` is uniform with a variance of 1 / (3 x inputs), as the original code and PEFT have it.
+    """
+    rng = np.random.default_rng(seed)
+
+    def one(param: Param) -> dict[str, HostArray]:
+        *kernel, inputs, outputs = param.shape
+        bound = (math.prod(kernel) * inputs) ** -0.5
+        down = rng.uniform(-bound, bound, (*kernel, inputs, rank)).astype(np.float32)
+        return {"down": down, "up": np.zeros((rank, outputs), np.float32)}
+
+    return {component: {name: one(param) for name, param in of.items()} for component, of in chosen.items()}
+
+
+def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
+    """The parameters with factors beside their weights, as ``canvax.nn`` reads them."""
+    found = dict(params)
+    for component, of in factors.items():
+        tree = _copied(params[component])
+        for name, pair in of.items():
+            _layer(tree, name)[LOW_RANK] = {"down": pair["down"], "up": pair["up"] * scale}
+        found[component] = tree
+    return found
+
+
+def merged(factors: Params, params: Params, *, scale: float) -> Params:
+    """The parameters with the factors added to their weights, which is what a pipeline's programs take."""
+    found = dict(params)
+    for component, of in factors.items():
+        tree = _copied(params[component])
+        for name, pair in of.items():
+            layer = _layer(tree, name)
+            added = jnp.einsum("...r,ro->...o", pair["down"], pair["up"]) * scale
+            layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
+        found[component] = tree
+    return found
+
+
+def _copied(tree: Params) -> Params:
+    """The dicts are new, the arrays are not."""
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
+
+
+def _layer(tree: Params, name: str) -> Params:
+    for step in name.split("."):
+        tree = tree[step]
+    return tree
+
+
+def write_factors(
+    path: Path,
+    factors: Params,
+    chosen: Targets,
+    *,
+    alpha: float,
+    names: str,
+    dtype: DType = "float32",
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a LoRA file that PyTorch diffusers, PEFT (``names`` "peft") or kohya's tools and A1111 ("kohya") read.
+
+    The change of a weight is alpha / rank x up down.
+    """
+    outgoing: list[Outgoing] = []
+    for component, of in factors.items():
+        for name, pair in of.items():
+            down, up = stored(chosen[component][name], pair)
+            for key, array in _named(component, name, {"down": down, "up": up}, alpha, names, len(factors)):
+                array = array if key.endswith(".alpha") else narrowed(array, dtype)
+                outgoing.append(Outgoing(key, array.shape, array.dtype, partial(np.asarray, array)))
+    rank = next(iter(next(iter(factors.values())).values()))["up"].shape[0]
+    text = {"format": "pt", **metadata}
+    if names == "peft":
+        text["lora_adapter_metadata"] = json.dumps(_peft_settings(factors, chosen, rank, alpha), sort_keys=True)
+    else:
+        text |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_safetensors(path, outgoing, text)
+
+
+def stored(param: Param, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
+    """Both factors as files have them: (r, in, kh, kw) and (out, r, 1, 1), of a matrix without the kernel."""
+    down, up = np.asarray(pair["down"], np.float32), np.asarray(pair["up"], np.float32)
+    down = np.ascontiguousarray(down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T)
+    up = np.ascontiguousarray(up.T)
+    if len(param.checkpoint_shapes[0]) == 4:
+        down, up = down.reshape(*down.shape[:2], *param.checkpoint_shapes[0][2:]), up[:, :, None, None]
+    return down, up
+
+
+def _named(
+    component: str, name: str, pair: Mapping[str, HostArray], alpha: float, names: str, components: int
+) -> Iterator[tuple[str, HostArray]]:
+    if names == "peft":
+        yield f"{component}.{name}.lora_A.weight", pair["down"]
+        yield f"{component}.{name}.lora_B.weight", pair["up"]
+        return
+    prefix = "lora_te_" if component == "text_encoder" and components < 3 else _KOHYA[component]
+    module = prefix + name.replace(".", "_")
+    yield f"{module}.lora_down.weight", pair["down"]
+    yield f"{module}.lora_up.weight", pair["up"]
+    yield f"{module}.alpha", np.asarray(alpha, np.float32)
+
+
+def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) -> dict[str, Any]:
+    """What PEFT needs to build the layers again."""
+    found: dict[str, Any] = {}
+    for component in factors:
+        found[f"{component}.r"], found[f"{component}.lora_alpha"] = rank, alpha
+        # Of text encoders the last word alone: transformers has called what is around it by several names.
+        names = {name if component == "unet" else name.rpartition(".")[2] for name in chosen[component]}
+        found[f"{component}.target_modules"] = sorted(names)
+    return found
+
+
+def count(factors: Params) -> int:
+    """How many numbers are trained."""
+    pairs = (pair for of in factors.values() for pair in of.values())
+    return sum(math.prod(np.shape(leaf)) for pair in pairs for leaf in pair.values())

@@ -1,0 +1,319 @@
+"""One road for every kind of training that goes on with a checkpoint.
+
+A kind is an ``Aim``: what is trained, and how it is written in the end. Everything else is here, once: opening the
+model, reading and encoding pictures, the loop, previews, and going on with a run that was stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.errors import InputError
+from canvax.families.base import Model
+from canvax.images.grid import make_grid
+from canvax.models.controlnet import ControlNet
+from canvax.params import Params
+from canvax.pipelines.checks import default_dtype
+from canvax.pipelines.open import open_model
+from canvax.pipelines.options import Options
+from canvax.pipelines.pipeline import StableDiffusion
+from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
+from canvax.train.encoding import encode_pictures
+from canvax.train.loop import STATE, Plan, Session, check_same, fit
+from canvax.train.objectives import check_trainable
+from canvax.train.pictures import Pictures, read_pictures
+from canvax.types import DType
+
+PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
+"""The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to go on with, on what.
+
+    Attributes:
+        model: a folder in the diffusers layout, a single file, a bundled model or a Hub id; Stable Diffusion 1.x, 2.x
+            or XL.
+        pictures: folder or zip file of pictures, captioned unless the kind of training says what they show.
+        folder: where the run is kept, and what comes of it.
+        plan: how long and how.
+        size: pixels of a side; by default the model's own.
+        caption_column: column of ``metadata.jsonl`` or ``metadata.csv``.
+        flip: show every picture mirrored as well.
+        gamma: bound of the min-SNR weights, None for none.
+        empty: share of empty captions.
+        remat: trade time for memory in the gradient.
+        dtype: dtype computed in; by default bfloat16 on GPU and TPU, float32 on the CPU.
+        prompts: drawn along the way, into ``previews``.
+    """
+
+    model: str | Path
+    pictures: str | Path
+    folder: Path
+    plan: Plan = PLAN
+    size: int | None = None
+    caption_column: str = "text"
+    flip: bool = False
+    gamma: float | None = None
+    empty: float = 0.1
+    remat: bool = False
+    dtype: DType | None = None
+    prompts: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.empty < 1:
+            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+        if self.gamma is not None and self.gamma <= 0:
+            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What pictures show that have no captions, and what keeps the model from forgetting the rest.
+
+    Attributes:
+        captions: of every picture; () for their own.
+        control_column: the column of control images.
+        prior: folder of pictures of the class, which ``prior_caption`` describes.
+        prior_caption: such as "a photo of a dog".
+        prior_weight: of the loss on them.
+    """
+
+    captions: tuple[str, ...] = ()
+    control_column: str | None = None
+    prior: Path | None = None
+    prior_caption: str = ""
+    prior_weight: float = 1.0
+
+
+OWN_CAPTIONS = Subject()
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a training begins.
+
+    Attributes:
+        trained: host arrays, by component.
+        frozen: the parameters that are used and not trained.
+        assemble: makes all parameters of both.
+        control: the ControlNet that is trained.
+    """
+
+    trained: Params
+    frozen: Params
+    assemble: Assemble = replaced
+    control: ControlNet | None = None
+
+
+class Aim(Protocol):
+    """A kind of training.
+
+    Attributes:
+        name: for the progress line.
+        part: folder of the run's state.
+        facts: settings that a run must be gone on with.
+        rates: learning rates of components that have their own.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    @property
+    def rates(self) -> dict[str, float]: ...
+
+    def target(self, folder: Path) -> Path:
+        """What is written in the end; it must not be there yet."""
+        ...
+
+    def check(self, model: Model, training: Training) -> None:
+        """Refuse a model that cannot be trained so, before weights are read."""
+        ...
+
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
+        """Where to begin. Parameters that are trained are taken out of ``params``, so that there is one copy."""
+        ...
+
+    def shown(self, params: Params, trained: Params) -> Params:
+        """The parameters that an image is generated with."""
+        ...
+
+    def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
+        """Write what was trained."""
+        ...
+
+
+def train(
+    training: Training,
+    aim: Aim,
+    mesh: Mesh,
+    *,
+    subject: Subject = OWN_CAPTIONS,
+    deadline: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path | None:
+    """Train, or go on; the state of the run is in ``training.folder``.
+
+    Args:
+        training: what to train on what.
+        aim: the kind of training.
+        mesh: the devices; the batch is split over ``data``.
+        subject: what the pictures show, if they have no captions.
+        deadline: ``time.monotonic()`` at which to write the state and stop.
+        say: told what is going on.
+
+    Returns:
+        What was written, or None if the deadline came first.
+
+    Raises:
+        InputError: an argument, the kind of model or a picture cannot be used, or the folder holds another run.
+        CheckpointError: the model cannot be read.
+    """
+    target = aim.target(training.folder)
+    if target.exists():
+        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
+
+    check_pictures(training, subject)
+
+    def check(model: Model) -> None:
+        check_trainable(model.scheduler.schedule)
+        if model.unet.in_channels != model.vae.latent_channels:
+            raise InputError(
+                f"model has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained "
+                f"yet; take one of {model.vae.latent_channels}"
+            )
+        if model.networks.embeds_guidance:
+            raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+        aim.check(model, training)
+
+    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
+    size = _size(training, model)
+    dtype = default_dtype(mesh) if training.dtype is None else training.dtype
+    plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
+    own = _read(training.pictures, size, training, subject.captions, subject.control_column)
+    prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
+    decisive = {name: getattr(training, name) for name in ("flip", "gamma", "empty")} | dict(aim.facts)
+    decisive |= {"model": str(training.model), "size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest()}
+    if prior is not None:
+        decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
+    if (state := training.folder / aim.part / STATE).is_file():
+        check_same(state, plan, len(own), decisive)  # before anything is encoded
+    say(f"{len(own)} pictures at {size} x {size}")
+    start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
+    data = _data(own, training, model, params, mesh)
+    if prior is not None:
+        data["prior"] = _data(prior, training, model, params, mesh)
+    loss = denoising_loss(
+        model.text,
+        model.unet,
+        model.scheduler.schedule,
+        gamma=training.gamma,
+        empty=training.empty,
+        dtype=dtype,
+        remat=training.remat,
+        assemble=start.assemble,
+        control=start.control,
+        prior=subject.prior_weight,
+    )
+    session = Session(
+        training.folder / aim.part,
+        aim.name,
+        mesh,
+        deadline=deadline,
+        about=decisive,
+        preview=_preview(training, aim, StableDiffusion(model, programs), params) if training.prompts else None,
+    )
+    trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
+    return aim.save(target, model, params, trained, training) if finished else None
+
+
+def _preview(training: Training, aim: Aim, pipe: StableDiffusion, params: Params) -> Callable[[int, Params], None]:
+    def preview(step: int, trained: Params) -> None:
+        options = Options(progress=False)
+        seeds = list(range(len(training.prompts)))
+        shown = aim.shown(params, trained)
+        images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
+        (training.folder / "previews").mkdir(exist_ok=True)
+        make_grid(images).save(training.folder / "previews" / f"{step:07d}.png")
+
+    return preview
+
+
+def check_pictures(training: Training, subject: Subject) -> None:
+    """Look at the table and the first picture, before a model is fetched or anything is generated.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    column, control = training.caption_column, subject.control_column
+    more = {"captions": subject.captions, "control_column": control, "limit": 1}
+    read_pictures(training.pictures, 8, caption_column=column, **more)
+
+
+def _size(training: Training, model: Model) -> int:
+    size = training.size or model.native_size[0]
+    if size % (2 * model.vae.factor):
+        raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
+    return size
+
+
+def _read(
+    source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
+) -> Pictures:
+    found = read_pictures(
+        source, size, caption_column=training.caption_column, captions=captions, control_column=control_column
+    ).split("train")
+    if not len(found):
+        raise InputError(f"pictures = {str(source)!r}: none of its pictures is of the split 'train'")
+    return found
+
+
+def _data(pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh) -> dict[str, Any]:
+    """Latents of all pictures, encoded once, and the ids of their captions."""
+    forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
+    latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
+    control = None
+    if pictures.control is not None:
+        control = np.stack([pictures.control[:, :, form] for form in forms], axis=1)
+    time_ids = None
+    if model.networks.size_numbers:
+        size = pictures.pixels.shape[1:3]
+        time_ids = np.stack([_told_of(model, size, frame) for frame in pictures.frames])
+    return denoising_data(
+        model.tokenizers,
+        np.stack(latents, axis=1),
+        [[model.concepts.spelled(text) for text in texts] for texts in pictures.captions],
+        model.text.tokens,
+        time_ids=time_ids,
+        control=control,
+    )
+
+
+def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
+    """What SDXL is told of a picture: its size, the corner of the crop, and the size it was brought to."""
+    height, width, top, left = map(int, frame)
+    options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
+    found = model.size_conditions(size[0], size[1], options)
+    assert found is not None
+    return found[0]
+
+
+def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
+    """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
+    for name in names:
+        params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
+    return {name: params[name] for name in names}

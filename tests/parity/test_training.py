@@ -1,0 +1,433 @@
+"""Losses of every kind of training against a plain PyTorch loop over the models of diffusers and PEFT.
+
+Both begin with the same weights and see the same latents, captions, times and noise; each has its own networks,
+its own noising, gradients, clipping and AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+peft = pytest.importorskip("peft")
+
+from PIL import Image  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from small_sdxl import build as build_xl  # noqa: E402
+
+import canvax  # noqa: E402
+from canvax.train import task as tasks  # noqa: E402
+from canvax.train.controlnet import train_controlnet  # noqa: E402
+from canvax.train.diffusion import draw  # noqa: E402
+from canvax.train.finetune import finetune  # noqa: E402
+from canvax.train.loop import LOG, Plan, read_log, step_key  # noqa: E402
+from canvax.train.lora import Lora, train_lora  # noqa: E402
+from canvax.train.pictures import METADATA  # noqa: E402
+from canvax.train.task import Subject, Training  # noqa: E402
+from canvax.train.textual_inversion import Inversion, train_inversion  # noqa: E402
+
+from .reference import nchw, psnr  # noqa: E402
+from .test_pipeline import build  # noqa: E402
+
+STEPS, BATCH = 20, 2
+PLAN = Plan(
+    steps=STEPS, batch=BATCH, chunk=1, learning_rate=2e-3, warmup=0, final=1.0, b2=0.999, average=0.0, seed=3,
+    weight_decay=0.01,
+)  # fmt: skip
+WORDS = ("a red apple", "two cats", "a lemon", "a blue house")
+CLOSE = 1e-4
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("sd"), "epsilon")
+
+
+@pytest.fixture(scope="module")
+def velocity(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("v"), "v_prediction")
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_xl(tmp_path_factory.mktemp("xl"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    lines = []
+    for i, words in enumerate(WORDS):
+        for kind in ("image", "edges"):
+            small = rng.integers(0, 256, (6, 4 + i, 3)).astype(np.uint8)  # no two are of one shape
+            Image.fromarray(small).resize((64 + 16 * i, 96)).save(folder / f"{kind}{i}.png")
+        lines.append(f'{{"file_name": "image{i}.png", "conditioning_image": "edges{i}.png", "text": "{words}"}}\n')
+    (folder / METADATA).write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The data that a run trains on."""
+    found: dict[str, Any] = {}
+    real = tasks.fit
+
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Plan, session: Any) -> Any:
+        found.update(data={name: part for name, part in data.items() if name != "frozen"}, samples=samples, plan=plan)
+        found["start"] = jax.tree.map(np.array, start)
+        return real(start, loss, data, samples, plan, session)
+
+    monkeypatch.setattr(tasks, "fit", fit)
+    return found
+
+
+def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training:
+    size = 128 if model.name.startswith(("sd", "v")) else 64
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": size, "empty": 0.25, **more})
+
+
+def one_device() -> Any:
+    return canvax.make_mesh(jax.devices()[:1])
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder / LOG)]
+
+
+def draws(seen: Mapping[str, Any], step: int, empty: float = 0.25) -> Iterable[tuple[Any, Any]]:
+    """What each batch of one update looks at."""
+    plan: Plan = seen["plan"]
+    (chosen,) = plan.indices(step, seen["samples"])[:1]
+    for i, indices in enumerate(chosen):
+        key = step_key(plan.seed, step)
+        key = jax.random.fold_in(key, i) if plan.accumulate > 1 else key
+        drawn = draw(jax.tree.map(jax.numpy.asarray, seen["data"]), jax.numpy.asarray(indices), key, 1000,
+                     focus=None, empty=empty)  # fmt: skip
+        yield jax.tree.map(np.asarray, drawn), indices
+
+
+def encoded(pipe: Any, ids: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What the UNet of a pipeline is told, as the scripts of diffusers have it."""
+    tokens = {name: torch.from_numpy(array).long() for name, array in ids.items()}
+    if len(tokens) == 1:
+        return {"encoder_hidden_states": pipe.text_encoder(tokens["text_encoder"])[0]}
+    found = [getattr(pipe, name)(tokens[name], output_hidden_states=True) for name in tokens]
+    text = torch.cat([one.hidden_states[-2] for one in found], -1)
+    return {"encoder_hidden_states": text, "added_cond_kwargs": {"text_embeds": found[-1].text_embeds}}
+
+
+def loss_of(pipe: Any, drawn: Any, *, gamma: float | None = None, controlnet: Any = None) -> Any:
+    """Errors of each image."""
+    schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
+    x0, noise = nchw(drawn.x0), nchw(drawn.noise)
+    times = torch.from_numpy(drawn.times).long()
+    told = encoded(pipe, drawn.ids)
+    if "added_cond_kwargs" in told:
+        told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"])
+    noisy = schedule.add_noise(x0, noise, times)
+    more = {}
+    if controlnet is not None:
+        image = nchw(drawn.conditions["control"].astype(np.float32) / 255)
+        skips, middle = controlnet(noisy, times, controlnet_cond=image, return_dict=False, **told)
+        more = {"down_block_additional_residuals": skips, "mid_block_additional_residual": middle}
+    output = pipe.unet(noisy, times, **told, **more).sample
+    velocity = schedule.config.prediction_type == "v_prediction"
+    target = schedule.get_velocity(x0, noise, times) if velocity else noise
+    errors = torch.nn.functional.mse_loss(output, target, reduction="none").mean((1, 2, 3))
+    if gamma is None:
+        return errors
+    from diffusers.training_utils import compute_snr
+
+    snr = compute_snr(schedule, times)
+    bounded = torch.minimum(snr + velocity, torch.tensor(gamma))
+    return errors * bounded / (snr + velocity)
+
+
+def pytorch_losses(
+    seen: Mapping[str, Any],
+    parameters: Iterable[Any],
+    loss: Callable[[Any], Any],
+    *,
+    empty: float = 0.25,
+    rates: Mapping[float, Iterable[Any]] | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """20 updates of AdamW, clipped, of a loss of what a step drew."""
+    groups = [(2e-3, list(parameters)), *((rate, list(own)) for rate, own in (rates or {}).items())]
+    split = [
+        {"params": [p for p in own if (p.ndim > 1) == decays], "lr": rate, "weight_decay": 0.01 * decays}
+        for rate, own in groups
+        for decays in (True, False)
+    ]
+    everything = [p for _, own in groups for p in own]
+    optimizer = torch.optim.AdamW([group for group in split if group["params"]], betas=(0.9, 0.999), eps=1e-8)
+    found = []
+    for step in range(STEPS):
+        total = 0.0
+        parts = list(draws(seen, step, empty))
+        for drawn, _ in parts:
+            value = loss(drawn) / len(parts)
+            value.backward()
+            total += value.item()
+        torch.nn.utils.clip_grad_norm_(everything, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+        found.append(total)
+    return found
+
+
+def pipeline(folder: Path) -> Any:
+    kind = diffusers.StableDiffusionXLPipeline if folder.name.startswith("xl") else diffusers.StableDiffusionPipeline
+    pipe = kind.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        if getattr(pipe, part, None) is not None:
+            getattr(pipe, part).requires_grad_(False)
+    return pipe
+
+
+def check_losses(got: list[float], want: list[float]) -> None:
+    assert len(got) == len(want) == STEPS
+    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+    assert max(want) - min(want) > 100 * CLOSE  # they are not all the same
+
+
+MODELS = ["sd", "velocity", "xl"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_unet(
+    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """With min-SNR weights, two batches an update; of SDXL the pooled text and the sizes."""
+    folder = request.getfixturevalue(name)
+    plan = tasks.replace(PLAN, accumulate=2)
+    assert finetune(training(folder, tmp_path, pictures, plan=plan, gamma=5.0, flip=True), one_device())
+    pipe = pipeline(folder)
+    pipe.unet.requires_grad_(True)
+    want = pytorch_losses(seen, pipe.unet.parameters(), lambda drawn: loss_of(pipe, drawn, gamma=5.0).mean())
+    check_losses(losses(tmp_path / "unet"), want)
+    trained = pipeline_of_result(folder, tmp_path / "model").unet.state_dict()
+    for key, value in pipe.unet.state_dict().items():
+        np.testing.assert_allclose(trained[key], value, atol=5e-3)
+    if name == "xl":  # sizes of the files, and where they were cropped
+        told = np.asarray(seen["data"]["time_ids"])
+        np.testing.assert_array_equal(told[0], [96, 64, 16, 0, 64, 64])
+        np.testing.assert_array_equal(told[3], [96, 112, 0, round((112 * 64 / 96 - 64) / 2), 64, 64])
+
+
+def pipeline_of_result(folder: Path, result: Path) -> Any:
+    kind = diffusers.StableDiffusionXLPipeline if folder.name.startswith("xl") else diffusers.StableDiffusionPipeline
+    return kind.from_pretrained(result)
+
+
+LORAS = [
+    ("sd", Lora(rank=3, alpha=5.0)),
+    ("velocity", Lora(rank=4, layers="transformer", text=True, text_rate=1e-3)),
+    ("sd", Lora(rank=2, alpha=1.0, layers="all", text=True)),
+    ("xl", Lora(rank=4, alpha=2.0, text=True, text_rate=5e-4)),
+    ("xl", Lora(rank=3, layers="all")),
+]
+
+
+@pytest.mark.parametrize(("name", "lora"), LORAS, ids=[f"{name}-{lora.layers}" for name, lora in LORAS])
+def test_lora(
+    name: str, lora: Lora, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
+    folder = request.getfixturevalue(name)
+    file = train_lora(training(folder, tmp_path / "run", pictures), lora, one_device())
+    assert file is not None
+    assert file == tmp_path / "run" / "pytorch_lora_weights.safetensors"
+    pipe = pipeline(folder)
+    modules = with_peft(pipe, seen["start"], lora)
+    groups: dict[float, list[Any]] = {}
+    for key, module in modules.items():
+        rate = lora.text_rate if key[0] != "unet" and lora.text_rate else 2e-3
+        groups.setdefault(rate, []).extend(p for p in module.parameters() if p.requires_grad)
+    first = groups.pop(2e-3)
+    want = pytorch_losses(seen, first, lambda drawn: loss_of(pipe, drawn).mean(), rates=groups)
+    check_losses(losses(tmp_path / "run" / "lora"), want)
+    saved = load_file(file)
+    assert len(saved) == 2 * len(modules)
+    for (component, module), layer in modules.items():
+        for kind in "AB":
+            trained = getattr(layer, f"lora_{kind}")["default"].weight.detach()
+            got = saved[f"{component}.{module}.lora_{kind}.weight"]
+            assert got.shape == trained.shape
+            # Adam gives a gradient that is nothing but rounding a step as long as any other.
+            assert (got - trained).abs().median() < 1e-4
+    check_images(folder, file, pipe)
+
+
+def with_peft(pipe: Any, start: Mapping[str, Any], lora: Lora) -> dict[tuple[str, str], Any]:
+    """PEFT's layers with the factors that canvax begins with."""
+    found = {}
+    for component, of in start.items():
+        network = getattr(pipe, component)
+        alpha = lora.rank if lora.alpha is None else lora.alpha
+        known = dict(network.named_modules())
+        # Newer versions of transformers have no text_model in front.
+        theirs = {name: name if name in known else name.removeprefix("text_model.") for name in of}
+        exactly = "|".join(name.replace(".", r"\.") for name in theirs.values())
+        config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=f"({exactly})")
+        peft.inject_adapter_in_model(config, network)
+        named = dict(network.named_modules())
+        for name, pair in of.items():
+            layer = named[theirs[name]]
+            down = pair["down"]
+            down = down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T
+            weight = layer.lora_A["default"].weight
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(down.copy()).reshape(weight.shape))
+            assert not layer.lora_B["default"].weight.any()
+            found[component, name] = layer
+    return found
+
+
+def check_images(folder: Path, file: Path, trained: Any = None) -> None:
+    """The same image by diffusers from the file, by the networks that were trained in PyTorch, and by canvax."""
+    ours, theirs = canvax.load(folder, mesh=one_device()), pipeline(folder)
+    side = theirs.unet.config.sample_size
+    noise = np.random.default_rng(0).standard_normal((1, side, side, 4)).astype(np.float32)
+    call = {"prompt": "a red apple", "num_inference_steps": 4, "guidance_scale": 3.0}
+    size = {"height": 8 * side, "width": 8 * side}
+
+    def drawn(pipe: Any) -> np.ndarray:
+        return pipe(**call, **size, latents=nchw(noise), output_type="np").images
+
+    more = {"sampler": type(theirs.scheduler).__name__, "latents": noise, "progress": False}
+    plain = ours(**call, **size, **more).pixels
+    ours.adapters.load("mine", file)
+    got = ours(**call, **size, **more).pixels
+    theirs.load_lora_weights(file.parent, weight_name=file.name)
+    assert psnr(got, drawn(theirs)) > 60
+    if trained is not None:
+        assert psnr(got, drawn(trained)) > 40
+    assert psnr(got, plain) < 40
+
+
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_names_of_kohya(name: str, request: pytest.FixtureRequest, pictures: Path, tmp_path: Path) -> None:
+    folder = request.getfixturevalue(name)
+    plan = tasks.replace(PLAN, steps=6, learning_rate=0.02)
+    lora = Lora(rank=2, alpha=2.0, text=True, names="kohya", trigger="apple")
+    file = train_lora(training(folder, tmp_path / "style", pictures, plan=plan), lora, one_device())
+    assert file is not None
+    assert file == tmp_path / "style" / "style.safetensors"
+    assert all(key.startswith(("lora_unet_", "lora_te")) for key in load_file(file))
+    check_images(folder, file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_controlnet(
+    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """Against ``ControlNetModel.from_unet``; then the folder that was written, read by diffusers."""
+    folder = request.getfixturevalue(name)
+    result = train_controlnet(training(folder, tmp_path, pictures, flip=True), one_device())
+    assert result == tmp_path / "controlnet"
+    pipe = pipeline(folder)
+    theirs = diffusers.ControlNetModel.from_unet(pipe.unet)
+    hint = seen["start"]["controlnet"]["controlnet_cond_embedding"]
+    with torch.no_grad():  # the one part that begins at random
+        for key, value in theirs.controlnet_cond_embedding.state_dict().items():
+            own: Any = hint
+            for step in key.split("."):
+                own = own[step]
+            value.copy_(torch.from_numpy(own.transpose(3, 2, 0, 1).copy() if own.ndim == 4 else own))
+    want = pytorch_losses(seen, theirs.parameters(), lambda drawn: loss_of(pipe, drawn, controlnet=theirs).mean())
+    check_losses(losses(tmp_path / "control"), want)
+    written = diffusers.ControlNetModel.from_pretrained(result)
+    assert written.config.block_out_channels == list(theirs.config.block_out_channels)
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    drawn = next(iter(draws(seen, 0)))[0]
+    told = encoded(pipe, {part: ids[:1] for part, ids in drawn.ids.items()})
+    if name == "xl":
+        told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"][:1])
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    for ours, own in zip(*(net(latents, 500, controlnet_cond=image, return_dict=False, **told)
+                           for net in (written.eval(), theirs.eval())), strict=True):  # fmt: skip
+        for one, other in zip([*ours] if isinstance(ours, list | tuple) else [ours],
+                              [*own] if isinstance(own, list | tuple) else [own], strict=True):  # fmt: skip
+            assert float((one - other).abs().max()) < 0.02 * float(other.abs().max())
+    canvax.load(folder, mesh=one_device(), controlnet=result)
+
+
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_textual_inversion(
+    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only the rows of the word move; the files load in diffusers and here."""
+    folder = request.getfixturevalue(name)
+    inversion = Inversion("<toy>", "red apple", vectors=3)
+    result = train_inversion(training(folder, tmp_path / "run", pictures), inversion, one_device())
+    assert result is not None
+    assert result == tmp_path / "run" / "learned_embeds.safetensors"
+    pipe = pipeline(folder)
+    tables = {part: getattr(pipe, part).get_input_embeddings().weight for part in seen["start"]}
+    rows = {}
+    first = pipe.tokenizer("red apple", add_special_tokens=False).input_ids
+    tokenizers = canvax.load(folder, mesh=one_device()).model.tokenizers
+    for part, table in tables.items():
+        rows[part] = list(tokenizers[part].spare[:3])
+        assert set(rows[part]) <= set(np.unique(seen["data"]["ids"][part]))
+        with torch.no_grad():
+            for place, row in enumerate(rows[part]):
+                table[row] = table[first[place % len(first)]]
+    parameters = [torch.nn.Parameter(table.detach()[rows[part]].clone()) for part, table in tables.items()]
+
+    def with_rows(drawn: Any) -> Any:
+        for (part, table), own in zip(tables.items(), parameters, strict=True):
+            network = getattr(pipe, part).get_input_embeddings()
+            network.forward = lambda ids, table=table, own=own, part=part: torch.nn.functional.embedding(
+                ids, table.detach().index_put((torch.tensor(rows[part]),), own)
+            )
+        return loss_of(pipe, drawn).mean()
+
+    want = pytorch_losses(seen, parameters, with_rows)
+    check_losses(losses(tmp_path / "run" / "embedding"), want)
+    saved = load_file(result)
+    assert list(saved) == ["<toy>"]
+    np.testing.assert_allclose(saved["<toy>"], parameters[0].detach(), atol=2e-3)
+    if name == "xl":
+        second = load_file(tmp_path / "run" / "learned_embeds_2.safetensors")["<toy>"]
+        np.testing.assert_allclose(second, parameters[1].detach(), atol=2e-3)
+    ours = canvax.load(folder, mesh=one_device())
+    assert ours.adapters.load_embedding(tmp_path / "run") == ("<toy>",)
+    fresh = pipeline(folder)
+    fresh.load_textual_inversion(result)
+    ids = fresh.tokenizer.convert_tokens_to_ids(["<toy>", "<toy>_1", "<toy>_2"])
+    np.testing.assert_array_equal(fresh.text_encoder.get_input_embeddings().weight[ids].detach(), saved["<toy>"])
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_dreambooth(text: bool, sd: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
+    """Images of a class beside; with ``text`` the text encoder is trained too, at a rate of its own."""
+    subject = Subject(("a photo of sks apple",), prior=pictures, prior_caption="a photo of an apple", prior_weight=0.5)
+    run = training(sd, tmp_path, pictures, empty=0.0)
+    assert finetune(run, one_device(), subject=subject, text=text, text_rate=5e-4 if text else None)
+    pipe = pipeline(sd)
+    pipe.unet.requires_grad_(True)
+    rates = {}
+    if text:
+        pipe.text_encoder.requires_grad_(True)
+        rates = {5e-4: pipe.text_encoder.parameters()}
+
+    def loss(drawn: Any) -> Any:
+        errors = loss_of(pipe, drawn)
+        assert len(errors) == 2 * BATCH
+        return errors[:BATCH].mean() + 0.5 * errors[BATCH:].mean()
+
+    want = pytorch_losses(seen, pipe.unet.parameters(), loss, rates=rates, empty=0.0)
+    check_losses(losses(tmp_path / "unet"), want)

@@ -1,0 +1,386 @@
+"""Every kind of training end to end on tiny models: what it writes, that only its own parts move, and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from small_checkpoint import write_small_checkpoint
+from small_sdxl import build as build_xl
+from test_finetune import write_pictures
+
+import canvax
+from canvax.cli import main
+from canvax.errors import InputError
+from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
+from canvax.parallel.mesh import make_mesh
+from canvax.params import flatten
+from canvax.train import dreambooth, low_rank, task
+from canvax.train.controlnet import train_controlnet
+from canvax.train.dreambooth import Instance, subject_of
+from canvax.train.loop import LOG, Plan, Session, fit, read_log
+from canvax.train.lora import Lora, train_lora
+from canvax.train.pictures import read_pictures
+from canvax.train.task import Subject, Training
+from canvax.train.textual_inversion import Inversion, train_inversion
+from canvax.weights.safetensors import open_safetensors, read_metadata
+
+PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
+QUIET = {"num_inference_steps": 2, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("pictures") / "p")
+
+
+def one() -> Any:
+    return make_mesh(jax.devices()[:1])
+
+
+def training(model: Path, pictures: Path, folder: Path, **more: Any) -> Training:
+    return Training(model, pictures, folder, **{"plan": PLAN, "size": 64, **more})
+
+
+# The leaf beside a weight
+
+
+def test_a_low_rank_leaf_is_a_change_of_the_weight() -> None:
+    """Of a matrix and of each kind of convolution; in float64 by hand."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    pair = {"down": draw(5, 2), "up": draw(2, 7)}
+    weight, bias, x = draw(5, 7), draw(7), draw(3, 5)
+    got = linear({"weight": weight, "bias": bias, LOW_RANK: pair}, x)
+    host = [np.asarray(array).astype(np.float64) for array in (x, weight, pair["down"], pair["up"], bias)]
+    want = host[0] @ (host[1] + host[2] @ host[3]) + host[4]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    pair = {"down": draw(3, 3, 5, 2), "up": draw(2, 7)}
+    weight, x = draw(3, 3, 5, 7), draw(1, 4, 6, 5)
+    whole = {"weight": weight + jnp.einsum("hwir,ro->hwio", pair["down"], pair["up"]), "bias": bias}
+    apart = {"weight": weight, "bias": bias, LOW_RANK: pair}
+    for stride in (1, 2):
+        np.testing.assert_allclose(
+            conv2d(apart, x, stride=stride), conv2d(whole, x, stride=stride), rtol=1e-3, atol=1e-4
+        )
+    np.testing.assert_allclose(conv2d_of_doubled(apart, x), conv2d_of_doubled(whole, x), rtol=1e-3, atol=1e-4)
+
+
+def test_which_layers(model: Path) -> None:
+    networks = canvax.load(model, mesh=one()).model.networks
+    specs = {"unet": networks.denoiser.spec, **networks.text.specs}
+    found = {layers: low_rank.targets(specs, layers) for layers in low_rank.LAYERS}
+    assert all(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in found["attention"]["unet"])
+    assert len(found["attention"]["text_encoder"]) == 2 * 4
+    assert found["attention"]["unet"].keys() < found["transformer"]["unet"].keys() < found["all"]["unet"].keys()
+    outside = ("conv_in", "conv_out", "time_embedding")
+    assert not any(name.startswith(outside) for name in found["all"]["unet"])
+    weights = {name for name, param in flatten(specs["unet"]) if name.endswith(".weight") and param.layout != "plain"}
+    inside = {name.removesuffix(".weight") for name in weights if not name.startswith(outside)}
+    assert found["all"]["unet"].keys() == inside
+
+
+# The loop
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
+    """Without random choices of its own, four batches of 2 an update are one of 8."""
+
+    def loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+        error = ((data["x"][chosen] @ p["w"] - data["y"][chosen]) ** 2).mean()
+        return error, {}
+
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((16, 3), np.float32), "y": rng.standard_normal(16, np.float32)}
+    results = []
+    for batch, accumulate in ((8, 1), (2, 4)):
+        plan = Plan(steps=6, batch=batch, accumulate=accumulate, chunk=3, warmup=0, average=0.0)
+        folder = tmp_path / str(accumulate)
+        results.append(fit({"w": np.zeros(3, np.float32)}, loss, data, 16, plan, Session(folder, "toy", one()))[0]["w"])
+        assert len(read_log(folder / LOG)) == 2
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def test_a_rate_of_its_own(tmp_path: Path) -> None:
+    """Adam's first step is as long as the rate."""
+    start = {"a": np.ones(2, np.float32), "b": {"c": np.ones(2, np.float32)}}
+    plan = Plan(steps=1, batch=1, chunk=1, warmup=0, final=1.0, average=0.0, weight_decay=0.0, learning_rate=0.1,
+                rates={"b": 0.02})  # fmt: skip
+    trained, _ = fit(start, lambda p, *_: (p["a"].sum() + p["b"]["c"].sum(), {}), {}, 1, plan,
+                     Session(tmp_path, "toy", one()))  # fmt: skip
+    np.testing.assert_allclose(trained["a"], 0.9, rtol=1e-4)
+    np.testing.assert_allclose(trained["b"]["c"], 0.98, rtol=1e-4)
+    with pytest.raises(InputError, match="rates"):
+        Plan(steps=1, batch=1, rates={"b": 0.0})
+
+
+# LoRA
+
+
+@pytest.mark.slow
+def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """Adam's state is of the factors alone; stopped and resumed it is the same file; the file tells of itself."""
+    lora = Lora(rank=2, alpha=4.0, text=True, trigger="red", save_dtype="float16")
+    whole = train_lora(training(model, pictures, tmp_path / "whole"), lora, one())
+    state = {entry.name: entry for entry in open_safetensors(tmp_path / "whole" / "lora" / "state.safetensors")}
+    names = [name for name in state if name.startswith("params.")]
+    assert names
+    assert all(name.endswith((".down", ".up")) for name in names)
+    assert len(state) == 3 * len(names) + 2  # both moments, the step and Adam's count
+    parts = training(model, pictures, tmp_path / "parts")
+    assert train_lora(parts, lora, one(), deadline=0.0) is None
+    again = train_lora(parts, lora, one())
+    assert whole is not None
+    assert again is not None
+    first, second = ({e.name: e.read() for e in open_safetensors(path)} for path in (whole, again))
+    assert first.keys() == second.keys()
+    assert all((first[name] == second[name]).all() for name in first)
+    with pytest.raises(InputError, match="this run is finished"):
+        train_lora(parts, lora, one())
+    told = read_metadata(whole)
+    assert told["modelspec.trigger_phrase"] == "red"
+    assert told["ss_sd_model_name"] == "./sd"  # the folders above are the owner's business
+    assert json.loads(told["lora_adapter_metadata"])["unet.lora_alpha"] == 4.0
+    pipe = canvax.load(model, mesh=one())
+    before = pipe("a red picture", seed=1, **QUIET).pixels
+    loaded = pipe.adapters.load("mine", whole)
+    assert loaded.trigger_words == ["red"]
+    assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
+
+
+@pytest.mark.slow
+def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path, tmp_path: Path) -> None:
+    run = training(model, pictures, tmp_path)
+    assert train_lora(run, Lora(rank=2), one(), deadline=0.0) is None
+    with pytest.raises(InputError, match="rank was 2, now 3"):
+        train_lora(run, Lora(rank=3), one())
+    with pytest.raises(InputError, match="layers was attention, now all"):
+        train_lora(run, Lora(rank=2, layers="all"), one())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": 0}, "rank"),
+        ({"rank": 5000}, "rank = 5000 is more than 1024"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"layers": "atention"}, "did you mean 'attention'"),
+        ({"names": "a1111"}, "format"),
+        ({"save_dtype": "fp9"}, "fp9"),
+    ],
+)
+def test_a_lora_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Lora(**values)
+
+
+# Textual inversion
+
+
+@pytest.mark.slow
+def test_a_word(model: Path, pictures: Path, tmp_path: Path) -> None:
+    inversion = Inversion("<red-thing>", "picture", vectors=2)
+    run = training(model, pictures, tmp_path, prompts=("a <red-thing>",))
+    file = train_inversion(run, inversion, one())
+    assert file is not None
+    (entry,) = open_safetensors(file, plain_names=False)
+    assert (entry.name, entry.shape) == ("<red-thing>", (2, 48))
+    assert (tmp_path / "previews" / "0000004.png").is_file()
+    pipe = canvax.load(model, mesh=one())
+    assert pipe.adapters.load_embedding(file) == ("<red-thing>",)
+    state = {entry.name for entry in open_safetensors(tmp_path / "embedding" / "state.safetensors")}
+    assert {name for name in state if name.startswith("params.")} == {"params.text_encoder.rows"}
+
+
+def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:
+    run = training(model, pictures, tmp_path / "run")
+    for token, initializer, vectors, message in (
+        ("<a>", " ", 1, "initializer"),
+        ("cat", "dog", 1, "common word"),
+        ("<a>", "dog", 76, "vectors"),
+        ("", "dog", 1, "token"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train_inversion(run, Inversion(token, initializer, vectors), one())
+    with pytest.raises(InputError, match="learn"):
+        train_inversion(run, Inversion("<a>", "dog"), one(), learn="thing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="no pictures"):
+        train_inversion(training(model, empty, tmp_path / "run"), Inversion("<a>", "dog"), one())
+    assert not (tmp_path / "run").exists()
+
+
+# DreamBooth
+
+
+@pytest.mark.slow
+def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp_path: Path) -> None:
+    run = training(model, pictures, tmp_path / "run")
+    folder = tmp_path / "class"
+    folder.mkdir()
+    Image.new("RGB", (64, 64)).save(folder / "mine.png")
+    told: list[str] = []
+    instance = Instance("a photo of sks", "a photo", folder, count=3, batch=2)
+    subject = subject_of(instance, run, one(), told.append)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"mine.png", "class-00000.png", "class-00001.png"}
+    assert "generating 2 pictures" in told[0]
+    first = (folder / "class-00001.png").read_bytes()
+    (folder / "class-00000.png").unlink()
+    subject_of(instance, run, one())
+    assert {path.name for path in folder.iterdir()} == names
+    assert (folder / "class-00001.png").read_bytes() == first
+    assert train_lora(run, Lora(rank=2), one(), subject=subject)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": " "}, "instance prompt"),
+        ({"prompt": "a", "class_prompt": ""}, "class prompt"),
+        ({"prompt": "a", "class_pictures": folder}, "class prompt"),
+        ({"prompt": "a", "weight": 0.0}, "prior weight"),
+        ({"prompt": "a", "count": 0}, "count"),
+    ]
+    for values, message in wrong:
+        with pytest.raises(InputError, match=message):
+            Instance(**values)
+
+
+# ControlNet
+
+
+def write_pairs(folder: Path) -> Path:
+    write_pictures(folder)
+    rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+    for row in rows:
+        name = f"edges-{row['file_name']}"
+        Image.new("RGB", (40, 40), (255, 0, 9)).save(folder / name)
+        row["conditioning_image"] = name
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_controlnet(model: Path, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs")
+    run = training(model, pairs, tmp_path / "run")
+    folder = train_controlnet(run, one(), widths=(4, 4, 8, 8), save_dtype="float16")
+    assert folder is not None
+    assert json.loads((folder / "config.json").read_text())["conditioning_embedding_out_channels"] == [4, 4, 8, 8]
+    pipe = canvax.load(model, mesh=one(), controlnet=folder)
+    assert pipe("a red picture", seed=1, control=Image.new("RGB", (64, 64)), **QUIET).pixels.shape == (1, 64, 64, 3)
+    with pytest.raises(InputError, match="preview"):
+        train_controlnet(training(model, pairs, tmp_path / "b", prompts=("a",)), one())
+
+
+def test_pairs_that_cannot_be_read(pictures: Path, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs")
+    found = read_pictures(pairs, 32, control_column="conditioning_image")
+    assert found.control is not None
+    assert (found.control == (255, 0, 9)).all()
+    assert found.digest() != read_pictures(pairs, 32).digest()
+    with pytest.raises(InputError, match="has no control image 'depth'; its columns are conditioning_image, file_name"):
+        read_pictures(pairs, 32, control_column="depth")
+    (pairs / "edges-red.png").unlink()
+    with pytest.raises(InputError, match="edges-red"):
+        read_pictures(pairs, 32, control_column="conditioning_image")
+
+
+def test_pictures_under_one_caption(pictures: Path) -> None:
+    found = read_pictures(pictures, 32, captions=("a", "b"))
+    assert len(found) == 4
+    assert found.captions[0] == ["a", "b"]
+    np.testing.assert_array_equal(found.frames[0], [32, 48, 0, 8])
+
+
+# SDXL
+
+
+@pytest.mark.slow
+def test_fine_tuning_sdxl(pictures: Path, tmp_path: Path) -> None:
+    from canvax.train.finetune import finetune
+
+    folder = build_xl(tmp_path / "xl")
+    result = finetune(training(folder, pictures, tmp_path / "run"), one(), text=True, text_rate=1e-5)
+    assert result is not None
+    before, after = canvax.load(folder, mesh=one()), canvax.load(result, mesh=one())
+    assert before.params is not None
+    assert after.params is not None
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        moved = [np.abs(np.asarray(a) - np.asarray(b)).max() for (_, a), (_, b) in
+                 zip(flatten(before.params[part]), flatten(after.params[part]), strict=True)]  # fmt: skip
+        most = max(moved)
+        assert 0 < most < (1e-2 if part == "unet" else 1e-4)
+
+
+# The command
+
+
+@pytest.mark.slow
+def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = write_pairs(tmp_path / "pairs")
+    shared = ["-m", str(model), "--size", "64", "--steps", "2", "-b", "8", "--json"]
+    for words, target in (
+        (["lora", str(pictures), "--rank", "2", "--format", "kohya", "--layers", "all"], ["0", "0.safetensors"][1]),
+        (["textual-inversion", str(pictures), "--token", "<x>", "--initializer", "red"], "learned_embeds.safetensors"),
+        (["dreambooth", str(pictures), "-p", "sks", "--lora"], "pytorch_lora_weights.safetensors"),
+        (["dreambooth", str(pictures), "-p", "sks", "--text-encoder"], "model"),
+        (["controlnet", str(pairs), "--hint-channels", "4,4,4,8"], "controlnet"),
+    ):
+        folder = tmp_path / "runs" / "0"
+        shutil.rmtree(folder, ignore_errors=True)
+        assert main(["train", *words, *shared, "-o", str(folder)]) == 0
+        assert json.loads(capsys.readouterr().out) == {"output": str(folder / target), "finished": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora", "{p}", "--rank", "0"], "rank=0"),
+        (["lora", "{p}", "--layers", "some"], "layers = 'some' is not known"),
+        (["lora", "{p}", "--network-dimm", "8"], "did you mean '--network-dim'"),
+        (["dreambooth", "{p}"], "--instance-prompt"),
+        (["textual-inversion", "{p}", "--token", "<x>"], "--initializer"),
+        (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels 'a'"),
+        (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
+        (["lora", "{p}", "--accumulate", "0"], "accumulate = 0 must be more than 0"),
+        (["lora", "{p}", "--empty-captions", "1"], "empty = 1.0"),
+    ],
+)
+def test_commands_that_cannot_be(
+    words: list[str], message: str, model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(p=pictures) for word in words]
+    assert main(["train", *words, "-m", str(model), "-o", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is fetched, and before images of a class are generated."""
+    for module in (task, dreambooth):
+        monkeypatch.setattr(module, "open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    run = training(Path("owner/name"), tmp_path / "nothing", tmp_path / "run")
+    with pytest.raises(InputError, match="no such folder"):
+        train_lora(run, Lora(), one())
+    with pytest.raises(InputError, match="no such folder"):
+        subject_of(Instance("sks", "a dog"), run, one())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_subject_without_a_prior(pictures: Path) -> None:
+    found = subject_of(Instance("a photo of sks dog"), training(Path(), pictures, Path()), one())
+    assert found == Subject(("a photo of sks dog",))
