@@ -39,6 +39,14 @@ from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
+from canvax.models.ip_adapter import (
+    ENCODER,
+    IMAGE_PROMPTS,
+    ImageKV,
+    encode_image_prompt,
+    masked_levels,
+    read_image_prompt,
+)
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, encode_text
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
@@ -46,7 +54,7 @@ from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
-PROGRAMS = ("text encoder", "image encoder", "control encoder", "denoiser", "decoder")
+PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt encoder", "denoiser", "decoder")
 """What they are called where they are announced."""
 
 MOST_PROGRAMS = 64
@@ -58,7 +66,23 @@ LatentShape = tuple[int, int, int, int]
 TUNING = {"method": 2, "pag": 2, "freeu": 4}
 """Numbers of each field of ``canvax.denoise.Tuning``."""
 
-_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls")
+_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls", "image_prompts")
+
+
+class PromptKind(NamedTuple):
+    """What decides the programs of the image prompts that one adapter reads.
+
+    Attributes:
+        component: of the adapter.
+        count: of them, for each image.
+        masked: whether one has a mask.
+        reads: shape of what the adapter reads of an image.
+    """
+
+    component: str
+    count: int
+    masked: bool
+    reads: tuple[int, ...]
 
 
 class Kinds(NamedTuple):
@@ -76,6 +100,8 @@ class Kinds(NamedTuple):
         method: of guidance.
         tuned: fields of ``canvax.denoise.Tuning`` that are given.
         controls: those of ``Networks.controls`` that read a control image.
+        image_prompts: for each adapter that reads image prompts.
+        sees: CLIP's image encoder is needed for them.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -89,6 +115,8 @@ class Kinds(NamedTuple):
     method: Method = "cfg"
     tuned: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
+    image_prompts: tuple[PromptKind, ...] = ()
+    sees: bool = False
 
 
 class Ready(NamedTuple):
@@ -100,6 +128,7 @@ class Ready(NamedTuple):
         decode: the decoder, or None.
         encode_image: the encoder of one image, or None.
         encode_controls: of one control image, for each network that reads one.
+        encode_prompts: of one image prompt, for each adapter that reads one, and CLIP's image encoder.
     """
 
     encode: Callable[..., Conditions]
@@ -107,12 +136,14 @@ class Ready(NamedTuple):
     decode: Callable[..., Array] | None
     encode_image: Callable[..., tuple[Array, Array]] | None = None
     encode_controls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    encode_prompts: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     @property
     def named(self) -> list[tuple[str, Any]]:
         """Each with its name."""
         programs: list[tuple[str, Any]] = [("text encoder", self.encode), ("image encoder", self.encode_image)]
         programs += [("control encoder", encoder) for encoder in self.encode_controls.values()]
+        programs += [("image prompt encoder", encoder) for encoder in self.encode_prompts.values()]
         programs += [("denoiser", denoiser) for denoiser in self.denoisers.values()]
         return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]
 
@@ -177,18 +208,20 @@ class Programs:
         method: Method = "cfg",
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
+        image_prompts: tuple[PromptKind, ...] = (),
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(denoiser_params(params, controls), StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
         of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise, with ``controls`` read images.
+        with ``method`` and ``tuned`` guide otherwise, with ``controls`` and ``image_prompts`` read images.
         """
         denoiser = self.networks.controlled(controls)
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
         static |= {"method": method} if method != "cfg" else {}
         more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned, "controls": controls}
+        more["image_prompts"] = image_prompts
         inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
         arguments = abstract_of(self.denoiser_params(params, controls)), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
@@ -205,6 +238,23 @@ class Programs:
         arguments = (abstract_of(params[name]), self._batched(shape, jnp.float32))
         read = partial(encode_control, net=dict(self.networks.controls)[name])
         return self._get("control encoder", read, arguments, announce)
+
+    def encode_image_prompt(self, params: Params, announce: BuildCallback | None = None) -> Callable[..., Any]:
+        """Program ``(params["image_encoder"], images [B, S, S, 3] float32 in 0..1) ->`` CLIP's vectors and features."""
+        net = self.networks.image_encoder
+        assert net is not None
+        shape = (padded_batch(1, self.mesh), net.cfg.image_size, net.cfg.image_size, 3)
+        arguments = (abstract_of(params[ENCODER]), self._batched(shape, jnp.float32))
+        return self._get("image prompt encoder", partial(encode_image_prompt, net=net), arguments, announce)
+
+    def read_image_prompt(
+        self, params: Params, kind: PromptKind, announce: BuildCallback | None = None
+    ) -> Callable[..., Any]:
+        """Program ``(params[name], what an adapter reads [B, ...] float32) -> keys and values``."""
+        net = dict(self.networks.ip_adapters)[kind.component]
+        shape = (padded_batch(1, self.mesh), *kind.reads)
+        arguments = (abstract_of(params[kind.component]), self._batched(shape, jnp.float32))
+        return self._get("image prompt encoder", partial(read_image_prompt, net=net), arguments, announce)
 
     def decode(
         self, params: Params, latents: LatentShape, announce: BuildCallback | None = None, *, tiled: bool = False
@@ -243,9 +293,11 @@ class Programs:
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
         encode, decode, encode_image, *rest = at_once(self._calls(params, latents, kinds, announce))
-        denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are control encoders
-        controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=True))
-        ready = Ready(encode, denoisers, decode, encode_image, controls)
+        denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are encoders of other images
+        controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=False))
+        readers = [*(kind.component for kind in kinds.image_prompts), *([ENCODER] if kinds.sees else [])]
+        prompts = dict(zip(readers, rest[len(denoisers) + len(controls) :], strict=True))
+        ready = Ready(encode, denoisers, decode, encode_image, controls, prompts)
         if all(isinstance(leaf, Array) for leaf in leaves):
             self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
@@ -270,7 +322,7 @@ class Programs:
     def _calls(
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
     ) -> list[Callable[[], Any] | None]:
-        """Text encoder, decoder, image encoder (None if not asked for), denoisers, control encoders: to be called."""
+        """Text encoder, decoder, image encoder (None if not asked for), denoisers, other encoders: to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
         same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
@@ -282,6 +334,8 @@ class Programs:
             else None,
             *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
             *(partial(self.encode_control, params, name, pixels, announce) for name in kinds.controls),
+            *(partial(self.read_image_prompt, params, kind, announce) for kind in kinds.image_prompts),
+            *([partial(self.encode_image_prompt, params, announce)] if kinds.sees else []),
         ]
 
     def step_inputs(
@@ -322,6 +376,7 @@ class Programs:
         parts: int = 0,
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
+        image_prompts: tuple[PromptKind, ...] = (),
     ) -> InFlight:
         encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
@@ -335,6 +390,9 @@ class Programs:
             if name in controls:
                 dtype = _dtype(params, name)
                 conditions[name] = tuple(self._batched(shape, dtype) for shape in net.features(latents))
+        if image_prompts:
+            told = {kind.component: self._image_kv(params, kind, latents) for kind in image_prompts}
+            conditions[IMAGE_PROMPTS] = told
         return InFlight(
             self._batched((latents[0], SLOTS, *latents[1:]), jnp.float32),
             conditions,
@@ -350,6 +408,19 @@ class Programs:
             Composed((conditions,) * (parts - 1), self._batched((latents[0], parts), jnp.float32)) if parts else None,
             Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in tuned}),
         )
+
+    def _image_kv(self, params: Params, kind: PromptKind, latents: LatentShape) -> ImageKV:
+        """What one adapter has read for ``latents``."""
+        net = dict(self.networks.ip_adapters)[kind.component]
+        dtype, each = _dtype(params, kind.component), (latents[0], kind.count)
+        tokens = kind.reads[0] if net.kind == "full" else net.tokens
+        shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
+        told: ImageKV = {"kv": tuple((self._batched(shape, dtype),) * 2 for shape in shapes)}
+        told["scale"] = self._batched((*each, len(shapes)), jnp.float32)
+        if kind.masked:
+            levels = masked_levels(net.unet, latents)
+            told["masks"] = tuple(self._batched((latents[0], h * w, kind.count), jnp.float32) for h, w in levels)
+        return told
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
@@ -416,7 +487,7 @@ class Programs:
             "dtype": str(weights[0].dtype),
             "batch": data.shape[0],
         }
-        if name != "text encoder":
+        if name not in ("text encoder", "image prompt encoder"):
             factor = 1 if name in ("image encoder", "control encoder") else self.networks.vae.factor
             height, width = (side * factor for side in data.shape[-3:-1])
             description |= {"height": height, "width": width}

@@ -28,6 +28,7 @@ from canvax.weights.save import save_checkpoint
 
 if TYPE_CHECKING:
     from canvax.weights.controlnet import ControlFiles
+    from canvax.weights.ip_adapter import EncoderFiles, IPAdapterFiles
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
 """The text encoders and their tokenizers."""
@@ -114,6 +115,8 @@ class Model:
         concepts: what a small model can generate; empty if its folder says nothing of it.
         merged: adapters in the weights of its pipeline now, as metadata of images tells of them.
         controls: the files of ``networks.controls``, in their order.
+        ip_adapters: those of ``networks.ip_adapters``, likewise.
+        image_encoder: those of ``networks.image_encoder``.
     """
 
     files: ModelFiles
@@ -127,6 +130,8 @@ class Model:
     concepts: Concepts = field(default_factory=Concepts)
     merged: dict[str, Any] = field(default_factory=dict)
     controls: tuple[ControlFiles, ...] = ()
+    ip_adapters: tuple[IPAdapterFiles, ...] = ()
+    image_encoder: EncoderFiles | None = None
 
     @property
     def name(self) -> str:
@@ -211,7 +216,7 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
-        Networks that read control images are left out: they are files of their own.
+        Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
             InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.

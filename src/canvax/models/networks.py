@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from canvax.models.configs import VaeConfig
 from canvax.models.controlled import Control, ControlledDenoiser
 from canvax.models.denoiser import UNetDenoiser
+from canvax.models.ip_adapter import ENCODER, ImageEncoder, IPAdapter
 from canvax.models.text import TextEncoders
 from canvax.models.vae import vae_spec
 from canvax.params import Spec
@@ -25,6 +26,8 @@ class Networks:
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
         controls: networks that read control images, by the name of their component.
+        ip_adapters: networks that read image prompts, likewise.
+        image_encoder: what makes of an image prompt what they read; None without.
     """
 
     denoiser: UNetDenoiser
@@ -32,11 +35,14 @@ class Networks:
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
+    ip_adapters: tuple[tuple[str, IPAdapter], ...] = ()
+    image_encoder: ImageEncoder | None = None
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
         specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": vae_spec(self.vae)}
-        specs |= {name: net.spec for name, net in self.controls}
+        specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
+        specs |= {ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
     def controlled(self, names: Sequence[str]) -> UNetDenoiser | ControlledDenoiser:

@@ -90,6 +90,9 @@ class StableDiffusion:
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
         keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
+        if model.ip_adapters:
+            encoder = model.image_encoder.name if model.image_encoder else False
+            keywords["ip_adapter"] = [one.name for one in model.ip_adapters], encoder
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         keywords["safety_checker"] = self.safety_checker is not None
         adapters = self.adapters.recipe() if self.model.merged else ()
@@ -191,6 +194,32 @@ class StableDiffusion:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    def with_ip_adapter(
+        self,
+        ip_adapter: str | Path | Sequence[str | Path] | None,
+        image_encoder: str | Path | bool | None = None,
+        **source: Any,
+    ) -> StableDiffusion:
+        """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
+
+        Args:
+            ip_adapter: a safetensors file, or a file on the Hub ("h94/IP-Adapter/models/ip-adapter_sd15.safetensors"),
+                or a list of these; None for none.
+            image_encoder: the folder or Hub id of CLIP's image encoder for all of them; by default the one that lies
+                beside the adapter; False for none, where calls give embeds.
+            source: ``weight_name``, ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``.
+
+        Raises:
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+        """
+        from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
+
+        sources = ip_adapter_sources(ip_adapter or [], image_encoder, **source)
+        other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
+        pipe = StableDiffusion(*other, self.safety_checker)
+        vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
+        return pipe
+
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
@@ -235,6 +264,7 @@ class StableDiffusion:
         mask: Any = None,
         strength: float | None = None,
         control: Any = None,
+        image_prompt: Any = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -263,6 +293,9 @@ class StableDiffusion:
             control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
                 each. With several networks a list of such, None for one to leave out. Resized to what is generated,
                 whose size it gives if nothing else does (docs/controlnet.md).
+            image_prompt: what an IP-Adapter reads beside the prompt: an image, or a list of one for each image; a
+                ``canvax.ImagePrompt`` or a list of several for a strength, a mask, several at once
+                (docs/ip-adapter.md).
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -276,7 +309,7 @@ class StableDiffusion:
             with self.adapters.named_in(prompt) as words:
                 return self(
                     words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                    seed, sampler, latents, options, params, image, mask, strength, control,
+                    seed, sampler, latents, options, params, image, mask, strength, control, image_prompt,
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
@@ -296,6 +329,7 @@ class StableDiffusion:
                 options=options,
                 image=(image, mask, strength),
                 control=control,
+                image_prompt=image_prompt,
             )
         return self._generate(request, params, seed)
 
@@ -536,9 +570,10 @@ def _load_again(
     model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int], adapters: Sequence[Any] = ()
 ) -> StableDiffusion:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
-    count = math.prod(mesh.values())
-    devices = jax.devices()
-    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+    count, own = math.prod(mesh.values()), dict(keywords)
+    devices, ip_adapter = jax.devices(), own.pop("ip_adapter", None)
+    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **own)
+    pipe = pipe.with_ip_adapter(*ip_adapter) if ip_adapter else pipe
     if adapters:
         pipe.adapters.restore(adapters)
     return pipe

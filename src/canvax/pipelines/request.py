@@ -25,6 +25,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
+from canvax.pipelines.image_prompts import ImagePrompts, check_image_prompts
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import find
@@ -59,14 +60,16 @@ class Request:
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     given: Given | None = None
     control: ControlImages | None = None
+    image_prompts: ImagePrompts | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control")
+        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
+        image += [self.image_prompts and self.image_prompts.fingerprint()]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
@@ -101,6 +104,7 @@ def make_request(
     options: Any,
     image: tuple[Any, Any, Any] = (None, None, None),
     control: Any = None,
+    image_prompt: Any = None,
 ) -> Request:
     """A checked call; what is None is the model's default. ``image`` is an image, its mask and the strength.
 
@@ -157,6 +161,7 @@ def make_request(
         embeds=embeds,
         given=given,
         control=controls,
+        image_prompts=check_image_prompts(model, image_prompt, len(prompts), options),
     )
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"

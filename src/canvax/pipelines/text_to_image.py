@@ -110,6 +110,8 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         method=request.options.guidance_method if request.guided else "cfg",
         tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
         controls=request.control.names if request.control else (),
+        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
+        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
     )
     return table, deep, kinds
 

@@ -15,7 +15,16 @@ from canvax.files import read_json
 from canvax.weights.diffusers_folder import Accept, DiffusersFolder, plan_components, read_folder, small_files
 from canvax.weights.files import ModelFiles
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.layout import INDEX, OTHER_KINDS, WeightPlan, names_in, plan_weights, shard_names, why_no_index
+from canvax.weights.layout import (
+    INDEX,
+    OTHER_KINDS,
+    Kind,
+    WeightPlan,
+    names_in,
+    plan_weights,
+    shard_names,
+    why_no_index,
+)
 from canvax.weights.single_file import open_single_file
 from canvax.weights.source import Source
 
@@ -69,10 +78,13 @@ def open_files(
     return files
 
 
-def open_network(source: Source, *, accept: Accept | None = None, component: str = "") -> ModelFiles:
+def open_network(
+    source: Source, *, accept: Accept | None = None, component: str = "", kind: Kind | None = None
+) -> ModelFiles:
     """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
 
     It is the component ``component`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
+    ``kind`` is the library whose file names it uses, where the component does not say.
 
     Raises:
         CheckpointError, HubError: as ``open_files``.
@@ -89,11 +101,12 @@ def open_network(source: Source, *, accept: Accept | None = None, component: str
     if commit is not None and commit.names is not None:
         names = [name.removeprefix(inside) for name in commit.names if name.startswith(inside)]
         own = [name for name in names if "/" not in name]
-        kind = OTHER_KINDS.get(component, "diffusers")
-        _fetch_weights(commit, {inside: plan_weights(own, kind, source.variant, source.name)})
+        library = kind or OTHER_KINDS.get(component, "diffusers")
+        _fetch_weights(commit, {inside: plan_weights(own, library, source.variant, source.name)})
         commit.remember()
     components = {component: str(config.get("_class_name"))}
-    return DiffusersFolder(source.name, path, commit.sha if commit else None, source.variant, {}, components)
+    sha = commit.sha if commit else None
+    return DiffusersFolder(source.name, path, sha, source.variant, {}, components, kind=kind)
 
 
 def read_config(source: Source, name: str) -> dict[str, Any]:
