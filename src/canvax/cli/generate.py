@@ -17,6 +17,7 @@ from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.image_prompts import image_prompt_argument
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -224,6 +225,9 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         progress=not arguments.quiet,
         **more,
     )
+    if source.ip_adapter:
+        hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+        pipe = pipe.with_ip_adapter(source.ip_adapter, source.ip_encoder, progress=not arguments.quiet, **hub)
     load_adapters(pipe, arguments)
     return pipe
 
@@ -314,6 +318,7 @@ def generate_batch(
         options=dataclasses.replace(first.options, progress=progress, callback=callback),
         **_given(full),
         control=control_argument([request.control for request in full]),
+        image_prompt=image_prompt_argument([request.image_prompts for request in full]),
     )
 
 

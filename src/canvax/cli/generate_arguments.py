@@ -13,7 +13,7 @@ OUTPUT = "out"
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax generate``."""
     for add in (
-        *(_subject, _images, _control, _settings, _hires, _sdxl, _model),
+        *(_subject, _images, _control, _image_prompts, _settings, _hires, _sdxl, _model),
         *(add_adapters, _devices, _where_to),
     ):
         add(parser)
@@ -133,6 +133,19 @@ def _control(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--control-start", metavar="X", help="0..1, from which part of the run on (0)")
     group.add_argument("--control-end", metavar="X", help="0..1, up to which part (1)")
     group.add_argument("--control-mode", metavar="MODE", help="balanced, guess, prompt or control")
+
+
+def _image_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with an image as a prompt (each flag once for each image or adapter)")
+    group.add_argument(
+        "--ip-adapter", action="append", metavar="FILE",
+        help="the IP-Adapter that reads it: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+    )  # fmt: skip
+    group.add_argument(
+        "--ip-image", action="append", metavar="FILE[:X]", help="the image, and how strong it is (1): photo.png:0.6"
+    )
+    group.add_argument("--ip-mask", action="append", metavar="FILE", help="where it acts, white; none for everywhere")
+    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:

@@ -213,7 +213,8 @@ def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) 
     if mask is None:
         return attention(q, k, v, upcast=upcast)
     mask = mask.astype(v.dtype)[..., None, None]
-    return sum(mask[:, :, i] * attention(q, k[:, i], v[:, i], upcast=upcast) for i in range(k.shape[1]))
+    found = [mask[:, :, i] * attention(q, k[:, i], v[:, i], upcast=upcast) for i in range(k.shape[1])]
+    return sum(found[1:], found[0])
 
 
 def downsample_spec(channels: int) -> Spec:

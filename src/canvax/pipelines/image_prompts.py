@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from canvax.compile.programs import Programs, PromptKind
+from canvax.compile.kinds import PromptKind
+from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import InputError
 from canvax.families.base import Model
@@ -173,9 +174,9 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
     adapters = dict(model.networks.ip_adapters)
     prompts = [_checked(model, one, count) for one in records]
     for name in adapters:
-        shapes = {one.embeds.shape[1:] if one.embeds is not None else None for one in prompts if one.component == name}
-        if len(shapes - {None}) > 1:
-            raise InputError(f"image_prompt: the embeds have several shapes {sorted(shapes - {None})}")
+        shapes = {one.embeds.shape[1:] for one in prompts if one.component == name and one.embeds is not None}
+        if len(shapes) > 1:
+            raise InputError(f"image_prompt: the embeds have several shapes {sorted(shapes)}; give all the same")
     if options.padding_mask_crop is not None and any(one.masks for one in prompts):
         raise InputError("image_prompt with a mask and padding_mask_crop: masks are of the whole image; leave one out")
     encoder = model.networks.image_encoder

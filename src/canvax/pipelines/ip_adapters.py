@@ -20,7 +20,7 @@ from canvax.parallel.rules import device_bytes, place
 from canvax.params import Param, Params
 from canvax.types import Array, HostArray
 from canvax.weights.adapter_source import AdapterSource
-from canvax.weights.ip_adapter import EncoderFiles, find_encoder, open_ip_adapter
+from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
 from canvax.weights.load import load_components
 
 MOST = 8
@@ -69,7 +69,7 @@ def with_ip_adapters(
             "params=None: a pipeline that holds no parameters cannot be given an IP-Adapter; load it whole"
         )
     for source in sources:
-        source.check(())
+        check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]
     nets = [ip_adapter_of(one, model) for one in files]
     encoder: EncoderFiles | None = None

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
+from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.monitor import counting
-from canvax.compile.programs import PROGRAMS, Kinds, Programs, Ready
+from canvax.compile.programs import Programs
 from canvax.errors import InputError, check_count, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from canvax.compile.programs import Programs, Ready
+from canvax.compile.kinds import Ready
+from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
@@ -74,7 +75,8 @@ def prepare(
             programs, params, request.image_prompts, size, latents, count, ready.encode_prompts, guided=request.guided
         )
         for told in (texts, *later.values()):
-            for half in told.halves:
+            halves: list[Any] = told.halves
+            for half in halves:
                 half[IMAGE_PROMPTS] = reading.negative if half is told.negative else reading.positive
     noise = noise_of(request) if request.latents is None else request.latents
     keep = None

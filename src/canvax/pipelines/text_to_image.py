@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
-from canvax.compile.programs import Kinds, Programs
+from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError

@@ -94,13 +94,18 @@ def open_ip_adapter(source: AdapterSource) -> IPAdapterFiles:
         InputError, CheckpointError, HubError: it is missing, damaged, or something else.
     """
     name = str(source.name)
-    if Path(name).suffix.lower() in PICKLES:
-        raise CheckpointError(f"{name}: {PICKLE_REFUSED}")
     (path, *_), _ = source.find(())
     arrays = open_safetensors(path)
     if (fault := _other({one.name for one in arrays})) is not None:
         raise CheckpointError(f"{name}: is {fault}")
     return IPAdapterFiles(name, path, arrays)
+
+
+def check_ip_adapter(source: AdapterSource) -> None:
+    """Refuse what can be told to be none before anything is fetched."""
+    if Path(source.name).suffix.lower() in PICKLES:
+        raise CheckpointError(f"{source.name}: {PICKLE_REFUSED}")
+    source.check(())
 
 
 def _other(names: set[str]) -> str | None:
