@@ -67,8 +67,7 @@ LOAD: dict[str, Familiar] = {
     **_renamed("pretrained_model_name_or_path model_id", "model"),
     **_same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
-    **_same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
-    **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
+    **_same("unet text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
             "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
     **_same("subfolder", "pass the folder of the whole model, with model_index.json in it"),
     **_same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),
@@ -160,7 +159,8 @@ FLAGS: dict[str, Familiar] = {
     **_same("jpg jpeg webp png format extension", "the name chooses: -o cat.png, -o cat.jpg or -o cat.webp"),
     **_same("size resolution", "write --width 512 --height 512"),
     **_same("ckpt checkpoint safetensors ckpt-dir", "write --model with a folder in the diffusers layout or a Hub id"),
-    **_same("vae", "a model folder holds its own VAE: put it into vae/"),
+    **_same("v-parameterization v-pred parameterization", "write --prediction-type v_prediction"),
+    **_same("taesd tae", "write --vae madebyollin/taesd, or taesdxl"),
     **_same("no-safety-checker nsfw disable-nsfw-checker", "no safety checker is used unless --safety-checker says so"),
     **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
     **_same("hires-fix", "write --hires 2"),
@@ -229,7 +229,7 @@ FLAX_CALL: dict[str, Familiar] = {
 
 FLAX_LOAD: dict[str, Familiar] = {
     **{name: entry for name, entry in LOAD.items() if not entry.becomes
-       and name not in ("scheduler", "from_pt", "use_memory_efficient_attention")},
+       and name not in ("from_pt", "use_memory_efficient_attention")},
     **_same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
     **_same("load_in_8bit load_in_4bit quantization_config", "canvax.load(model, quantize='int8') has it"),
     **_renamed("torch_dtype weights_dtype", "dtype"),

@@ -175,6 +175,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
     from canvax.weights.open import open_files
+    from canvax.weights.overrides import Overrides
     from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
@@ -182,11 +183,13 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
         raise InputError("--control without --controlnet: name the network that reads the image")
+    overrides = Overrides.of(source.vae, source.prediction_type)
     try:
         origin = ModelSource(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
-        files = open_files(origin, accept=family_of)
+        files = open_files(origin, accept=family_of, prediction=overrides.prediction, vae=overrides.vae is None)
+        files = dataclasses.replace(overrides, vae=None).apply(files)
     except (CheckpointError, HubError):
         return  # not on disk yet, or no such model: loading reports it
     model = read_model(files, "float32")
@@ -215,6 +218,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         source.model,
         dtype=source.dtype,
         quantize=source.quantize,
+        vae=source.vae,
+        prediction_type=source.prediction_type,
         revision=source.revision,
         variant=source.variant,
         token=arguments.token,
@@ -225,6 +230,9 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         progress=not arguments.quiet,
         **more,
     )
+    if not arguments.quiet:
+        for name, reason in pipe.model.reasons.items():
+            complain(f"{name.replace('_', ' ')}: {reason}", label="")
     if source.ip_adapter:
         hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
         pipe = pipe.with_ip_adapter(source.ip_adapter, source.ip_encoder, progress=not arguments.quiet, **hub)

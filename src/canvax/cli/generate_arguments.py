@@ -263,6 +263,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
         "--safety-checker", action="store_true", help="the model's own: images that it refuses become black"
     )
     add_dtype(group)
+    add_parts(group)
     add_source(group)
 
 
@@ -302,6 +303,17 @@ def add_dtype(group: Any) -> None:
     """Flags that say in which numbers a model computes."""
     group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     add_quantize(group)
+
+
+def add_parts(group: Any) -> None:
+    """Flags that say in which parts a model is not as its files say."""
+    group.add_argument(
+        "--vae", metavar="VAE",
+        help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+    )  # fmt: skip
+    group.add_argument(
+        "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
+    )
 
 
 def add_quantize(group: Any) -> None:

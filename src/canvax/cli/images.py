@@ -65,7 +65,7 @@ ALIASES: dict[str, str] = {
 }
 _MAX_PROMPT_FILE = 64 << 20
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize")
+OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
 
 
@@ -120,6 +120,8 @@ class Source:
     variant: str | None
     dtype: str | None
     quantize: str | None
+    vae: str | None = None
+    prediction_type: str | None = None
     controlnet: tuple[str, ...] = ()
     ip_adapter: tuple[str, ...] = ()
     ip_encoder: str | None = None
@@ -363,8 +365,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if arguments.model and arguments.model != recorded["model"]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
-    revision, variant, dtype, quantize = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
-    return settings, Source(model, revision, variant, dtype, quantize)
+    own_parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
+    return settings, Source(model, **own_parts)
 
 
 def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:

@@ -89,7 +89,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     """A ``canvax generate`` command line that generates an image with this metadata again."""
     flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
     if "canvax" in metadata:  # other programs name a file, which canvax cannot load
-        flags |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
+        flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
@@ -193,6 +193,7 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
         "height": model.native_size[0],
         "width": model.native_size[1],
         "prediction_type": schedule.prediction_type,
+        "read_as": model.reasons,
         "train_timesteps": schedule.num_train_timesteps,
         "sampler": {
             "name": model.scheduler.spec.name,
@@ -299,6 +300,7 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
         "latents": f"{latents['channels']} channels, {latents['factor']} pixels each way",
         "text": f"{text['tokens']} tokens of width {text['width']}, {text['layers']} layers",
         "prediction": f"{report['prediction_type']}, {report['train_timesteps']} training timesteps",
+        **{f"read as: {name.replace('_', ' ')}": reason for name, reason in report["read_as"].items()},
         "sampler": f"{sampler['label']} ({sampler['name']}), spacing {sampler['spacing']}, sigmas {sampler['sigmas']}, "
         f"offset {sampler['steps_offset']}",
         "defaults": f"{defaults['num_inference_steps']} steps, guidance {defaults['guidance_scale']:g}",

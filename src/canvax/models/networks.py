@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canvax.models.configs import VaeConfig
+from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, ControlledDenoiser
+from canvax.models.decode import autoencoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.ip_adapter import ENCODER, ImageEncoder, IPAdapter
 from canvax.models.text import TextEncoders
-from canvax.models.vae import vae_spec
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
 
@@ -31,7 +31,7 @@ class Networks:
     """
 
     denoiser: UNetDenoiser
-    vae: VaeConfig
+    vae: AutoencoderConfig
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
@@ -40,7 +40,7 @@ class Networks:
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
-        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": vae_spec(self.vae)}
+        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": autoencoder_spec(self.vae)}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
         specs |= {ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)

@@ -44,6 +44,7 @@ from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
+from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class StableDiffusion:
             raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
+        keywords |= model.overrides
         keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
         if model.ip_adapters:
             encoder = model.image_encoder.name if model.image_encoder else False
@@ -596,6 +598,9 @@ def load(
     safety_checker: bool | None = None,
     progress: bool = True,
     controlnet: str | Path | Sequence[str | Path] | None = None,
+    vae: str | Path | None = None,
+    prediction_type: str | None = None,
+    scheduler: Mapping[str, Any] | str | Path | None = None,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -617,6 +622,11 @@ def load(
         progress: show downloads on stderr.
         controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
             file, for calls with ``control`` (docs/controlnet.md).
+        vae: another autoencoder than the model's own: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
+            (docs/single-files.md).
+        prediction_type: what the UNet predicts, "epsilon" or "v_prediction", where the model does not say or is wrong.
+        scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
+            ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
 
     Raises:
         InputError: an argument cannot be used.
@@ -635,6 +645,7 @@ def load(
     controls: list[Opened] = []
     opened = open_model(
         model,
+        overrides=Overrides.of(vae, prediction_type, scheduler),
         dtype=dtype,
         quantize=quantize,
         mesh=mesh,

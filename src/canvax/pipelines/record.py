@@ -32,7 +32,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["controlnet"] = [files.name for files in model.controls]
     if request.image_prompts:
         shared["ip_adapter"] = [files.name for files in model.ip_adapters]
-    optional = {"variant": model.files.variant, "quantize": model.quantize}
+    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.

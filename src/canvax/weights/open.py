@@ -37,6 +37,8 @@ def open_files(
     accept: Accept | None = None,
     look: Callable[[ModelFiles], object] | None = None,
     weights: bool = True,
+    prediction: str | None = None,
+    vae: bool = True,
 ) -> ModelFiles:
     """Find a model, fetching what is not on disk yet.
 
@@ -45,13 +47,15 @@ def open_files(
         accept: called with the parsed ``model_index.json`` before anything else is read or fetched.
         look: called once with the files before weights are fetched, when all else is there.
         weights: without, they are neither fetched nor looked for.
+        prediction: of a model in one file, if the caller knows it.
+        vae: whether a model in one file has to hold an autoencoder.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, or holds only pickles.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
     if (file := source.single_file()) is not None:
-        single = open_single_file(source.name, file)
+        single = open_single_file(source.name, file, prediction=prediction, vae=vae)
         if accept is not None:
             accept(single.index)
         if look is not None:
