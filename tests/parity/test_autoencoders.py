@@ -96,16 +96,17 @@ def reference(pipe: Any) -> Any:
 
 def draw(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
     size = {} if "image" in changes else {"height": SIZE, "width": SIZE}
-    return pipe(PROMPTS[0], NEGATIVE, sampler="DDIM", **CHOICE | size | {"seed": SEEDS[0]} | changes)
+    told: dict[str, Any] = {**CHOICE, **size, "seed": SEEDS[0], **changes}
+    return pipe(PROMPTS[0], NEGATIVE, sampler="DDIM", **told)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_tiny(name: str) -> None:
     """Its encoder, and both ways of an image."""
-    theirs = randomise(diffusers.AutoencoderTiny(**SHAPES[name]))
+    theirs: Any = randomise(diffusers.AutoencoderTiny(**SHAPES[name]))
     cfg = TinyConfig.from_dict(dict(theirs.config))
     params = params_of(theirs, tiny_spec(cfg))
-    images = np.random.default_rng(0).random((2, 40, 48, 3), np.float32)
+    images: Any = np.random.default_rng(0).random((2, 40, 48, 3), np.float32)
     with torch.no_grad():
         latents = theirs.encode(nchw(2 * images - 1)).latents
         pixels = nhwc(theirs.decode(latents).sample) / 2 + 0.5
@@ -123,7 +124,7 @@ def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tiny()
     cfg = TinyConfig.from_dict(dict(theirs.config))
     params = params_of(theirs, tiny_spec(cfg))
-    latents = np.random.default_rng(0).standard_normal((1, 72, 32, 4), np.float32)
+    latents: Any = np.random.default_rng(0).standard_normal((1, 72, 32, 4), np.float32)
     whole, tiled = (decode_images(params, latents, cfg=cfg, tiled=tiled) for tiled in (False, True))
     assert psnr(tiled, whole) > 60
     whole, tiled = (encode_images(params, whole, cfg=cfg, tiled=tiled)[0] for tiled in (False, True))

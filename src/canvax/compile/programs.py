@@ -39,16 +39,8 @@ from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
-from canvax.models.ip_adapter import (
-    ENCODER,
-    IMAGE_PROMPTS,
-    ImageKV,
-    encode_image_prompt,
-    masked_levels,
-    read_image_prompt,
-)
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, encode_text
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, Conditions, encode_text
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
@@ -153,16 +145,20 @@ class Programs:
 
     def encode_image_prompt(self, params: Params, announce: BuildCallback | None = None) -> Callable[..., Any]:
         """Program ``(params["image_encoder"], images [B, S, S, 3] float32 in 0..1) ->`` CLIP's vectors and features."""
+        from canvax.models.ip_adapter import encode_image_prompt  # which most calls never need
+
         net = self.networks.image_encoder
         assert net is not None
         shape = (padded_batch(1, self.mesh), net.cfg.image_size, net.cfg.image_size, 3)
-        arguments = (abstract_of(params[ENCODER]), self._batched(shape, jnp.float32))
+        arguments = (abstract_of(params[IMAGE_ENCODER]), self._batched(shape, jnp.float32))
         return self._get("image prompt encoder", partial(encode_image_prompt, net=net), arguments, announce)
 
     def read_image_prompt(
         self, params: Params, kind: PromptKind, announce: BuildCallback | None = None
     ) -> Callable[..., Any]:
         """Program ``(params[name], what an adapter reads [B, ...] float32) -> keys and values``."""
+        from canvax.models.ip_adapter import read_image_prompt
+
         net = dict(self.networks.ip_adapters)[kind.component]
         shape = (padded_batch(1, self.mesh), *kind.reads)
         arguments = (abstract_of(params[kind.component]), self._batched(shape, jnp.float32))
@@ -207,7 +203,7 @@ class Programs:
         encode, decode, encode_image, *rest = at_once(self._calls(params, latents, kinds, announce))
         denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are encoders of other images
         controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=False))
-        readers = [*(kind.component for kind in kinds.image_prompts), *([ENCODER] if kinds.sees else [])]
+        readers = [*(kind.component for kind in kinds.image_prompts), *([IMAGE_ENCODER] if kinds.sees else [])]
         prompts = dict(zip(readers, rest[len(denoisers) + len(controls) :], strict=True))
         ready = Ready(encode, denoisers, decode, encode_image, controls, prompts)
         if all(isinstance(leaf, Array) for leaf in leaves):
@@ -321,13 +317,15 @@ class Programs:
             Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in tuned}),
         )
 
-    def _image_kv(self, params: Params, kind: PromptKind, latents: LatentShape) -> ImageKV:
-        """What one adapter has read for ``latents``."""
+    def _image_kv(self, params: Params, kind: PromptKind, latents: LatentShape) -> dict[str, Any]:
+        """What one adapter has read for ``latents``, as ``canvax.models.ip_adapter.ImageKV``."""
+        from canvax.models.ip_adapter import masked_levels
+
         net = dict(self.networks.ip_adapters)[kind.component]
         dtype, each = _dtype(params, kind.component), (latents[0], kind.images)
         tokens = kind.reads[0] if net.kind == "full" else net.tokens
         shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
-        told: ImageKV = {"kv": tuple((self._batched(shape, dtype),) * 2 for shape in shapes)}
+        told: dict[str, Any] = {"kv": tuple((self._batched(shape, dtype),) * 2 for shape in shapes)}
         told["scale"] = self._batched((*each, len(shapes)), jnp.float32)
         if kind.masked:
             levels = masked_levels(net.unet, latents)

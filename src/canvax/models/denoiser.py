@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
-from canvax.models.ip_adapter import IMAGE_PROMPTS, with_image_prompts
-from canvax.models.text import Conditions
+from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.models.unet import Residuals, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
 from canvax.params import Params, Spec
 from canvax.types import Array, DType
@@ -93,6 +92,8 @@ class UNetDenoiser:
         kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
         prepared: dict[str, Any] = {**conditions, "text": kv}
         if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
+            from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
+
             prepared["text"] = with_image_prompts(kv, prompts, self.cfg)
         return prepared
 

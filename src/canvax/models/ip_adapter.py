@@ -25,12 +25,6 @@ Kind = Literal["plain", "plus", "full"]
 """What makes tokens of an image: a linear map of CLIP's vector of it, a resampler of CLIP's features, or a small
 network for each of these features."""
 
-ENCODER = "image_encoder"
-"""The component of CLIP's image encoder, which all adapters of a pipeline share."""
-
-IMAGE_PROMPTS = "image_prompts"
-"""Among the conditions of an image: for each adapter, by its component, an ``ImageKV``."""
-
 HEAD = 64
 """Width of a head of the resampler."""
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, ControlledDenoiser
 from canvax.models.decode import autoencoder_spec
 from canvax.models.denoiser import UNetDenoiser
-from canvax.models.ip_adapter import ENCODER, ImageEncoder, IPAdapter
-from canvax.models.text import TextEncoders
+from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
+
+if TYPE_CHECKING:
+    from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Networks:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
         specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": autoencoder_spec(self.vae)}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
-        specs |= {ENCODER: self.image_encoder.spec} if self.image_encoder else {}
+        specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
     def controlled(self, names: Sequence[str]) -> UNetDenoiser | ControlledDenoiser:

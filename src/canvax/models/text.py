@@ -23,6 +23,12 @@ Conditions = dict[str, Array]
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
+IMAGE_PROMPTS = "image_prompts"
+"""Among the conditions of an image: for each IP-Adapter, by its component, a ``canvax.models.ip_adapter.ImageKV``."""
+
+IMAGE_ENCODER = "image_encoder"
+"""The component of CLIP's image encoder, which all adapters of a pipeline share."""
+
 
 @dataclass(frozen=True)
 class TextEncoders:

@@ -20,7 +20,8 @@ from canvax.families.base import Model
 from canvax.images.given import clip_square, fingerprint, read_images
 from canvax.images.masks import resized, rounded
 from canvax.models.clip_vision import MEAN
-from canvax.models.ip_adapter import ENCODER, ImageKV, IPAdapter, attentions_to_text, masked_levels
+from canvax.models.ip_adapter import ImageKV, IPAdapter, attentions_to_text, masked_levels
+from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put, put_all
 from canvax.params import Params
@@ -364,7 +365,7 @@ class _Reader:
             assert encoder is not None
             side = encoder.cfg.image_size
             plain = np.broadcast_to(np.asarray(MEAN, np.float32), (side, side, 3))
-            self._seen[mark] = self._run(ENCODER, plain if image is None else clip_square(image, side))
+            self._seen[mark] = self._run(IMAGE_ENCODER, plain if image is None else clip_square(image, side))
         return self._seen[mark]
 
     def _keys(self, component: str, embeds: HostArray) -> Any:
@@ -377,7 +378,7 @@ class _Reader:
         mesh = self.programs.mesh
         rows = np.broadcast_to(row.astype(np.float32), (padded_batch(1, mesh), *row.shape))
         outputs = self.encoders[component](self.params[component], put(rows, over_batch(mesh)))
-        if component == ENCODER:
+        if component == IMAGE_ENCODER:
             return tuple(_first(output) for output in outputs)
         return [tuple(_first(output) for output in pair) for pair in outputs]
 

@@ -14,7 +14,8 @@ from canvax.compile.programs import Programs
 from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Model
 from canvax.families.ip_adapters import component_name, ip_adapter_of, with_encoder
-from canvax.models.ip_adapter import ENCODER, ImageEncoder
+from canvax.models.ip_adapter import ImageEncoder
+from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.memory import check_weights
 from canvax.parallel.rules import device_bytes, place
 from canvax.params import Param, Params
@@ -94,14 +95,14 @@ def with_ip_adapters(
 def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[str], *, same: bool) -> Params:
     """The parameters with those of the adapters; the image encoder stays if it is the ``same``."""
     mesh = programs.mesh
-    new = [*names, *([ENCODER] if model.image_encoder and not same else [])]
+    new = [*names, *([IMAGE_ENCODER] if model.image_encoder and not same else [])]
     parts = [part for part in model.components if part.name in new]
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
     told = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
     check_weights(needed, mesh, told, model.dtype, quantized=model.quantize is not None)
-    old = {component_name(i) for i in range(MOST)} | (set() if same else {ENCODER})
+    old = {component_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
     kept = {name: tree for name, tree in params.items() if name not in old}
-    by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {ENCODER: model.image_encoder}
+    by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}
     for part in parts:
         files = by_name[part.name]
 

@@ -13,14 +13,13 @@ from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
-from canvax.models.ip_adapter import IMAGE_PROMPTS
+from canvax.models.text import IMAGE_PROMPTS
 from canvax.noise import seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.control_images import encode_controls, strengths
 from canvax.pipelines.encoding import encode
-from canvax.pipelines.image_prompts import encode_image_prompts
 from canvax.pipelines.request import Request
 from canvax.pipelines.start import begin, encode_images, keep_renoised, noise_of, start, tuning_of
 from canvax.samplers import SamplerTable
@@ -70,6 +69,8 @@ def prepare(
         for half in (half for told in (texts, *later.values()) for half in told.halves):
             half |= read
     if request.image_prompts is not None:
+        from canvax.pipelines.image_prompts import encode_image_prompts
+
         size, count = (request.height, request.width), len(request.prompts)
         reading = encode_image_prompts(
             programs, params, request.image_prompts, size, latents, count, ready.encode_prompts, guided=request.guided

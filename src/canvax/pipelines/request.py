@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
-from canvax.pipelines.image_prompts import ImagePrompts, check_image_prompts
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import find
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
+
+if TYPE_CHECKING:
+    from canvax.pipelines.image_prompts import ImagePrompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +163,7 @@ def make_request(
         embeds=embeds,
         given=given,
         control=controls,
-        image_prompts=check_image_prompts(model, image_prompt, len(prompts), options),
+        image_prompts=_image_prompts(model, image_prompt, len(prompts), options),
     )
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
@@ -170,6 +172,14 @@ def make_request(
         raise InputError("latents with variation_strength or seed_size: the noise is given already; leave them out")
     check_start(options, sampler, request.latents, model, image=given is not None)
     return request
+
+
+def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
+    if value is None:
+        return None
+    from canvax.pipelines.image_prompts import check_image_prompts  # which most calls never need
+
+    return check_image_prompts(model, value, count, options)
 
 
 def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:

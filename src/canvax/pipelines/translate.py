@@ -11,10 +11,10 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
-from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.options import Options, Step, check_options
 
 if TYPE_CHECKING:
+    from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.result import Result
 
 OUTPUTS = ("pil", "np", "numpy", "latent")
@@ -88,6 +88,10 @@ def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
     Raises:
         InputError: they are something else.
     """
+    if not given.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
+        return None
+    from canvax.pipelines.image_prompts import ImagePrompt  # which most calls never need
+
     images, embeds = given.get("ip_adapter_image"), given.get("ip_adapter_image_embeds")
     if embeds is not None and images is not None:
         raise InputError("ip_adapter_image and ip_adapter_image_embeds are one argument; give it once")

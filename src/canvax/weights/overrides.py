@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvax.errors import InputError, nearest
 from canvax.files import read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.vae_file import VaeFiles, check_vae_name, open_vae
+
+if TYPE_CHECKING:
+    from canvax.weights.vae_file import VaeFiles
 
 _FROM_HUB = ("token", "cache_dir", "local_files_only", "progress")
 
@@ -40,6 +42,8 @@ class Overrides:
             InputError, CheckpointError: naming the argument.
         """
         if vae is not None:
+            from canvax.weights.vae_file import check_vae_name  # which most models never need
+
             vae = os.fspath(vae) if isinstance(vae, os.PathLike) else vae
             check_vae_name(vae)
         if prediction_type is not None and prediction_type not in PREDICTION_TYPES:
@@ -63,6 +67,8 @@ class Overrides:
             return files
         vae = None
         if self.vae is not None:
+            from canvax.weights.vae_file import open_vae
+
             vae = open_vae(self.vae, files.config("vae"), **{k: v for k, v in source.items() if k in _FROM_HUB})
         return Overridden(files, self, vae)
 

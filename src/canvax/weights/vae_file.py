@@ -72,8 +72,8 @@ def open_vae(vae: str | Path, own: Mapping[str, Any], **source: Any) -> VaeFiles
     sizes = [_factor(config) for config in (found.config, own)]
     if "block_out_channels" in own and sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"vae={str(vae)!r}: makes one latent of {sizes[0]} x {sizes[0]} pixels, the model's own one of {sizes[1]} x "
-            f"{sizes[1]}; it was made for another kind of model"
+            f"vae={str(vae)!r}: makes one latent of {sizes[0]} x {sizes[0]} pixels, the model's own one of "
+            f"{sizes[1]} x {sizes[1]}; it was made for another kind of model"
         )
     return found
 
