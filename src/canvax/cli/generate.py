@@ -214,12 +214,12 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         complain(f"loading {source.model}")
     more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
+    parts = {"vae": source.vae, "prediction_type": source.prediction_type}
+    more |= {name: value for name, value in parts.items() if value is not None}
     pipe = canvax.load(
         source.model,
         dtype=source.dtype,
         quantize=source.quantize,
-        vae=source.vae,
-        prediction_type=source.prediction_type,
         revision=source.revision,
         variant=source.variant,
         token=arguments.token,
