@@ -5,10 +5,14 @@ Numbers are held against PyTorch diffusers in ``parity/test_ip_adapter.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 from control_files import controlnet
+from hub_imitation import HubImitation, Repository, folder_files
 from ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from PIL import Image
 from safetensors.numpy import save_file
@@ -415,3 +420,59 @@ def test_the_page_runs(base: canvax.StableDiffusion, root: Path, monkeypatch: py
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(block, names)
     assert isinstance(names["result"], canvax.Result)
+
+
+# huggingface_hub reads HF_* when it is imported.
+FROM_HUB = """
+import json, sys
+import canvax, jax
+from canvax.parallel.mesh import make_mesh
+pipe = canvax.load(sys.argv[1], mesh=make_mesh(jax.devices()[:1]))
+answers = []
+for file, encoder in json.load(sys.stdin):
+    try:
+        made = pipe.with_ip_adapter(file, encoder, progress=False)
+        answers.append([made.model.ip_adapters[0].name, made.model.image_encoder.name])
+    except canvax.CanvaxError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def test_hub(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> None:
+    """The adapter's file and the encoder that suits it, of one commit, and nothing else; later without the Hub."""
+    files = {f"models/{name}": data for name, data in folder_files(root / "models").items()}
+    wide = tmp_path / "wide"
+    encoder(wide, cfg=dataclasses.replace(VISION, hidden_size=96, projection_dim=40))
+    files |= {f"sdxl_models/image_encoder/{name}": data for name, data in folder_files(wide).items()}
+    files |= {"sdxl_models/plus_vit-h.safetensors": files["models/plus.safetensors"], "x.py": b"raise", "y.bin": b"PK"}
+    with HubImitation() as hub:
+        hub.repositories["o/ip"] = Repository()
+        hub.repositories["o/ip"].commit("main", files)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+        env = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+
+        def ask(*calls: tuple[str, str | None], **variables: str) -> list[Any]:
+            done = subprocess.run(
+                [sys.executable, "-c", FROM_HUB, str(root / "base")], input=json.dumps(calls), env=env | variables,
+                capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        plus = "o/ip/sdxl_models/plus_vit-h.safetensors"
+        assert ask((plus, None)) == [[plus, "o/ip/models/image_encoder"]]
+        assert not {"x.py", "y.bin", "models/plain.safetensors", "sdxl_models/image_encoder/model.safetensors"} & set(
+            hub.fetched()
+        )
+        found = ask(
+            ("o/ip/models/plain.safetensors", "o/ip/models/image_encoder"), (plus, "o/ip/sdxl_models/image_encoder"),
+            ("o/ip/models/none.safetensors", None), (plus, "o/ip/elsewhere"),
+        )  # fmt: skip
+        assert found[0] == ["o/ip/models/plain.safetensors", "o/ip/models/image_encoder"]
+        assert "features of 96 numbers, the adapter reads 64" in found[1]
+        assert "none.safetensors" in found[2]
+        assert "elsewhere" in found[3]
+        before = len(hub.requests)
+        assert ask((plus, None), HF_HUB_OFFLINE="1") == [[plus, "o/ip/models/image_encoder"]]
+        assert len(hub.requests) == before
