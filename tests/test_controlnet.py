@@ -414,7 +414,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a web page": (named("net.safetensors", b"<!DOCTYPE html><html>"), "is a web page"),
     "a pointer": (named("net.safetensors", b"version https://git-lfs.github.com/spec/v1\n" * 2), "Git LFS pointer"),
     "empty": (one_file("net.safetensors", {}), "is empty"),
-    "a control-LoRA": (one_file("net.safetensors", {"lora_controlnet": ZERO, "a.up": ZERO}), "is a control-LoRA"),
+    "a control-LoRA, cut": (one_file("net.safetensors", {"lora_controlnet": ZERO, "a.up": ZERO}), "no whole control"),
     "a ControlLLLite": (one_file("net.safetensors", {"lllite_unet_a.weight": ZERO}), "is a ControlLLLite"),
     "a union's file": (one_file("net.safetensors", {"task_embedding": ZERO}), "is a ControlNet-Union"),
     "a LoRA": (one_file("net.safetensors", {"a.lora_down.weight": ZERO}), "is a LoRA"),

@@ -14,7 +14,8 @@ import pytest
 from bundled import LATENTS
 
 import canvax
-from canvax.compile.programs import Kinds, Programs
+from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
+    from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.pipeline import StableDiffusion, load
     from canvax.pipelines.preview import Preview, load_preview
@@ -30,6 +31,7 @@ _HOMES = {
     "CanvaxError": "canvax.errors",
     "CheckpointError": "canvax.errors",
     "HubError": "canvax.errors",
+    "ImagePrompt": "canvax.pipelines.image_prompts",
     "InputError": "canvax.errors",
     "Memory": "canvax.parallel.memory",
     "Options": "canvax.pipelines.options",
@@ -52,6 +54,7 @@ __all__ = [
     "CanvaxError",
     "CheckpointError",
     "HubError",
+    "ImagePrompt",
     "InputError",
     "Memory",
     "Options",

@@ -47,7 +47,7 @@ CALL: dict[str, Familiar] = {
     **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
     **_renamed("control_guidance_start guidance_start", "control_start"),
     **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
-    **_same("ip_adapter_image ip_adapter_image_embeds", NOT_HERE.format("IP-Adapter")),
+    **_same("ip_adapter_scale ip_adapter_masks", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
     **_same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's: pipe.adapters.set({'name': 0.8})"),
     **_same("callback_steps", "options.callback is called after each evaluation of the network"),
     **_same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
@@ -67,8 +67,7 @@ LOAD: dict[str, Familiar] = {
     **_renamed("pretrained_model_name_or_path model_id", "model"),
     **_same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
-    **_same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
-    **_same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
+    **_same("unet text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
             "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
     **_same("subfolder", "pass the folder of the whole model, with model_index.json in it"),
     **_same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),
@@ -79,6 +78,7 @@ LOAD: dict[str, Familiar] = {
     **_same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
     **_same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
     **_renamed("controlnets control_net t2i_adapter", "controlnet"),
+    **_same("ip_adapter", "write canvax.load(model).with_ip_adapter(file)"),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
@@ -114,7 +114,11 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("get_active_adapters get_list_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
     **_same("load_textual_inversion", "write pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
     **_same("unload_textual_inversion", "write pipe.adapters.remove('word')"),
-    **_same("load_ip_adapter set_ip_adapter_scale", NOT_HERE.format("IP-Adapter")),
+    **_same("load_ip_adapter", "write pipe = pipe.with_ip_adapter(file), or ('owner/name/folder/file.safetensors')"),
+    **_same("set_ip_adapter_scale", "the strength is in the call: image_prompt=canvax.ImagePrompt(photo, scale=0.6)"),
+    **_same("unload_ip_adapter", "a call without image_prompt uses none; pipe.with_ip_adapter(None) has none"),
+    **_same("prepare_ip_adapter_image_embeds encode_image_embeds", "pass the image: image_prompt=photo; or "
+            "image_prompt=canvax.ImagePrompt(embeds=array)"),
     **_same("set_progress_bar_config progress_bar", "pass progress=False to a call"),
     **_same("encode_prompt", "pipe.encode(prompt) gives the conditions of a prompt"),
     **_same("from_single_file", "canvax.load('model.safetensors') reads one: docs/loading.md#single-files"),
@@ -143,7 +147,8 @@ FLAGS: dict[str, Familiar] = {
     **_same("image-path img2img", "write --image FILE --strength 0.6"),
     **_same("inpaint", "write --image FILE --mask FILE"),
     **_same("embeddings embeddings-dir embd-dir textual-inversion", "write --embedding FILE, once for each"),
-    **_same("ip-adapter", NOT_HERE.format("IP-Adapter")),
+    **_same("ip-adapter-image ip-adapter-scale", "write --ip-image FILE:0.6"),
+    **_same("ip-adapter-masks ip-adapter-mask", "write --ip-mask FILE, once for each --ip-image"),
     **_same("device gpu cuda cpu use-cpu platform", "the variable JAX_PLATFORMS chooses: JAX_PLATFORMS=cpu canvax ..."),
     **_same("fp16 half precision no-half", "write --dtype float16 (or bfloat16, float32)"),
     **_same("bf16", "write --dtype bfloat16"),
@@ -154,7 +159,8 @@ FLAGS: dict[str, Familiar] = {
     **_same("jpg jpeg webp png format extension", "the name chooses: -o cat.png, -o cat.jpg or -o cat.webp"),
     **_same("size resolution", "write --width 512 --height 512"),
     **_same("ckpt checkpoint safetensors ckpt-dir", "write --model with a folder in the diffusers layout or a Hub id"),
-    **_same("vae", "a model folder holds its own VAE: put it into vae/"),
+    **_same("v-parameterization v-pred parameterization", "write --prediction-type v_prediction"),
+    **_same("taesd tae", "write --vae madebyollin/taesd, or taesdxl"),
     **_same("no-safety-checker nsfw disable-nsfw-checker", "no safety checker is used unless --safety-checker says so"),
     **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
     **_same("hires-fix", "write --hires 2"),
@@ -223,7 +229,7 @@ FLAX_CALL: dict[str, Familiar] = {
 
 FLAX_LOAD: dict[str, Familiar] = {
     **{name: entry for name, entry in LOAD.items() if not entry.becomes
-       and name not in ("scheduler", "from_pt", "use_memory_efficient_attention")},
+       and name not in ("from_pt", "use_memory_efficient_attention")},
     **_same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
     **_same("load_in_8bit load_in_4bit quantization_config", "canvax.load(model, quantize='int8') has it"),
     **_renamed("torch_dtype weights_dtype", "dtype"),

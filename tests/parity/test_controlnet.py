@@ -476,6 +476,103 @@ def test_names_of_the_original_code(tmp_path: Path) -> None:
     assert not wanted
 
 
+def as_control_lora(
+    state: dict[str, Any], unet: dict[str, Any], rank: int = 3
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A file as Stability AI's and, by the equation in float64, the whole network that it stands for.
+
+    Matrices of the UNet's are in factors; of its biases and norms some are the UNet's, others in the file.
+    """
+    generator = torch.Generator().manual_seed(1)
+    file: dict[str, Any] = {}
+    whole = dict(state)
+    for i, (name, array) in enumerate(state.items()):
+        if name not in unet:
+            file[name] = array
+        elif array.ndim > 1:
+            up, down = (torch.randn(size, generator=generator).double() / 8
+                        for size in ((len(array), rank), (rank, *array.shape[1:])))  # fmt: skip
+            product = (up @ down.flatten(1)).reshape(array.shape)
+            whole[name] = (unet[name].double() + product).float()
+            ups = up[:, :, None, None] if array.ndim == 4 else up
+            file |= {
+                f"{name.removesuffix('.weight')}.up": ups.float(),
+                f"{name.removesuffix('.weight')}.down": down.float(),
+            }
+        elif i % 3:
+            file[name] = array
+        else:
+            whole[name] = unet[name]
+    return file, whole
+
+
+def ldm_of_lora(file: dict[str, Any]) -> dict[str, Any]:
+    """Under the names of the original code, which has no word for factors."""
+    renamed = {}
+    for end in (".up", ".down", ""):
+        own = {name.removesuffix(end) + ".weight" * bool(end): array for name, array in file.items()
+               if (name.endswith(end) if end else not name.endswith((".up", ".down")))}  # fmt: skip
+        for name, array in ldm_of(own).items():
+            name = name.removeprefix("control_model.")
+            renamed[name.removesuffix(".weight") + end if end else name] = array
+    return renamed | {"lora_controlnet": torch.zeros(1)}
+
+
+def test_control_lora(tmp_path: Path) -> None:
+    """Every array, for every kind of it: factors of matrices and convolutions, whole ones, those of the UNet."""
+    parts = ldm_model("sd1")
+    base = write_folder(tmp_path / "base", "sd1", parts)
+    reference: Any = tame(randomise(diffusers.ControlNetModel.from_unet(parts["unet"]), 3))
+    unet = parts["unet"].state_dict()
+    file, whole = as_control_lora(reference.state_dict(), unet)
+    save_file({k: v.contiguous() for k, v in ldm_of_lora(file).items()}, tmp_path / "control-lora.safetensors")
+    reference.load_state_dict(whole)
+    reference.save_pretrained(tmp_path / "folder")
+    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), controlnet=tmp_path / "folder")
+    other = pipe.with_controlnet(tmp_path / "control-lora.safetensors")
+    assert pipe.params is not None
+    assert other.params is not None
+    wanted = dict(flatten(pipe.params["controlnet"]))
+    found = dict(flatten(other.params["controlnet"]))
+    assert found.keys() == wanted.keys()
+    for key, leaf in found.items():
+        np.testing.assert_allclose(leaf, wanted[key], rtol=0, atol=1e-5, err_msg=key)
+    assert other.model.networks.controls == pipe.model.networks.controls
+    np.testing.assert_array_equal(other.params["unet"]["conv_in"]["weight"], pipe.params["unet"]["conv_in"]["weight"])
+    told: dict[str, Any] = {"control": photo(1), "seed": 1, "num_inference_steps": 2, "progress": False}
+    assert psnr(other("a cat", **told).pixels, pipe("a cat", **told).pixels) >= 60
+
+
+def test_broken_control_loras(tmp_path: Path) -> None:
+    parts = ldm_model("sd1")
+    base = write_folder(tmp_path / "base", "sd1", parts)
+    reference: Any = randomise(diffusers.ControlNetModel.from_unet(parts["unet"]), 3)
+    file = ldm_of_lora(as_control_lora(reference.state_dict(), parts["unet"].state_dict())[0])
+    pipe = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    some = next(name for name in file if name.endswith("to_q.up"))
+    key = some.removesuffix(".up")
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "one factor": ({f"{key}.down": None}, "has one of its two factors"),
+        "no factors": ({name: None for name in file if name.endswith((".up", ".down"))}, "it has no factors"),
+        "ranks": ({f"{key}.down": torch.zeros(5, file[f"{key}.down"].shape[1])}, "do not fit together"),
+        "another shape": ({some: torch.zeros(7, 3)}, "factors of"),
+        "a factor of nothing": ({"x.up": torch.zeros(2, 2), "x.down": torch.zeros(2, 2)}, "nothing has such a weight"),
+        "missing": ({"zero_convs.0.0.weight": None}, "missing"),
+        "strange": ({"x.weight": torch.zeros(2)}, "unused"),
+        "not finite": ({some: torch.full_like(file[some], torch.nan)}, "not finite"),
+        "whole numbers": ({some: torch.zeros_like(file[some], dtype=torch.int32)}, "no floating point"),
+    }
+    for name, (changes, said) in cases.items():
+        arrays = {k: v.contiguous() for k, v in {**file, **changes}.items() if v is not None}
+        save_file(arrays, tmp_path / f"{name}.safetensors")
+        with pytest.raises(canvax.CheckpointError, match=said):
+            pipe.with_controlnet(tmp_path / f"{name}.safetensors")
+    save_file({k: v.contiguous() for k, v in file.items()}, tmp_path / "whole.safetensors")
+    small = canvax.load(base, dtype="float32", mesh=make_mesh(jax.devices()[:1]), quantize="int8")
+    with pytest.raises(canvax.InputError, match="without quantize"):
+        small.with_controlnet(tmp_path / "whole.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["full_adapter", "light_adapter"])
 def test_adapters_of_the_original_code(kind: str, tmp_path: Path) -> None:
     light = kind == "light_adapter"

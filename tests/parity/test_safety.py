@@ -22,6 +22,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, CLIPVisionModel  # noqa: 
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.images.given import clip_square  # noqa: E402
 from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipVisionConfig  # noqa: E402
 from canvax.pipelines import safety  # noqa: E402
@@ -55,7 +56,7 @@ def test_images_are_shown_as_clip_was_shown_them(size: tuple[int, int]) -> None:
     image = Image.fromarray(pixels).resize(size)
     own = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     want = CLIPImageProcessorPil(**own)(image, return_tensors="np").pixel_values[0]
-    got = (safety.prepared(image, 28) - MEAN) / STD
+    got = (clip_square(image, 28) - MEAN) / STD
     np.testing.assert_allclose(got.transpose(2, 0, 1), want, atol=2e-6)
 
 

@@ -17,6 +17,7 @@ from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.image_prompts import image_prompt_argument
 from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -174,6 +175,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
     from canvax.weights.open import open_files
+    from canvax.weights.overrides import Overrides
     from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
@@ -181,11 +183,13 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
         raise InputError("--control without --controlnet: name the network that reads the image")
+    overrides = Overrides.of(source.vae, source.prediction_type)
     try:
         origin = ModelSource(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
-        files = open_files(origin, accept=family_of)
+        files = open_files(origin, accept=family_of, prediction=overrides.prediction, vae=overrides.vae is None)
+        files = dataclasses.replace(overrides, vae=None).apply(files)
     except (CheckpointError, HubError):
         return  # not on disk yet, or no such model: loading reports it
     model = read_model(files, "float32")
@@ -210,6 +214,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         complain(f"loading {source.model}")
     more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
+    parts = {"vae": source.vae, "prediction_type": source.prediction_type}
+    more |= {name: value for name, value in parts.items() if value is not None}
     pipe = canvax.load(
         source.model,
         dtype=source.dtype,
@@ -224,6 +230,12 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         progress=not arguments.quiet,
         **more,
     )
+    if not arguments.quiet:
+        for name, reason in pipe.model.reasons.items():
+            complain(f"{name.replace('_', ' ')}: {reason}", label="")
+    if source.ip_adapter:
+        hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+        pipe = pipe.with_ip_adapter(source.ip_adapter, source.ip_encoder, progress=not arguments.quiet, **hub)
     load_adapters(pipe, arguments)
     return pipe
 
@@ -314,6 +326,7 @@ def generate_batch(
         options=dataclasses.replace(first.options, progress=progress, callback=callback),
         **_given(full),
         control=control_argument([request.control for request in full]),
+        image_prompt=image_prompt_argument([request.image_prompts for request in full]),
     )
 
 

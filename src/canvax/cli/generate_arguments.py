@@ -13,7 +13,7 @@ OUTPUT = "out"
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax generate``."""
     for add in (
-        *(_subject, _images, _control, _settings, _hires, _sdxl, _model),
+        *(_subject, _images, _control, _image_prompts, _settings, _hires, _sdxl, _model),
         *(add_adapters, _devices, _where_to),
     ):
         add(parser)
@@ -135,6 +135,19 @@ def _control(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--control-mode", metavar="MODE", help="balanced, guess, prompt or control")
 
 
+def _image_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with an image as a prompt (each flag once for each image or adapter)")
+    group.add_argument(
+        "--ip-adapter", action="append", metavar="FILE",
+        help="the IP-Adapter that reads it: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+    )  # fmt: skip
+    group.add_argument(
+        "--ip-image", action="append", metavar="FILE[:X]", help="the image, and how strong it is (1): photo.png:0.6"
+    )
+    group.add_argument("--ip-mask", action="append", metavar="FILE", help="where it acts, white; none for everywhere")
+    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
+
+
 def add_control(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax control``."""
     parser.add_argument("kind", metavar="KIND", help="canny, invert, threshold or blur")
@@ -250,6 +263,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
         "--safety-checker", action="store_true", help="the model's own: images that it refuses become black"
     )
     add_dtype(group)
+    add_parts(group)
     add_source(group)
 
 
@@ -289,6 +303,17 @@ def add_dtype(group: Any) -> None:
     """Flags that say in which numbers a model computes."""
     group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     add_quantize(group)
+
+
+def add_parts(group: Any) -> None:
+    """Flags that say in which parts a model is not as its files say."""
+    group.add_argument(
+        "--vae", metavar="VAE",
+        help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+    )  # fmt: skip
+    group.add_argument(
+        "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
+    )
 
 
 def add_quantize(group: Any) -> None:

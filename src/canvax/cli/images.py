@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.control import Control, control_argument, control_of, read_control
+from canvax.cli.image_prompts import (
+    FilePrompt,
+    check_same,
+    image_prompt_argument,
+    image_prompts_of,
+    read_all,
+    structure,
+)
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
@@ -35,7 +43,7 @@ OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NO
 SETTINGS = (
     *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
     *("num_inference_steps", "guidance_scale", "sampler", "image", "mask", "strength"),
-    *("control", "control_from", *OPTIONS),
+    *("control", "control_from", "ip_image", "ip_mask", *OPTIONS),
 )
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
@@ -53,10 +61,11 @@ ALIASES: dict[str, str] = {
     "mask_image": "mask",
     "denoising_strength": "strength",
     "control_image": "control",
+    "image_prompt": "ip_image",
 }
 _MAX_PROMPT_FILE = 64 << 20
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize")
+OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
 
 
@@ -79,12 +88,13 @@ class ImageRequest:
     adapters: tuple[Any, ...] = ()
     """That the prompt names, where such names are read."""
     control: Control = ()
+    image_prompts: tuple[FilePrompt, ...] = ()
 
     @property
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
         size, given = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
-        given = (*given, tuple(one is None for one in self.control))
+        given = (*given, tuple(one is None for one in self.control), structure(self.image_prompts))
         more = (self.options, self.negative is None, *given, self.adapters)
         return *size, self.steps, self.guidance, self.sampler, *more
 
@@ -97,6 +107,7 @@ class ImageRequest:
             model, self.prompt, self.negative, 1, size=size, steps=self.steps, guidance=self.guidance, seed=self.seed,
             sampler=self.sampler, latents=None, options=self.options, image=(self.image, self.mask, self.strength),
             control=control_argument([self.control]),
+            image_prompt=image_prompt_argument([self.image_prompts]),
         )  # fmt: skip
 
 
@@ -109,7 +120,11 @@ class Source:
     variant: str | None
     dtype: str | None
     quantize: str | None
+    vae: str | None = None
+    prediction_type: str | None = None
     controlnet: tuple[str, ...] = ()
+    ip_adapter: tuple[str, ...] = ()
+    ip_encoder: str | None = None
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -132,14 +147,15 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     if arguments.from_image is not None:
         base, source = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
-    source = dataclasses.replace(source, controlnet=tuple(arguments.controlnet or ()))
+    beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
+    source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     if cells:
         entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     shared = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
-    requests = list(_requests(entries, shared))
+    requests = list(_requests(entries, shared, len(source.ip_adapter)))
     if arguments.lora_dir is not None:
         requests = [dataclasses.replace(one, adapters=tuple(TAG.findall(one.prompt))) for one in requests]
     for request in without_prompts(requests):
@@ -152,7 +168,9 @@ def without_prompts(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
     return list(dict.fromkeys(dataclasses.replace(request, prompt="", negative="", seed=0) for request in requests))
 
 
-def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any]) -> Iterator[ImageRequest]:
+def _requests(
+    entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str, Any], adapters: int
+) -> Iterator[ImageRequest]:
     first = check_seed(shared.get("seed"))
     index, sizes = 0, dict[Any, tuple[Any, Any]]()
     for where, entry in entries:
@@ -169,7 +187,8 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
             height, width = (None if name not in settings else check_size(name, settings[name], 0)
                              for name in ("height", "width"))  # fmt: skip
             image, mask, strength = _text(settings, "image"), _text(settings, "mask"), settings.get("strength")
-            control = control_of(settings)
+            control, prompted = control_of(settings), image_prompts_of(settings, adapters)
+            read_all(prompted)
             checked = (image, mask, strength, height, width, options, control)
             if checked not in sizes:  # each file is read once
                 given = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
@@ -195,7 +214,7 @@ def _requests(entries: Sequence[tuple[str, dict[str, Any]]], shared: Mapping[str
         for prompt, negative, seed in zip(prompts, negatives, seeds, strict=True):
             negative = None if none else negative
             settled = (height, width, steps, guidance, sampler, options, image, mask, strength)
-            yield ImageRequest(prompt, negative, seed, *settled, control=control)
+            yield ImageRequest(prompt, negative, seed, *settled, control=control, image_prompts=prompted)
         index += count
 
 
@@ -317,7 +336,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
     # A file must not choose which others are read.
-    for name in ("num_images_per_prompt", "image", "mask", "control", "control_from"):
+    for name in ("num_images_per_prompt", "image", "mask", "control", "control_from", "ip_image", "ip_mask"):
         settings.pop(name, None)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))
@@ -328,6 +347,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
             label="warning: ",
         )
     _check_control(path, metadata, arguments)
+    check_same(path, metadata, arguments)
     if metadata.get("noise") == "given":
         settings.pop("noise")
         complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
@@ -345,8 +365,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if arguments.model and arguments.model != recorded["model"]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
-    revision, variant, dtype, quantize = (getattr(arguments, name) or recorded[name] for name in OF_MODEL)
-    return settings, Source(model, revision, variant, dtype, quantize)
+    own_parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
+    return settings, Source(model, **own_parts)
 
 
 def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.adapters import flags_of, info_lines
+from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, OPTIONS
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
@@ -88,12 +89,13 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     """A ``canvax generate`` command line that generates an image with this metadata again."""
     flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
     if "canvax" in metadata:  # other programs name a file, which canvax cannot load
-        flags |= {f"--{name}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
+        flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
         flags[f"--control {i}"] = "none" if mark is None else f"CONTROL{i + 1}"
+    flags |= image_prompt_flags(metadata)
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
@@ -124,7 +126,7 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     else:
         nested = [inner for name in ("options", "other") if isinstance(inner := metadata.get(name), dict)]
         plain = {name: value for part in (metadata, *nested) for name, value in part.items()}
-        hidden = ("options", "other", "sampler_label", "adapters", "embeddings")
+        hidden = ("options", "other", "sampler_label", "adapters", "embeddings", "image_prompts")
         shown = [
             (key, _text(value)) for key, value in plain.items() if value not in (None, "", {}, []) and key not in hidden
         ]
@@ -136,6 +138,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             "\nControl images and their networks are not in the file: put their names in place of CONTROL1, ..."
         )
+    if "image_prompts" in metadata:
+        lines.append("\nImage prompts are not in the file: put their names in place of PROMPT1, ... (and MASK1, ...).")
     if metadata.get("noise") == "given":
         lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
     if metadata.get("model") and "canvax" not in metadata:
@@ -189,6 +193,7 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
         "height": model.native_size[0],
         "width": model.native_size[1],
         "prediction_type": schedule.prediction_type,
+        "read_as": model.reasons,
         "train_timesteps": schedule.num_train_timesteps,
         "sampler": {
             "name": model.scheduler.spec.name,
@@ -295,6 +300,7 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
         "latents": f"{latents['channels']} channels, {latents['factor']} pixels each way",
         "text": f"{text['tokens']} tokens of width {text['width']}, {text['layers']} layers",
         "prediction": f"{report['prediction_type']}, {report['train_timesteps']} training timesteps",
+        **{f"read as: {name.replace('_', ' ')}": reason for name, reason in report["read_as"].items()},
         "sampler": f"{sampler['label']} ({sampler['name']}), spacing {sampler['spacing']}, sigmas {sampler['sigmas']}, "
         f"offset {sampler['steps_offset']}",
         "defaults": f"{defaults['num_inference_steps']} steps, guidance {defaults['guidance_scale']:g}",

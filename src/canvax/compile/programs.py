@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jax.sharding import Mesh
 from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import MODE, NotReady, at_once
+from canvax.compile.kinds import TUNING, Kinds, LatentShape, PromptKind, Ready
 from canvax.denoise import (
     IDLE_ROWS,
     WINDOW,
@@ -40,81 +40,16 @@ from canvax.kernels.target import compile_or_fall_back
 from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, encode_text
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, Conditions, encode_text
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.samplers.table import SLOTS, Clip
 from canvax.types import Array
 
-PROGRAMS = ("text encoder", "image encoder", "control encoder", "denoiser", "decoder")
-"""What they are called where they are announced."""
-
 MOST_PROGRAMS = 64
 """Programs that stay in memory; of more, the one that was not used for longest goes."""
 
-LatentShape = tuple[int, int, int, int]
-"""[B, h, w, C]"""
-
-TUNING = {"method": 2, "pag": 2, "freeu": 4}
-"""Numbers of each field of ``canvax.denoise.Tuning``."""
-
-_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls")
-
-
-class Kinds(NamedTuple):
-    """Which programs a run needs, besides what the shapes of its arrays decide.
-
-    Attributes:
-        guided: denoisers with guidance (True), without (False), or both.
-        clip: limits on D.
-        deep_layers: for ``canvax.denoise.DeepFeatures``; 0 without.
-        known: parts of images are kept (``canvax.denoise.Known``).
-        decoder: None for none.
-        image_encoder: which encoder of images; None for none.
-        chunks: of each prompt.
-        parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
-        method: of guidance.
-        tuned: fields of ``canvax.denoise.Tuning`` that are given.
-        controls: those of ``Networks.controls`` that read a control image.
-    """
-
-    guided: tuple[bool, ...] = (True,)
-    clip: Clip | None = None
-    deep_layers: int = 0
-    known: bool = False
-    decoder: Literal["whole", "tiled", None] = "whole"
-    image_encoder: Literal["whole", "tiled", None] = None
-    chunks: int = 1
-    parts: int = 0
-    method: Method = "cfg"
-    tuned: tuple[str, ...] = ()
-    controls: tuple[str, ...] = ()
-
-
-class Ready(NamedTuple):
-    """The programs of a run, compiled.
-
-    Attributes:
-        encode: the text encoder.
-        denoisers: with guidance (True), without (False), or both.
-        decode: the decoder, or None.
-        encode_image: the encoder of one image, or None.
-        encode_controls: of one control image, for each network that reads one.
-    """
-
-    encode: Callable[..., Conditions]
-    denoisers: Mapping[bool, Callable[..., Any]]
-    decode: Callable[..., Array] | None
-    encode_image: Callable[..., tuple[Array, Array]] | None = None
-    encode_controls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-
-    @property
-    def named(self) -> list[tuple[str, Any]]:
-        """Each with its name."""
-        programs: list[tuple[str, Any]] = [("text encoder", self.encode), ("image encoder", self.encode_image)]
-        programs += [("control encoder", encoder) for encoder in self.encode_controls.values()]
-        programs += [("denoiser", denoiser) for denoiser in self.denoisers.values()]
-        return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]
+_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls", "image_prompts")
 
 
 class _Answer(NamedTuple):
@@ -177,18 +112,20 @@ class Programs:
         method: Method = "cfg",
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
+        image_prompts: tuple[PromptKind, ...] = (),
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(denoiser_params(params, controls), StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
         of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise, with ``controls`` read images.
+        with ``method`` and ``tuned`` guide otherwise, with ``controls`` and ``image_prompts`` read images.
         """
         denoiser = self.networks.controlled(controls)
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
         static |= {"method": method} if method != "cfg" else {}
         more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned, "controls": controls}
+        more["image_prompts"] = image_prompts
         inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
         arguments = abstract_of(self.denoiser_params(params, controls)), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
@@ -205,6 +142,27 @@ class Programs:
         arguments = (abstract_of(params[name]), self._batched(shape, jnp.float32))
         read = partial(encode_control, net=dict(self.networks.controls)[name])
         return self._get("control encoder", read, arguments, announce)
+
+    def encode_image_prompt(self, params: Params, announce: BuildCallback | None = None) -> Callable[..., Any]:
+        """Program ``(params["image_encoder"], images [B, S, S, 3] float32 in 0..1) ->`` CLIP's vectors and features."""
+        from canvax.models.ip_adapter import encode_image_prompt  # which most calls never need
+
+        net = self.networks.image_encoder
+        assert net is not None
+        shape = (padded_batch(1, self.mesh), net.cfg.image_size, net.cfg.image_size, 3)
+        arguments = (abstract_of(params[IMAGE_ENCODER]), self._batched(shape, jnp.float32))
+        return self._get("image prompt encoder", partial(encode_image_prompt, net=net), arguments, announce)
+
+    def read_image_prompt(
+        self, params: Params, kind: PromptKind, announce: BuildCallback | None = None
+    ) -> Callable[..., Any]:
+        """Program ``(params[name], what an adapter reads [B, ...] float32) -> keys and values``."""
+        from canvax.models.ip_adapter import read_image_prompt
+
+        net = dict(self.networks.ip_adapters)[kind.component]
+        shape = (padded_batch(1, self.mesh), *kind.reads)
+        arguments = (abstract_of(params[kind.component]), self._batched(shape, jnp.float32))
+        return self._get("image prompt encoder", partial(read_image_prompt, net=net), arguments, announce)
 
     def decode(
         self, params: Params, latents: LatentShape, announce: BuildCallback | None = None, *, tiled: bool = False
@@ -243,9 +201,11 @@ class Programs:
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
         encode, decode, encode_image, *rest = at_once(self._calls(params, latents, kinds, announce))
-        denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are control encoders
-        controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=True))
-        ready = Ready(encode, denoisers, decode, encode_image, controls)
+        denoisers = dict(zip(kinds.guided, rest, strict=False))  # what is left are encoders of other images
+        controls = dict(zip(kinds.controls, rest[len(denoisers) :], strict=False))
+        readers = [*(kind.component for kind in kinds.image_prompts), *([IMAGE_ENCODER] if kinds.sees else [])]
+        prompts = dict(zip(readers, rest[len(denoisers) + len(controls) :], strict=True))
+        ready = Ready(encode, denoisers, decode, encode_image, controls, prompts)
         if all(isinstance(leaf, Array) for leaf in leaves):
             self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
@@ -270,7 +230,7 @@ class Programs:
     def _calls(
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
     ) -> list[Callable[[], Any] | None]:
-        """Text encoder, decoder, image encoder (None if not asked for), denoisers, control encoders: to be called."""
+        """Text encoder, decoder, image encoder (None if not asked for), denoisers, other encoders: to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
         same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
@@ -282,6 +242,8 @@ class Programs:
             else None,
             *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
             *(partial(self.encode_control, params, name, pixels, announce) for name in kinds.controls),
+            *(partial(self.read_image_prompt, params, kind, announce) for kind in kinds.image_prompts),
+            *([partial(self.encode_image_prompt, params, announce)] if kinds.sees else []),
         ]
 
     def step_inputs(
@@ -322,6 +284,7 @@ class Programs:
         parts: int = 0,
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
+        image_prompts: tuple[PromptKind, ...] = (),
     ) -> InFlight:
         encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
@@ -335,6 +298,9 @@ class Programs:
             if name in controls:
                 dtype = _dtype(params, name)
                 conditions[name] = tuple(self._batched(shape, dtype) for shape in net.features(latents))
+        if image_prompts:
+            told = {kind.component: self._image_kv(params, kind, latents) for kind in image_prompts}
+            conditions[IMAGE_PROMPTS] = told
         return InFlight(
             self._batched((latents[0], SLOTS, *latents[1:]), jnp.float32),
             conditions,
@@ -350,6 +316,21 @@ class Programs:
             Composed((conditions,) * (parts - 1), self._batched((latents[0], parts), jnp.float32)) if parts else None,
             Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in tuned}),
         )
+
+    def _image_kv(self, params: Params, kind: PromptKind, latents: LatentShape) -> dict[str, Any]:
+        """What one adapter has read for ``latents``, as ``canvax.models.ip_adapter.ImageKV``."""
+        from canvax.models.ip_adapter import masked_levels
+
+        net = dict(self.networks.ip_adapters)[kind.component]
+        dtype, each = _dtype(params, kind.component), (latents[0], kind.images)
+        tokens = kind.reads[0] if net.kind == "full" else net.tokens
+        shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
+        told: dict[str, Any] = {"kv": tuple((self._batched(shape, dtype),) * 2 for shape in shapes)}
+        told["scale"] = self._batched((*each, len(shapes)), jnp.float32)
+        if kind.masked:
+            levels = masked_levels(net.unet, latents)
+            told["masks"] = tuple(self._batched((latents[0], h * w, kind.images), jnp.float32) for h, w in levels)
+        return told
 
     def _batched(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=over_batch(self.mesh))
@@ -416,7 +397,7 @@ class Programs:
             "dtype": str(weights[0].dtype),
             "batch": data.shape[0],
         }
-        if name != "text encoder":
+        if name not in ("text encoder", "image prompt encoder"):
             factor = 1 if name in ("image encoder", "control encoder") else self.networks.vae.factor
             height, width = (side * factor for side in data.shape[-3:-1])
             description |= {"height": height, "width": width}

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from canvax.compile.programs import LatentShape, Programs, deep_features_shape
+from canvax.compile.kinds import LatentShape
+from canvax.compile.programs import Programs, deep_features_shape
 from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs, Tuning
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError

@@ -13,7 +13,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number
 from canvax.files import read_json
-from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.configs import AutoencoderConfig, ClipTextConfig, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoders
@@ -24,10 +24,13 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import Component
+from canvax.weights.overrides import Overridden
 from canvax.weights.save import save_checkpoint
+from canvax.weights.single_file import SingleFile
 
 if TYPE_CHECKING:
     from canvax.weights.controlnet import ControlFiles
+    from canvax.weights.ip_adapter import EncoderFiles, IPAdapterFiles
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
 """The text encoders and their tokenizers."""
@@ -114,6 +117,8 @@ class Model:
         concepts: what a small model can generate; empty if its folder says nothing of it.
         merged: adapters in the weights of its pipeline now, as metadata of images tells of them.
         controls: the files of ``networks.controls``, in their order.
+        ip_adapters: those of ``networks.ip_adapters``, likewise.
+        image_encoder: those of ``networks.image_encoder``.
     """
 
     files: ModelFiles
@@ -127,6 +132,8 @@ class Model:
     concepts: Concepts = field(default_factory=Concepts)
     merged: dict[str, Any] = field(default_factory=dict)
     controls: tuple[ControlFiles, ...] = ()
+    ip_adapters: tuple[IPAdapterFiles, ...] = ()
+    image_encoder: EncoderFiles | None = None
 
     @property
     def name(self) -> str:
@@ -139,6 +146,17 @@ class Model:
         return self.files.revision
 
     @property
+    def overrides(self) -> dict[str, Any]:
+        """Parts that are not the checkpoint's own, as arguments of ``canvax.load``."""
+        return self.files.overrides.told if isinstance(self.files, Overridden) else {}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Of a model in one file what was read off its arrays, and how that is known."""
+        files = self.files.base if isinstance(self.files, Overridden) else self.files
+        return files.reasons if isinstance(files, SingleFile) else {}
+
+    @property
     def text(self) -> TextEncoders:
         """Configs of the text encoders."""
         return self.networks.text
@@ -149,7 +167,7 @@ class Model:
         return self.networks.denoiser.cfg
 
     @property
-    def vae(self) -> VaeConfig:
+    def vae(self) -> AutoencoderConfig:
         """Config of the autoencoder."""
         return self.networks.vae
 
@@ -211,7 +229,7 @@ class Model:
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
 
-        Networks that read control images are left out: they are files of their own.
+        Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
             InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
@@ -242,7 +260,7 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     missing = [name for name in wanted if name not in files.components]
     if missing:
         raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
-    unet, vae = read_unet(files), VaeConfig.from_dict(files.config("vae"))
+    unet, vae = read_unet(files), read_autoencoder(files)
     configs = {name: ClipTextConfig.from_dict(files.config(name)) for name in encoders}
     text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
     networks = Networks(UNetDenoiser(unet), vae, text)
@@ -257,6 +275,13 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     if faults := faults + family.faults(networks, files):
         raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))
     return networks
+
+
+def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
+    """The config of what makes images of latents."""
+    config = files.config("vae")
+    tiny = config.get("_class_name", files.components["vae"]) == "AutoencoderTiny"
+    return (TinyConfig if tiny else VaeConfig).from_dict(config)
 
 
 def read_unet(files: ModelFiles) -> UNetConfig:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.compile.programs import Kinds, Programs
+from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, StepInputs, denoise
 from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError

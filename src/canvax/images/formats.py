@@ -61,16 +61,27 @@ def names_file(path: Path) -> bool:
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as it goes into files: of a local model its folder's name alone, ``./name``.
+    """Metadata as it goes into files: of local models and networks the last part of the name alone, ``./name``.
 
     The folders above it are nobody's business but the owner's.
     """
     if "grid" in metadata:
         return {**metadata, "grid": [written(one) for one in metadata["grid"]]}
-    model = metadata.get("model")
-    if isinstance(model, str) and (os.path.isabs(model) or os.path.isdir(os.path.expanduser(model))):
-        return {**metadata, "model": f"./{os.path.basename(os.path.normpath(model))}"}
-    return dict(metadata)
+    found = dict(metadata)
+    for name in ("model", "vae"):
+        if name in found:
+            found[name] = _without_folders(found[name])
+    for name in ("controlnet", "ip_adapter"):
+        if isinstance(names := found.get(name), list):
+            found[name] = [_without_folders(one) for one in names]
+    return found
+
+
+def _without_folders(name: Any) -> Any:
+    """What a model or network is called outside of this machine: of a local one the last part."""
+    if isinstance(name, str) and (os.path.isabs(name) or os.path.exists(os.path.expanduser(name))):
+        return f"./{os.path.basename(os.path.normpath(name))}"
+    return name
 
 
 def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

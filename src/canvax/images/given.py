@@ -16,6 +16,7 @@ from canvax.errors import InputError, reading_arguments
 from canvax.files import open_regular
 from canvax.images.convert import upright_rgb
 from canvax.images.formats import FORMATS
+from canvax.types import HostArray
 
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
@@ -49,6 +50,16 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
 def fingerprint(image: Image.Image) -> str:
     """SHA-256 of the pixels and the size of an upright image, whatever file it came from."""
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
+
+
+def clip_square(image: Image.Image, side: int) -> HostArray:
+    """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
+    wide, tall = image.size
+    short = min(wide, tall)
+    size = (side * wide // short, side * tall // short)
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = (size[0] - side) // 2, (size[1] - side) // 2
+    return np.asarray(image.crop((left, top, left + side, top + side)), np.float32) / 255
 
 
 def _is_array(value: Any) -> bool:

@@ -50,7 +50,7 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
     return block
 
 
-def by_rows(function: Callable[..., Array], p: Any, x: Array, *shared: Array) -> Array:
+def by_rows(function: Callable[..., Array], p: Any, x: Any, *shared: Any) -> Array:
     """``function(p, x, *shared)``, in which each row of [B, T, C] is made of the same row of ``x`` alone.
 
     On the CPU a few rows at a time, where the image is so large that what lies between the matmuls of ``function``
@@ -59,23 +59,26 @@ def by_rows(function: Callable[..., Array], p: Any, x: Array, *shared: Array) ->
     Args:
         function: [B, T, C] -> [B, T, C'].
         p: its parameters, a tree of arrays.
-        x: rows [B, T, C].
-        shared: arrays [B, ...] that all rows of an image see.
+        x: rows [B, T, C], or a tree of such arrays, the first of which decides.
+        shared: trees of arrays [B, ...] that all rows of an image see.
     """
-    rows, channels = x.shape[1:]
+    _, rows, channels = jax.tree.leaves(x)[0].shape
     if target_platform() != "cpu" or rows * channels < LARGE_ROWS or weight_shards() > 1:
         return function(p, x, *shared)
     parts = -(-rows // ROWS)
     each = -(-rows // parts)
 
-    def one_device(p: Any, x: Array, *shared: Array) -> Array:
-        filled = jnp.pad(x, ((0, 0), (0, parts * each - rows), (0, 0)))
+    def one_device(p: Any, x: Any, *shared: Any) -> Array:
+        def filled(array: Array) -> Array:
+            array = jnp.pad(array, ((0, 0), (0, parts * each - rows), (0, 0)))
+            return array.reshape(-1, each, array.shape[-1])
 
-        def one(part: tuple[Array, ...]) -> Array:
-            return function(p, *(array[None] for array in part))[0]
+        def one(part: Any) -> Array:
+            return function(p, *jax.tree.map(lambda array: array[None], part))[0]
 
-        y = jax.lax.map(one, (filled.reshape(-1, each, channels), *(jnp.repeat(array, parts, 0) for array in shared)))
-        return y.reshape(x.shape[0], parts * each, -1)[:, :rows]
+        repeated = jax.tree.map(lambda array: jnp.repeat(array, parts, 0), shared)
+        y = jax.lax.map(one, (jax.tree.map(filled, x), *repeated))
+        return y.reshape(-1, parts * each, y.shape[-1])[:, :rows]
 
     batch, whole = PartitionSpec("data"), PartitionSpec()
     specs = (whole, *(batch for _ in (x, *shared)))

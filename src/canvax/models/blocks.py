@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -79,8 +82,11 @@ def transformer_spec(channels: int, context: int, depth: int, *, heads: int, lin
     }
 
 
-TransformerKV = dict[str, tuple[Array, Array]]
-"""Keys and values [B, T, N, Dh] of the text, for each block of a transformer."""
+TransformerKV = dict[str, tuple[Any, ...]]
+"""Keys and values [B, T, N, Dh] of the text, for each block of a transformer; third, what ``prompted`` takes."""
+
+ImagePrompts = tuple[tuple[Array, Array, Array | None], ...]
+"""Keys and values [B, T, N, Dh] of image prompts, or [B, I, T, N, Dh] of I of them with masks [B, Tq, I]."""
 
 
 def transformer_kv(p: Params, text: Array, heads: int) -> TransformerKV:
@@ -136,7 +142,15 @@ def _transformer_block_spec(channels: int, context: int, heads: int) -> Spec:
 
 @outlined
 def _transformer_block(
-    p: Params, x: Array, k: Array, v: Array, *, heads: int, upcast: bool, perturbed: int = 0
+    p: Params,
+    x: Array,
+    k: Array,
+    v: Array,
+    images: ImagePrompts = (),
+    *,
+    heads: int,
+    upcast: bool,
+    perturbed: int = 0,
 ) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
@@ -146,12 +160,15 @@ def _transformer_block(
         attended = jnp.where(last, linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended)
     x = x + attended
 
-    def each_row(p: Params, x: Array, k: Array, v: Array) -> Array:
-        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, upcast=upcast)
+    def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any) -> Array:
+        x, masks = rows
+        beside = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
+        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, beside, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
-    return by_rows(each_row, p, x, k, v)
+    masks = [mask for *_, mask in images]
+    return by_rows(each_row, p, (x, masks), k, v, [kv for *kv, _ in images])
 
 
 def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:
@@ -177,10 +194,27 @@ def keys_and_values(p: Params, context: Array, heads: int) -> tuple[Array, Array
     return k.reshape(shape), v.reshape(shape)
 
 
-def attend_kv(p: Params, x: Array, k: Array, v: Array, *, upcast: bool = False) -> Array:
-    """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C]."""
+def attend_kv(
+    p: Params, x: Array, k: Array, v: Array, images: Sequence[tuple[Any, ...]] = (), *, upcast: bool = False
+) -> Array:
+    """Multi-head attention of ``x`` [B, Tq, C] over keys and values [B, Tk, N, Dh] -> [B, Tq, C].
+
+    ``images`` are image prompts, each with keys and values of its own, whose attention is added.
+    """
     q = linear(p["to_q"], x).reshape(*x.shape[:2], *k.shape[2:])
-    return linear(p["to_out"]["0"], attention(q, k, v, upcast=upcast).reshape(x.shape))
+    y = attention(q, k, v, upcast=upcast)
+    for image in images:
+        y = y + prompted(q, *image, upcast=upcast)
+    return linear(p["to_out"]["0"], y.reshape(x.shape))
+
+
+def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) -> Array:
+    """Attention to image prompts [B, Tq, N, Dh]; with a mask [B, Tq, I] to each of I alone, where it is white."""
+    if mask is None:
+        return attention(q, k, v, upcast=upcast)
+    mask = mask.astype(v.dtype)[..., None, None]
+    found = [mask[:, :, i] * attention(q, k[:, i], v[:, i], upcast=upcast) for i in range(k.shape[1])]
+    return sum(found[1:], found[0])
 
 
 def downsample_spec(channels: int) -> Spec:

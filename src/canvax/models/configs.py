@@ -350,6 +350,20 @@ class TinyConfig(Config):
         """Pixels per latent along an axis: 8 for TAESD."""
         return 2 ** (len(self.num_decoder_blocks) - 1)
 
+    @property
+    def scale(self) -> float:
+        """As of ``VaeConfig``: its latents are those the UNet sees."""
+        return 1.0
+
+    @property
+    def shift(self) -> float:
+        """Likewise."""
+        return 0.0
+
+
+AutoencoderConfig = VaeConfig | TinyConfig
+"""Of whatever makes images of latents and latents of images."""
+
 
 @dataclass(frozen=True)
 class ClipTextConfig(Config):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
-from canvax.models.text import Conditions
+from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.models.unet import Residuals, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
 from canvax.params import Params, Spec
 from canvax.types import Array, DType
@@ -90,7 +90,12 @@ class UNetDenoiser:
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
         # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
         kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
-        return {**conditions, "text": kv}
+        prepared: dict[str, Any] = {**conditions, "text": kv}
+        if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
+            from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
+
+            prepared["text"] = with_image_prompts(kv, prompts, self.cfg)
+        return prepared
 
     def _input(self, p: Params, x: Array, prepared: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
         """What the UNet is given: an inpainting one the mask and the masked image behind the latents."""

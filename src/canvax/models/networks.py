@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from canvax.models.configs import VaeConfig
+from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, ControlledDenoiser
+from canvax.models.decode import autoencoder_spec
 from canvax.models.denoiser import UNetDenoiser
-from canvax.models.text import TextEncoders
-from canvax.models.vae import vae_spec
+from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
+
+if TYPE_CHECKING:
+    from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,23 @@ class Networks:
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
         controls: networks that read control images, by the name of their component.
+        ip_adapters: networks that read image prompts, likewise.
+        image_encoder: what makes of an image prompt what they read; None without.
     """
 
     denoiser: UNetDenoiser
-    vae: VaeConfig
+    vae: AutoencoderConfig
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
+    ip_adapters: tuple[tuple[str, IPAdapter], ...] = ()
+    image_encoder: ImageEncoder | None = None
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
-        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": vae_spec(self.vae)}
-        specs |= {name: net.spec for name, net in self.controls}
+        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": autoencoder_spec(self.vae)}
+        specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
+        specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
     def controlled(self, names: Sequence[str]) -> UNetDenoiser | ControlledDenoiser:

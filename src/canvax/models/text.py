@@ -19,9 +19,15 @@ from canvax.types import Array, DType
 
 Conditions = dict[str, Array]
 """What the UNet is told beside latents and timestep, by the names of its arguments: ``text`` [B, T, D]; SDXL also
-``pooled`` [B, P] and ``time_ids`` [B, n] float32."""
+``pooled`` [B, P] and ``time_ids`` [B, n] float32. What networks have read of images is a tree of arrays."""
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
+
+IMAGE_PROMPTS = "image_prompts"
+"""Among the conditions of an image: for each IP-Adapter, by its component, a ``canvax.models.ip_adapter.ImageKV``."""
+
+IMAGE_ENCODER = "image_encoder"
+"""The component of CLIP's image encoder, which all adapters of a pipeline share."""
 
 
 @dataclass(frozen=True)

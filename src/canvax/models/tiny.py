@@ -1,4 +1,4 @@
-"""``AutoencoderTiny``: a small convolutional decoder that stands in for the VAE's where a glance is enough.
+"""``AutoencoderTiny``: a small convolutional autoencoder that stands in for the VAE, often where a glance is enough.
 
 The architecture is that of TAESD (Ollin Boer Bohan, 2023) as diffusers stores it: blocks of three convolutions and a
 sum, doubled by nearest neighbour, no normalisation and no attention. Its latents are those the UNet sees.
@@ -46,6 +46,17 @@ def tiny_decode(p: Params, latents: Array, cfg: TinyConfig) -> Array:
         if level < len(cfg.num_decoder_blocks) - 1:
             x = conv2d_of_doubled(layers[str(number + 1)], x)
             number += 2
+    return conv2d(layers[str(number)], x)
+
+
+def tiny_encode(p: Params, images: Array, cfg: TinyConfig) -> Array:
+    """Images in 0..1 [B, f h, f w, 3] -> latents [B, h, w, C], scaled as the UNet sees them; no chance is in it."""
+    layers, number, x = p["encoder"]["layers"], 0, images
+    for level, blocks in enumerate(cfg.num_encoder_blocks):
+        x = conv2d(layers[str(number)], x, stride=2 if level else 1)
+        for i in range(blocks):
+            x = _block(layers[str(number + 1 + i)], x)
+        number += 1 + blocks
     return conv2d(layers[str(number)], x)
 
 

@@ -79,10 +79,10 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
     h = _middle(p, latents, cfg, rows=divisor(height, ATTENTION_QUERIES // width))
     part = partial(_rise, p["decoder"], cfg=cfg)
     sides = (tile // cfg.factor, overlap // cfg.factor)
-    return _in_tiles(part, h, (height, width), *sides, 1, cfg.factor, cfg.out_channels).astype(latents.dtype)
+    return in_tiles(part, h, (height, width), *sides, 1, cfg.factor, cfg.out_channels).astype(latents.dtype)
 
 
-def _in_tiles(
+def in_tiles(
     function: Callable[[Array], Array],
     x: Array,
     size: tuple[int, int],
@@ -185,7 +185,7 @@ def vae_encode_tiled(
     height, width = (side // cfg.factor for side in images.shape[1:3])
     part = partial(_fall, p["encoder"], cfg=cfg)
     sides = (tile // cfg.factor, overlap // cfg.factor)
-    h = _in_tiles(part, images, (height, width), *sides, cfg.factor, 1, cfg.block_out_channels[-1])
+    h = in_tiles(part, images, (height, width), *sides, cfg.factor, 1, cfg.block_out_channels[-1])
     return _moments(p, h.astype(images.dtype), cfg, rows=divisor(height, ATTENTION_QUERIES // width))
 
 

@@ -20,6 +20,7 @@ from canvax.models.controlled import Control
 from canvax.parallel.memory import check_weights
 from canvax.parallel.rules import device_bytes, place
 from canvax.params import Param, Params, flatten, unflatten
+from canvax.pipelines.control_lora import control_lora
 from canvax.types import Array, HostArray
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
 from canvax.weights.load import load_components
@@ -115,6 +116,10 @@ def with_controls(
                 )
             return place(param, array, mesh)
 
+        if files.pairs:
+            unet = kept[model.networks.denoiser.component]
+            kept[part.name] = control_lora(part, files, unet, model, placed)
+            continue
         loaded = load_components(files, [part], dtype=model.dtype, place=placed)[part.name]
         kept[part.name] = whole_of(loaded, kept[model.networks.denoiser.component], files, model)
     return model, programs, kept

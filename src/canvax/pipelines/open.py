@@ -22,6 +22,7 @@ from canvax.types import DType
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_components
 from canvax.weights.open import open_files
+from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source
 
 
@@ -35,13 +36,14 @@ def open_model(
     weights: bool = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
     check: Callable[[Model], None] | None = None,
+    overrides: Overrides | None = None,
     **source: Any,
 ) -> tuple[Model, Programs, Params]:
     """Everything of a model; see ``canvax.load`` for the arguments.
 
     Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
     ``accept`` refuses models that the caller has no use for, by their ``model_index.json``; ``check`` by all of their
-    configs, before weights are fetched.
+    configs, before weights are fetched. ``overrides`` are parts that the caller gives.
     """
     if dtype is not None:
         dtype = parse_dtype(dtype)
@@ -53,9 +55,10 @@ def open_model(
 
     origin = Source(model, **source)
     models: list[Model] = []
+    given = overrides or Overrides()
 
     def look(files: ModelFiles) -> None:
-        opened = read_model(files, dtype, quantize)
+        opened = read_model(given.apply(files, **source), dtype, quantize)
         if check is not None:
             check(opened)
         if weights:
@@ -68,11 +71,12 @@ def open_model(
         if accept is not None:
             accept(index)
 
-    files = open_files(origin, accept=accepted, look=look, weights=weights)
+    own = {"prediction": given.prediction, "vae": given.vae is None}
+    open_files(origin, accept=accepted, look=look, weights=weights, **own)
     (opened,) = models
     if weights:
         params = load_components(
-            files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
+            opened.files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
         )
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
+from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.monitor import counting
-from canvax.compile.programs import PROGRAMS, Kinds, Programs, Ready
+from canvax.compile.programs import Programs
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.families.base import Model
@@ -43,6 +44,7 @@ from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
+from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source
 
 if TYPE_CHECKING:
@@ -89,7 +91,11 @@ class StableDiffusion:
             raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
         files, model = self.model.files, self.model
         keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
+        keywords |= model.overrides
         keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
+        if model.ip_adapters:
+            encoder = model.image_encoder.name if model.image_encoder else False
+            keywords["ip_adapter"] = [one.name for one in model.ip_adapters], encoder
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         keywords["safety_checker"] = self.safety_checker is not None
         adapters = self.adapters.recipe() if self.model.merged else ()
@@ -191,6 +197,32 @@ class StableDiffusion:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    def with_ip_adapter(
+        self,
+        ip_adapter: str | Path | Sequence[str | Path] | None,
+        image_encoder: str | Path | bool | None = None,
+        **source: Any,
+    ) -> StableDiffusion:
+        """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
+
+        Args:
+            ip_adapter: a safetensors file, or a file on the Hub ("h94/IP-Adapter/models/ip-adapter_sd15.safetensors"),
+                or a list of these; None for none.
+            image_encoder: the folder or Hub id of CLIP's image encoder for all of them; by default the one that lies
+                beside the adapter; False for none, where calls give embeds.
+            source: ``weight_name``, ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``progress``.
+
+        Raises:
+            InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
+        """
+        from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
+
+        sources = ip_adapter_sources(ip_adapter or [], image_encoder, **source)
+        other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
+        pipe = StableDiffusion(*other, self.safety_checker)
+        vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
+        return pipe
+
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
@@ -235,6 +267,7 @@ class StableDiffusion:
         mask: Any = None,
         strength: float | None = None,
         control: Any = None,
+        image_prompt: Any = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -263,6 +296,9 @@ class StableDiffusion:
             control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
                 each. With several networks a list of such, None for one to leave out. Resized to what is generated,
                 whose size it gives if nothing else does (docs/controlnet.md).
+            image_prompt: what an IP-Adapter reads beside the prompt: an image, or a list of one for each image; a
+                ``canvax.ImagePrompt`` or a list of several for a strength, a mask, several at once
+                (docs/ip-adapter.md).
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -276,7 +312,7 @@ class StableDiffusion:
             with self.adapters.named_in(prompt) as words:
                 return self(
                     words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                    seed, sampler, latents, options, params, image, mask, strength, control,
+                    seed, sampler, latents, options, params, image, mask, strength, control, image_prompt,
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
@@ -296,6 +332,7 @@ class StableDiffusion:
                 options=options,
                 image=(image, mask, strength),
                 control=control,
+                image_prompt=image_prompt,
             )
         return self._generate(request, params, seed)
 
@@ -536,9 +573,10 @@ def _load_again(
     model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int], adapters: Sequence[Any] = ()
 ) -> StableDiffusion:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
-    count = math.prod(mesh.values())
-    devices = jax.devices()
-    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+    count, own = math.prod(mesh.values()), dict(keywords)
+    devices, ip_adapter = jax.devices(), own.pop("ip_adapter", None)
+    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **own)
+    pipe = pipe.with_ip_adapter(*ip_adapter) if ip_adapter else pipe
     if adapters:
         pipe.adapters.restore(adapters)
     return pipe
@@ -560,6 +598,9 @@ def load(
     safety_checker: bool | None = None,
     progress: bool = True,
     controlnet: str | Path | Sequence[str | Path] | None = None,
+    vae: str | Path | None = None,
+    prediction_type: str | None = None,
+    scheduler: Mapping[str, Any] | str | Path | None = None,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -581,6 +622,11 @@ def load(
         progress: show downloads on stderr.
         controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
             file, for calls with ``control`` (docs/controlnet.md).
+        vae: another autoencoder than the model's own: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
+            (docs/single-files.md).
+        prediction_type: what the UNet predicts, "epsilon" or "v_prediction", where the model does not say or is wrong.
+        scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
+            ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
 
     Raises:
         InputError: an argument cannot be used.
@@ -599,6 +645,7 @@ def load(
     controls: list[Opened] = []
     opened = open_model(
         model,
+        overrides=Overrides.of(vae, prediction_type, scheduler),
         dtype=dtype,
         quantize=quantize,
         mesh=mesh,

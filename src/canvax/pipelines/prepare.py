@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from canvax.compile.programs import Programs, Ready
+from canvax.compile.kinds import Ready
+from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
+from canvax.models.text import IMAGE_PROMPTS
 from canvax.noise import seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
@@ -66,6 +68,17 @@ def prepare(
         read = encode_controls(programs, params, request.control, size, count, ready.encode_controls)
         for half in (half for told in (texts, *later.values()) for half in told.halves):
             half |= read
+    if request.image_prompts is not None:
+        from canvax.pipelines.image_prompts import encode_image_prompts
+
+        size, count = (request.height, request.width), len(request.prompts)
+        reading = encode_image_prompts(
+            programs, params, request.image_prompts, size, latents, count, ready.encode_prompts, guided=request.guided
+        )
+        for told in (texts, *later.values()):
+            halves: list[Any] = told.halves
+            for half in halves:
+                half[IMAGE_PROMPTS] = reading.negative if half is told.negative else reading.positive
     noise = noise_of(request) if request.latents is None else request.latents
     keep = None
     if known is not None and request.options.mask_blend == "renoised":

@@ -30,7 +30,9 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared |= {"strength": request.given.strength, "steps_run": request.given.steps - request.given.skipped}
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
-    optional = {"variant": model.files.variant, "quantize": model.quantize}
+    if request.image_prompts:
+        shared["ip_adapter"] = [files.name for files in model.ip_adapters]
+    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
@@ -44,6 +46,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
             **shared,
             **_given(request, i),
             **_control(model, request, i),
+            **({"image_prompts": request.image_prompts.record(i)} if request.image_prompts else {}),
             "options": options,
         }
         for i, (prompt, negative, seed, options) in enumerate(

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import find
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
+
+if TYPE_CHECKING:
+    from canvax.pipelines.image_prompts import ImagePrompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +61,16 @@ class Request:
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     given: Given | None = None
     control: ControlImages | None = None
+    image_prompts: ImagePrompts | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control")
+        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
+        image += [self.image_prompts and self.image_prompts.fingerprint()]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
@@ -100,6 +105,7 @@ def make_request(
     options: Any,
     image: tuple[Any, Any, Any] = (None, None, None),
     control: Any = None,
+    image_prompt: Any = None,
 ) -> Request:
     """A checked call; what is None is the model's default. ``image`` is an image, its mask and the strength.
 
@@ -156,6 +162,7 @@ def make_request(
         embeds=embeds,
         given=given,
         control=controls,
+        image_prompts=_image_prompts(model, image_prompt, len(prompts), options),
     )
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
@@ -164,6 +171,14 @@ def make_request(
         raise InputError("latents with variation_strength or seed_size: the noise is given already; leave them out")
     check_start(options, sampler, request.latents, model, image=given is not None)
     return request
+
+
+def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
+    if value is None:
+        return None
+    from canvax.pipelines.image_prompts import check_image_prompts  # which most calls never need
+
+    return check_image_prompts(model, value, count, options)
 
 
 def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:

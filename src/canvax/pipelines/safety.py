@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from canvax.errors import CheckpointError
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
+from canvax.images.given import clip_square
 from canvax.models.clip_vision import vision_encoder, vision_encoder_spec
 from canvax.models.configs import ClipVisionConfig
 from canvax.nn import linear
@@ -52,7 +52,7 @@ class SafetyChecker:
         """Whether each image [B, H, W, 3] float32 in 0..1 is one to refuse."""
         if not len(pixels):
             return []
-        seen = np.stack([prepared(image, self.cfg.image_size) for image in to_pil(pixels)])
+        seen = np.stack([clip_square(image, self.cfg.image_size) for image in to_pil(pixels)])
         special, concepts = (np.asarray(one, np.float64) for one in _cosines(self.params, seen, cfg=self.cfg))
         limits = {name: np.asarray(self.params[name], np.float64) for name in ("concept", "special")}
         return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
@@ -111,16 +111,6 @@ def safety_spec(cfg: ClipVisionConfig) -> Spec:
         "concept_embeds_weights": Param((CONCEPTS,), (None,), "ones"),
         "special_care_embeds_weights": Param((SPECIAL,), (None,), "ones"),
     }
-
-
-def prepared(image: Image.Image, side: int) -> HostArray:
-    """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
-    wide, tall = image.size
-    short = min(wide, tall)
-    size = (side * wide // short, side * tall // short)
-    image = image.resize(size, Image.Resampling.BICUBIC)
-    left, top = (size[0] - side) // 2, (size[1] - side) // 2
-    return np.asarray(image.crop((left, top, left + side, top + side)), np.float32) / 255
 
 
 def refused(special: Sequence[float], concepts: Sequence[float], stricter: HostArray, limits: HostArray) -> bool:

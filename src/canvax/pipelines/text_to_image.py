@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
-from canvax.compile.programs import Kinds, Programs
+from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import Cancelled, CanvaxError, InputError
@@ -110,6 +111,8 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         method=request.options.guidance_method if request.guided else "cfg",
         tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
         controls=request.control.names if request.control else (),
+        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
+        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
     )
     return table, deep, kinds
 

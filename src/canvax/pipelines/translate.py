@@ -14,18 +14,19 @@ from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, ans
 from canvax.pipelines.options import Options, Step, check_options
 
 if TYPE_CHECKING:
+    from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.result import Result
 
 OUTPUTS = ("pil", "np", "numpy", "latent")
 _OWN = tuple(field.name for field in dataclasses.fields(Options))
 _ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
 _ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
-_ARGUMENTS += ("control",)
+_ARGUMENTS += ("control", "image_prompt")
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
-_LOAD += ("precision", "safety_checker", "progress", "controlnet")
+_LOAD += ("precision", "safety_checker", "progress", "controlnet", "vae", "prediction_type", "scheduler")
 _SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
-_SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds")
+_SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
 
 
 def translate_call(
@@ -73,8 +74,42 @@ def translate_call(
                 raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
             pooled = left.get(f"{negative}pooled_prompt_embeds")
             own[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
+    if (prompts := image_prompts(left)) is not None:
+        if own.get("image_prompt") is not None:
+            raise InputError("image_prompt and ip_adapter_image are one argument; give it once")
+        own["image_prompt"] = prompts
     own["options"] = with_changes(own.get("options"), changes)
     return own, None if output == "pil" else partial(as_output, output=output)
+
+
+def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
+    """Image prompts as diffusers has them: for each adapter an image or a list of them, or what CLIP makes of them.
+
+    Raises:
+        InputError: they are something else.
+    """
+    if not given.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
+        return None
+    from canvax.pipelines.image_prompts import ImagePrompt  # which most calls never need
+
+    images, embeds = given.get("ip_adapter_image"), given.get("ip_adapter_image_embeds")
+    if embeds is not None and images is not None:
+        raise InputError("ip_adapter_image and ip_adapter_image_embeds are one argument; give it once")
+    found = []
+    if images is not None:
+        for i, own in enumerate(images if isinstance(images, list) else [images]):
+            found += [ImagePrompt(one, adapter=i) for one in (own if isinstance(own, list) else [own])]
+    for i, own in enumerate(() if embeds is None else embeds):
+        array = np.asarray(own)
+        if array.ndim not in (3, 4) or len(array) not in (1, 2):
+            raise InputError(
+                f"ip_adapter_image_embeds[{i}] has shape {array.shape}; it is [2, n, ...], negative ones first, or "
+                "[1, n, ...]; canvax.ImagePrompt(embeds=...) takes others"
+            )
+        negative = array[0] if len(array) == 2 else [None] * array.shape[1]
+        pairs = zip(array[-1], negative, strict=True)
+        found += [ImagePrompt(embeds=one, negative_embeds=other, adapter=i) for one, other in pairs]
+    return found or None
 
 
 def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:

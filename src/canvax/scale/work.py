@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
-from canvax.compile.programs import Kinds
 from canvax.errors import CanvaxError, InputError, OutOfMemoryError
 from canvax.images.formats import GeneratedImage
 from canvax.parallel import multihost

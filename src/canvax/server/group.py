@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from canvax.compile.aot import BuildCallback
-from canvax.compile.programs import Kinds, Programs, Ready
+from canvax.compile.kinds import Kinds, Ready
+from canvax.compile.programs import Programs
 from canvax.denoise import Known
 from canvax.engine.batch import Batch, Carried, filled
 from canvax.families.base import Model

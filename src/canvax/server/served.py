@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 import jax
 
 from canvax.compile.aot import Build, BuildCallback
-from canvax.compile.programs import Kinds, Programs
+from canvax.compile.kinds import Kinds
+from canvax.compile.programs import Programs
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.parallel.multihost import is_spread

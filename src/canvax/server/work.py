@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from canvax.compile.programs import Kinds
+from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried
 from canvax.engine.segments import guided_rows
 from canvax.errors import InputError

@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from canvax.errors import InputError
 from canvax.kernels.target import compiling_on
-from canvax.models.configs import VaeConfig
+from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.vae import vae_encode
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
-def encode_pictures(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
+def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
     """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
 
     Args:
@@ -28,7 +28,12 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: VaeConfig, mesh: Mesh, *,
         cfg: its config.
         mesh: the devices.
         batch: pictures encoded at once.
+
+    Raises:
+        InputError: the autoencoder is a tiny one, which would teach its own faults.
     """
+    if isinstance(cfg, TinyConfig):
+        raise InputError("vae: an AutoencoderTiny is for looking; train with the model's own autoencoder")
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 

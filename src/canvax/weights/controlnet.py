@@ -2,6 +2,7 @@
 
     diffusers           controlnet_cond_embedding.conv_in.weight, conv_in.weight, down_blocks. ..., and config.json
     the original code   control_model.input_hint_block.0.weight, input_blocks. ..., zero_convs. ..., middle_block. ...
+    control-LoRAs       lora_controlnet, and of what the UNet has NAME.up and NAME.down in place of NAME.weight
     T2I-Adapters        adapter.body.0.resnets.0.block1.weight; in the original code body.0.block1.weight
 
 What cannot be used under any of these names is told by name. (Zhang et al. 2023; Mou et al. 2023.)
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ _UNION = "a ControlNet-Union, which has several kinds of control in one network;
 _REFUSED_CLASSES = {"ControlNetUnionModel": _UNION}
 
 _DIFFERENCE = "difference"
+_CONTROL_LORA = "lora_controlnet"
 _PREFIX = "control_model."
 _HINT = re.compile(r"input_hint_block\.(\d+)\.(weight|bias)")
 _ZERO = re.compile(r"zero_convs\.(\d+)\.0\.(weight|bias)")
@@ -51,6 +53,8 @@ class ControlFiles:
         config: of diffusers, parsed; None where there is none, and shapes say what it would.
         arrays: all of its arrays, under the names of diffusers.
         difference: whether weights of the UNet's are what is to be added to those of the UNet itself.
+        pairs: of a control-LoRA the two factors, [out, r] and [r, in] as PyTorch has them, of what is to be added to a
+            weight of the UNet's; what is in neither is the UNet's.
         revision: the commit of a Hub repository.
         variant: of the weights.
     """
@@ -60,6 +64,7 @@ class ControlFiles:
     config: Mapping[str, Any] | None
     arrays: Sequence[Entry]
     difference: bool = False
+    pairs: Mapping[str, tuple[Entry, Entry]] = field(default_factory=dict)
     revision: str | None = None
     variant: str | None = None
 
@@ -74,7 +79,8 @@ class ControlFiles:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each array, as in PyTorch."""
-        return {one.name: one.shape for one in self.arrays}
+        whole = {name: (up.shape[0], *down.shape[1:]) for name, (up, down) in self.pairs.items()}
+        return {one.name: one.shape for one in self.arrays} | whole
 
 
 def open_control(source: Source, *, accept: Callable[[Kind, Mapping[str, Any]], object]) -> ControlFiles:
@@ -110,7 +116,7 @@ def open_control(source: Source, *, accept: Callable[[Kind, Mapping[str, Any]], 
     config = files.config("")
     arrays = files.entries("")
     kind = _kind_of(source.name, config)
-    return ControlFiles(source.name, kind, config, arrays, False, files.revision, files.variant)
+    return ControlFiles(source.name, kind, config, arrays, revision=files.revision, variant=files.variant)
 
 
 def conversion(path: Path) -> str:
@@ -163,6 +169,8 @@ def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
     names = {one.name for one in arrays}
     if (fault := _other(names)) is not None:
         raise CheckpointError(f"{name}: is {fault}")
+    if _CONTROL_LORA in names:
+        return _control_lora(name, arrays)
     difference = _DIFFERENCE in names
     arrays = [one for one in arrays if one.name != _DIFFERENCE]
     if any(one.startswith(_PREFIX) for one in names):
@@ -188,18 +196,39 @@ def _other(names: set[str]) -> str | None:
         return "empty"
     if any(one.startswith("lllite_") for one in names):
         return "a ControlLLLite, another method than ControlNet; canvax does not have it"
-    if "lora_controlnet" in names:
-        return "a control-LoRA, which holds the difference of a ControlNet to a UNet in few numbers; canvax does not " \
-            "read it yet, take the whole ControlNet"  # fmt: skip
     if any(one.endswith(("task_embedding", "control_add_embedding.linear_1.weight")) for one in names):
         return _UNION
-    if any("lora_down" in one or "lora_A" in one or ".lora." in one for one in names):
+    if _CONTROL_LORA not in names and any("lora_down" in one or "lora_A" in one or ".lora." in one for one in names):
         return "a LoRA, no ControlNet"
     if any(one.startswith(("first_stage_model.", "model.diffusion_model.")) for one in names) and not any(
         one.startswith(_PREFIX) for one in names
     ):
         return "a whole model, no ControlNet; pass it to canvax.load"
     return None
+
+
+def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
+    """A ControlNet as what is to be added to a UNet, in two factors for each weight (Stability AI, 2023)."""
+    arrays = [replace(one, name=one.name.removeprefix(_PREFIX)) for one in arrays if one.name != _CONTROL_LORA]
+    ups, downs = (
+        {one.name.removesuffix(end): one for one in arrays if one.name.endswith(end)} for end in (".up", ".down")
+    )
+    alone = sorted(ups.keys() ^ downs.keys())
+    if alone or not ups:
+        told = f"{alone[0]} has one of its two factors" if alone else "it has no factors"
+        raise CheckpointError(f"{name}: is no whole control-LoRA: {told}")
+    for key in ups:
+        up, down = ups[key], downs[key]
+        if len(up.shape) < 2 or len(down.shape) < 2 or up.shape[1] != down.shape[0] or set(up.shape[2:]) - {1}:
+            raise CheckpointError(f"{name}: the factors of {key}, {up.shape} and {down.shape}, do not fit together")
+        if not up.is_float or not down.is_float:
+            raise CheckpointError(f"{name}: the factors of {key} are no floating point numbers")
+    whole = [one for one in arrays if not one.name.endswith((".up", ".down"))]
+    # Names are told together, each factor in the place of the weight.
+    both = [[replace(one, name=f"{key}.weight") for key, one in ups.items()], [downs[key] for key in ups]]
+    named = list(_controlnet_entries([*whole, *both[0]]))
+    pairs = {up.name: (up, replace(down, name=up.name)) for up, down in zip(named[len(whole) :], both[1], strict=True)}
+    return ControlFiles(name, "controlnet", None, named[: len(whole)], pairs=pairs)
 
 
 def _controlnet_entries(arrays: Sequence[Entry]) -> Iterable[Entry]:

@@ -41,6 +41,7 @@ class DiffusersFolder:
         name: the model as it was asked for.
         path: the folder that holds ``model_index.json``; for a single network, ``config.json``.
         revision: as in ``ModelFiles``, and so are the others.
+        kind: the library whose file names a single network uses; by default its name tells.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DiffusersFolder:
     index: Mapping[str, Any]
     components: Mapping[str, str]
     unread: tuple[str, ...] = ()
+    kind: Kind | None = None
 
     def __str__(self) -> str:
         return f"{self.name} at {self.revision[:12]}" if self.revision else self.name
@@ -102,7 +104,7 @@ class DiffusersFolder:
 
     def _weights(self, component: str) -> list[Path]:
         kinds: dict[str, Kind] = {**KINDS, **OTHER_KINDS}
-        kind = kinds.get(component, "diffusers")
+        kind = self.kind or kinds.get(component, "diffusers")
         return find_weights(self.folder(component), kind, self.variant)
 
 

@@ -15,7 +15,16 @@ from canvax.files import read_json
 from canvax.weights.diffusers_folder import Accept, DiffusersFolder, plan_components, read_folder, small_files
 from canvax.weights.files import ModelFiles
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.layout import INDEX, OTHER_KINDS, WeightPlan, names_in, plan_weights, shard_names, why_no_index
+from canvax.weights.layout import (
+    INDEX,
+    OTHER_KINDS,
+    Kind,
+    WeightPlan,
+    names_in,
+    plan_weights,
+    shard_names,
+    why_no_index,
+)
 from canvax.weights.single_file import open_single_file
 from canvax.weights.source import Source
 
@@ -28,6 +37,8 @@ def open_files(
     accept: Accept | None = None,
     look: Callable[[ModelFiles], object] | None = None,
     weights: bool = True,
+    prediction: str | None = None,
+    vae: bool = True,
 ) -> ModelFiles:
     """Find a model, fetching what is not on disk yet.
 
@@ -36,13 +47,15 @@ def open_files(
         accept: called with the parsed ``model_index.json`` before anything else is read or fetched.
         look: called once with the files before weights are fetched, when all else is there.
         weights: without, they are neither fetched nor looked for.
+        prediction: of a model in one file, if the caller knows it.
+        vae: whether a model in one file has to hold an autoencoder.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, or holds only pickles.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
     if (file := source.single_file()) is not None:
-        single = open_single_file(source.name, file)
+        single = open_single_file(source.name, file, prediction=prediction, vae=vae)
         if accept is not None:
             accept(single.index)
         if look is not None:
@@ -69,10 +82,13 @@ def open_files(
     return files
 
 
-def open_network(source: Source, *, accept: Accept | None = None, component: str = "") -> ModelFiles:
+def open_network(
+    source: Source, *, accept: Accept | None = None, component: str = "", kind: Kind | None = None
+) -> ModelFiles:
     """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
 
     It is the component ``component`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
+    ``kind`` is the library whose file names it uses, where the component does not say.
 
     Raises:
         CheckpointError, HubError: as ``open_files``.
@@ -89,11 +105,12 @@ def open_network(source: Source, *, accept: Accept | None = None, component: str
     if commit is not None and commit.names is not None:
         names = [name.removeprefix(inside) for name in commit.names if name.startswith(inside)]
         own = [name for name in names if "/" not in name]
-        kind = OTHER_KINDS.get(component, "diffusers")
-        _fetch_weights(commit, {inside: plan_weights(own, kind, source.variant, source.name)})
+        library = kind or OTHER_KINDS.get(component, "diffusers")
+        _fetch_weights(commit, {inside: plan_weights(own, library, source.variant, source.name)})
         commit.remember()
     components = {component: str(config.get("_class_name"))}
-    return DiffusersFolder(source.name, path, commit.sha if commit else None, source.variant, {}, components)
+    sha = commit.sha if commit else None
+    return DiffusersFolder(source.name, path, sha, source.variant, {}, components, kind=kind)
 
 
 def read_config(source: Source, name: str) -> dict[str, Any]:

@@ -101,6 +101,17 @@ class SingleFile:
         return self.name
 
     @property
+    def reasons(self) -> dict[str, str]:
+        """What was read off the file beside its shapes, and how that is known."""
+        starts = ", ".join(start.rstrip(".") for start in self.kind.encoders.values())
+        end = "as the array ztsnr says" if self.zero_snr else "as all that have no array ztsnr"
+        return {
+            "kind": f"{self.kind.name}: it has {starts}",
+            "prediction_type": f"{self.prediction[0]}, {self.prediction[1]}",
+            "zero_snr": f"{'yes' if self.zero_snr else 'no'}, {end}",
+        }
+
+    @property
     def components(self) -> Mapping[str, str]:
         """As in ``ModelFiles``."""
         with_projection = {"text_encoder_2": "CLIPTextModelWithProjection"}
@@ -156,7 +167,7 @@ class SingleFile:
     def _config(self) -> Mapping[str, dict[str, Any]]:
         try:
             shapes = {part: {one.name: one.shape for one in own} for part, own in self._entries.items()}
-            configs = {"unet": self._unet(shapes["unet"]), "vae": self._vae(shapes["vae"])}
+            configs = {"unet": self._unet(shapes["unet"]), "vae": vae_config(shapes["vae"], self._of_vae)}
             configs |= {name: self._text(shapes[name], name) for name in self.kind.encoders}
         except (KeyError, IndexError, ValueError) as error:
             raise CheckpointError(
@@ -194,18 +205,11 @@ class SingleFile:
             config["projection_class_embeddings_input_dim"] = shapes["add_embedding.linear_1.weight"][1]
         return config
 
-    def _vae(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        levels = _count(shapes, r"encoder\.down_blocks\.(\d+)\.")
-        return {
-            "_class_name": "AutoencoderKL",
-            "block_out_channels": [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)],
-            "down_block_types": ["DownEncoderBlock2D"] * levels,
-            "up_block_types": ["UpDecoderBlock2D"] * levels,
-            "layers_per_block": _count(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
-            "latent_channels": shapes["decoder.conv_in.weight"][1],
-            "scaling_factor": 0.13025 if self.kind in (XL, REFINER) else 0.18215,
-            "sample_size": 1024 if self.kind in (XL, REFINER) else 512,
-        }
+    @property
+    def _of_vae(self) -> dict[str, Any]:
+        """What arrays of an autoencoder do not tell."""
+        large = self.kind in (XL, REFINER)
+        return {"scaling_factor": 0.13025 if large else 0.18215, "sample_size": 1024 if large else 512}
 
     def _text(self, shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, Any]:
         shapes = {key.removeprefix("text_model."): shape for key, shape in shapes.items()}
@@ -246,10 +250,30 @@ class SingleFile:
         return config | ({"rescale_betas_zero_snr": True} if self.zero_snr else {})
 
 
-def open_single_file(name: str, path: Path) -> SingleFile:
+def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of an autoencoder from its arrays, and what they do not tell; of none at all the latter."""
+    if not shapes:
+        return {"_class_name": "AutoencoderKL", **rest}
+    levels = _count(shapes, r"encoder\.down_blocks\.(\d+)\.")
+    return {
+        "_class_name": "AutoencoderKL",
+        "block_out_channels": [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "layers_per_block": _count(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
+        "latent_channels": shapes["decoder.conv_in.weight"][1],
+        **rest,
+    }
+
+
+def open_single_file(name: str, path: Path, *, prediction: str | None = None, vae: bool = True) -> SingleFile:
     """A model in one safetensors file; no weights are read but those that tell what it predicts.
 
-    Warns where that is a guess.
+    Args:
+        name: as it was asked for.
+        path: the file.
+        prediction: what it predicts, if the caller knows; else, where that is a guess, a warning says so.
+        vae: whether it has to hold an autoencoder.
 
     Raises:
         CheckpointError: it holds no model that canvax knows, or more than one.
@@ -257,13 +281,15 @@ def open_single_file(name: str, path: Path) -> SingleFile:
     arrays = open_safetensors(path)
     names = {one.name for one in arrays}
     kind = next((kind for kind in KINDS if all(_any(names, start) for start in kind.encoders.values())), None)
-    lacking = [what for what, start in (("a UNet", UNET), ("an autoencoder", VAE)) if not _any(names, start)]
+    wanted = (("a UNet", UNET), *((("an autoencoder", VAE),) if vae else ()))
+    lacking = [what for what, start in wanted if not _any(names, start)]
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
     if lacking:
         raise CheckpointError(
             f"{name}: holds no whole model: it lacks {' and '.join(lacking)}. "
-            "Pass a whole one, or a folder in the diffusers layout."
+            "Pass a whole one, or a folder in the diffusers layout"
+            + ("; an autoencoder may be given with vae=." if lacking == ["an autoencoder"] else ".")
         )
     if kind is None:
         raise CheckpointError(f"{name}: its text encoders are none of Stable Diffusion 1.x, 2.x or XL")
@@ -276,16 +302,17 @@ def open_single_file(name: str, path: Path) -> SingleFile:
         raise CheckpointError(
             f"{name}: holds arrays that {kind.name} has no use for: {', '.join(sorted(strange)[:3])}{more}"
         )
-    prediction = _prediction(arrays, kind, read_metadata(path))
-    files = SingleFile(name, path, kind, arrays, prediction, "ztsnr" in names)
+    known = (prediction, "as you say") if prediction else _prediction(arrays, kind, read_metadata(path))
+    files = SingleFile(name, path, kind, arrays, known, "ztsnr" in names)
     if (channels := files.config("unet")["in_channels"]) in _OTHER_INPUTS:
         raise CheckpointError(
             f"{name}: its UNet {_OTHER_INPUTS[channels]} ({channels} channels), which canvax does not"
         )
-    if prediction[1].startswith("a guess"):
+    if known[1].startswith("a guess"):
+        other = "epsilon" if known[0] == "v_prediction" else "v_prediction"
         warn(
-            f"{name}: predicts {prediction[0]}, {prediction[1]}. If images are grey or burnt, save the model "
-            "(pipe.save) and write the other one into scheduler/scheduler_config.json"
+            f"{name}: predicts {known[0]}, {known[1]}. If images are grey or burnt, load it with "
+            f"prediction_type={other!r} (--prediction-type {other})"
         )
     return files
 

@@ -1,0 +1,48 @@
+"""IP-Adapters beside a model: what they are, and whether they were made for its kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from canvax.errors import CheckpointError
+from canvax.families.base import Model
+from canvax.models.configs import ClipVisionConfig
+from canvax.models.ip_adapter import IPAdapter
+from canvax.weights.ip_adapter import FULL_TOKENS, IPAdapterFiles, count_layers, read_ip_adapter
+
+_FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
+"""By the width of their text."""
+
+
+def component_name(index: int) -> str:
+    """The key in ``params`` of the adapter of this index."""
+    return f"ip_adapter_{index}" if index else "ip_adapter"
+
+
+def ip_adapter_of(files: IPAdapterFiles, model: Model) -> IPAdapter:
+    """The adapter of some files, for a model.
+
+    Raises:
+        CheckpointError: it was made for another kind of model.
+    """
+    found = read_ip_adapter(files, model.unet)
+    wanted, layers = model.unet.cross_attention_dim, count_layers(files.shapes)
+    made, kind = _FAMILIES.get(found.width, "another kind of model"), _FAMILIES.get(wanted, "another kind")
+    if found.width != wanted:
+        raise CheckpointError(
+            f"{files}: is an IP-Adapter for {made}, and {model.name} is {kind if kind != made else 'not that'} (tokens "
+            f"of width {found.width} in place of {wanted}). Take an adapter for this kind of model."
+        )
+    if layers != len(found.attentions):
+        raise CheckpointError(
+            f"{files}: is an IP-Adapter for another kind of model than {model.name}: it has keys for {layers} "
+            f"attentions, the UNet has {len(found.attentions)}"
+        )
+    return found
+
+
+def with_encoder(adapter: IPAdapter, cfg: ClipVisionConfig | None) -> IPAdapter:
+    """The adapter beside an encoder, whose patches are the tokens of the kind that reads all of them."""
+    if adapter.kind != "full":
+        return adapter
+    return replace(adapter, tokens=cfg.tokens if cfg else FULL_TOKENS)

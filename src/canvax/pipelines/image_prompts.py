@@ -1,0 +1,433 @@
+"""The image prompts of a call: what a caller says of them, checked; and what a denoiser is told."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from canvax.compile.kinds import PromptKind
+from canvax.compile.programs import Programs
+from canvax.engine.batch import filled
+from canvax.errors import InputError
+from canvax.families.base import Model
+from canvax.images.given import clip_square, fingerprint, read_images
+from canvax.images.masks import resized, rounded
+from canvax.models.clip_vision import MEAN
+from canvax.models.ip_adapter import ImageKV, IPAdapter, attentions_to_text, masked_levels
+from canvax.models.text import IMAGE_ENCODER
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import put, put_all
+from canvax.params import Params
+from canvax.pipelines.options import Options
+from canvax.types import HostArray
+
+MOST = 16
+"""Image prompts of one call."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """An image as a prompt, for a pipeline with an IP-Adapter (docs/ip-adapter.md).
+
+    Attributes:
+        image: a PIL image, a path or an array; or a list with one for each image of the call.
+        scale: how strong it is, 1 as trained; or how strong in each part of the UNet, such as
+            ``{"up": {"block_0": [0, 1, 0]}}``, 0 in parts that are not named; or a list with one for each image.
+        mask: where it acts, white; an image, or a list with one for each image of the call. None for everywhere.
+        adapter: which of the pipeline's adapters reads it.
+        embeds: in place of an image what CLIP makes of it: vectors [n, D] for a plain adapter, features [n, T, D]
+            for the others; n is 1 or the number of images of the call.
+        negative_embeds: likewise, for the negative prompt. By default a vector of zeros, or features of a grey image.
+    """
+
+    image: Any = None
+    scale: Any = 1.0
+    mask: Any = None
+    adapter: int = 0
+    embeds: Any = None
+    negative_embeds: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """An image prompt, checked; lists are one for all images of the call or one for each.
+
+    Attributes:
+        component: of its adapter.
+        images: RGB, of whatever size; empty where ``embeds`` are given.
+        embeds: [n, ...] float32.
+        negative: likewise, or None.
+        scales: [n, L] float32.
+        masks: grey, of whatever size; empty for none.
+        told: scales as they were given.
+        marks: by which pixels or numbers it is known again.
+        mask_marks: likewise its mask.
+    """
+
+    component: str
+    images: list[Image.Image]
+    embeds: HostArray | None
+    negative: HostArray | None
+    scales: HostArray
+    masks: list[Image.Image]
+    told: list[Any]
+    marks: list[str]
+    mask_marks: list[str]
+
+
+class Reading(NamedTuple):
+    """What a run is told of its image prompts: for each half of guidance, by component."""
+
+    positive: dict[str, ImageKV]
+    negative: dict[str, ImageKV]
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompts:
+    """All image prompts of a call.
+
+    Attributes:
+        prompts: in the order in which they were given.
+        adapters: those of the pipeline, by component.
+        tokens: of CLIP's features; None without an image encoder.
+    """
+
+    prompts: list[Checked]
+    adapters: Mapping[str, IPAdapter]
+    tokens: int | None
+
+    @cached_property
+    def kinds(self) -> tuple[PromptKind, ...]:
+        """What decides the programs."""
+        found = []
+        for name, net in self.adapters.items():
+            own = [prompt for prompt in self.prompts if prompt.component == name]
+            if own:
+                shape = self._shape(net, own[0])
+                found.append(PromptKind(name, len(own), any(one.masks for one in own), shape))
+        return tuple(found)
+
+    def _shape(self, net: IPAdapter, prompt: Checked) -> tuple[int, ...]:
+        if prompt.embeds is not None:
+            return prompt.embeds.shape[1:]
+        return (net.reads,) if net.kind == "plain" else (self.tokens or 0, net.reads)
+
+    def sees(self, *, guided: bool) -> bool:
+        """Whether CLIP's image encoder is needed."""
+        return any(
+            one.images or (guided and one.negative is None and self.adapters[one.component].kind != "plain")
+            for one in self.prompts
+        )
+
+    def fingerprint(self) -> list[Any]:
+        """What must be the same in processes that generate together."""
+        return [[one.component, one.marks, one.mask_marks, one.scales.tolist()] for one in self.prompts]
+
+    def record(self, index: int) -> list[dict[str, Any]]:
+        """What metadata tells of those of one image."""
+        names = list(self.adapters)
+        found = []
+        for one in self.prompts:
+            own = {"adapter": names.index(one.component), "scale": _entry(one.told, index)}
+            own |= {"sha256": _entry(one.marks, index)}
+            found.append(own | ({"mask_sha256": _entry(one.mask_marks, index)} if one.masks else {}))
+        return found
+
+
+def check_image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
+    """The image prompts of a call; None if there are none.
+
+    Args:
+        model: with its adapters.
+        value: an image or a list of one for each image of the call; an ``ImagePrompt`` or a list of such.
+        count: images of the call.
+        options: of the call.
+
+    Raises:
+        InputError: naming the argument, its value and the cure.
+    """
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return None
+    if not model.networks.ip_adapters:
+        raise InputError(
+            f"image_prompt with {model.name}, which has no IP-Adapter: pipe.with_ip_adapter(file) gives it one "
+            "(docs/ip-adapter.md)"
+        )
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    records = [one for one in given if isinstance(one, ImagePrompt)]
+    if records and len(records) < len(given):
+        raise InputError("image_prompt has images and ImagePrompts; give canvax.ImagePrompt(image) for each")
+    if not records and isinstance(value, list | tuple) and len(given) not in (1, count):
+        raise InputError(
+            f"image_prompt has {len(given)} images for {count} images of the call: a list of images is one for each. "
+            "For several at once give a list of canvax.ImagePrompt(image)"
+        )
+    records = records or [ImagePrompt(value)]
+    if len(records) > MOST:
+        raise InputError(f"image_prompt has {len(records)} entries; a call takes {MOST}")
+    adapters = dict(model.networks.ip_adapters)
+    prompts = [_checked(model, one, count) for one in records]
+    for name in adapters:
+        shapes = {one.embeds.shape[1:] for one in prompts if one.component == name and one.embeds is not None}
+        if len(shapes) > 1:
+            raise InputError(f"image_prompt: the embeds have several shapes {sorted(shapes)}; give all the same")
+    if options.padding_mask_crop is not None and any(one.masks for one in prompts):
+        raise InputError("image_prompt with a mask and padding_mask_crop: masks are of the whole image; leave one out")
+    encoder = model.networks.image_encoder
+    found = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
+    if encoder is None and found.sees(guided=True):
+        raise InputError(
+            "image_prompt: this pipeline has no image encoder (image_encoder=False); give embeds, and negative_embeds "
+            "where the adapter is not a plain one"
+        )
+    return found
+
+
+def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
+    nets = model.networks.ip_adapters
+    at = prompt.adapter
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(nets):
+        raise InputError(f"image_prompt: adapter={at!r} is not one of 0..{len(nets) - 1}, those of this pipeline")
+    component, net = nets[at]
+    if (prompt.image is None) == (prompt.embeds is None):
+        raise InputError("image_prompt: give an image or embeds, one of the two")
+    images = [] if prompt.image is None else read_images("image_prompt", prompt.image, count)
+    encoder = model.networks.image_encoder
+    tokens = encoder.cfg.tokens if encoder else None
+    embeds, negative = (
+        None if value is None else _embeds(name, value, net, tokens, count)
+        for name, value in (("embeds", prompt.embeds), ("negative_embeds", prompt.negative_embeds))
+    )
+    if embeds is not None and negative is not None and embeds.shape[1:] != negative.shape[1:]:
+        raise InputError(
+            f"image_prompt: embeds of shape {embeds.shape} and negative_embeds of shape {negative.shape}; give the same"
+        )
+    masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
+    told = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
+    if len(told) not in (1, count):
+        raise InputError(f"image_prompt: scale has {len(told)} entries for {count} images; give one, or one for each")
+    scales = np.stack([layer_scales(scale, net) for scale in told])
+    marks = [fingerprint(image) for image in images]
+    if embeds is not None:
+        marks = [hashlib.sha256(one.tobytes()).hexdigest() for one in embeds]
+    mask_marks = [fingerprint(mask) for mask in masks]
+    return Checked(component, images, embeds, negative, scales, masks, told, marks, mask_marks)
+
+
+def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: int) -> HostArray:
+    """[n, ...] float32."""
+    try:
+        array = np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        raise InputError(f"image_prompt: {name}={value!r:.80} is not an array of numbers") from None
+    wanted = ("D",) if net.kind == "plain" else ("T", "D")
+    if array.ndim == len(wanted):
+        array = array[None]
+    if array.ndim != 1 + len(wanted) or array.shape[-1] != net.reads or array.shape[0] not in (1, count):
+        sizes = f"[n, {net.reads}]" if net.kind == "plain" else f"[n, {tokens or 'T'}, {net.reads}]"
+        raise InputError(
+            f"image_prompt: {name} has shape {np.shape(value)}; this adapter reads {sizes}, n 1 or {count}"
+        )
+    most = tokens or 4096
+    if net.kind != "plain" and (array.shape[1] != tokens if tokens else not 1 <= array.shape[1] <= most):
+        raise InputError(
+            f"image_prompt: {name} has {array.shape[1]} features of an image; CLIP makes {tokens or 'fewer'}"
+        )
+    if not np.isfinite(array).all():
+        raise InputError(f"image_prompt: {name} has numbers that are not finite")
+    return array
+
+
+def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
+    """How strong an image prompt is in each attention [L] float32.
+
+    Raises:
+        InputError: naming what is no strength, or no part of the UNet.
+    """
+    layers = attentions_to_text(net.unet)
+    if not isinstance(scale, Mapping):
+        return np.full(len(layers), _number("scale", scale), np.float32)
+    parts = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
+    depths: dict[tuple[str, int], int] = {}  # attentions of each block
+    for layer in layers:
+        if len(layer.path) == 4:
+            part, block, at, _ = layer.path
+            depths[part, int(block)] = max(depths.get((part, int(block)), 0), int(at) + 1)
+    out = np.zeros(len(layers), np.float32)
+    for name, value in scale.items():
+        if name not in parts:
+            raise InputError(f"image_prompt: scale={{{name!r}: ...}}; parts of the UNet are down, mid and up")
+        own = {block: count for (part, block), count in depths.items() if part == parts[name]}
+        blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in own}
+        if name == "mid":
+            out[[layer.path[0] == "mid_block" for layer in layers]] = _number("scale['mid']", value)
+            continue
+        for key, each in blocks.items():
+            block = next((block for block in own if key == f"block_{block}"), None)
+            where = f"scale[{name!r}][{key!r}]"
+            if block is None:
+                names = ", ".join(f"block_{one}" for one in own)
+                raise InputError(f"image_prompt: {where}: {name} has attentions in {names or 'no block'}")
+            numbers = list(each) if isinstance(each, list | tuple) else [each]
+            if len(numbers) not in (1, own[block]):
+                raise InputError(f"image_prompt: {where} has {len(numbers)} entries for {own[block]} attentions")
+            numbers = numbers * own[block] if len(numbers) == 1 else numbers
+            for i, layer in enumerate(layers):
+                if layer.path[:2] == (parts[name], str(block)):
+                    out[i] = _number(where, numbers[int(layer.path[2])])
+    return out
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise InputError(f"image_prompt: {name}={value!r:.80} is not a number; 1 is as trained")
+    if not -10 <= value <= 10:
+        raise InputError(f"image_prompt: {name}={value!r} is not in -10..10; 1 is as trained")
+    return float(value)
+
+
+def encode_image_prompts(
+    programs: Programs,
+    params: Params,
+    told: ImagePrompts,
+    size: tuple[int, int],
+    latents: tuple[int, int, int, int],
+    count: int,
+    encoders: Mapping[str, Callable[..., Any]],
+    *,
+    guided: bool,
+) -> Reading:
+    """What the denoiser is told of the image prompts of ``count`` images, on the devices; each image is read once."""
+    reader = _Reader(programs, params, encoders)
+    batch = padded_batch(count, programs.mesh)
+    halves: tuple[dict[str, ImageKV], dict[str, ImageKV]] = ({}, {})
+    for kind in told.kinds:
+        net = told.adapters[kind.component]
+        own = [prompt for prompt in told.prompts if prompt.component == kind.component]
+        shared: dict[str, Any] = {"scale": filled(np.stack([_spread(one.scales, count) for one in own], axis=1), batch)}
+        if kind.masked:
+            shared["masks"] = tuple(
+                filled(level, batch) for level in mask_levels([one.masks for one in own], net, size, latents, count)
+            )
+        for half, negative in ((0, False), *(((1, True),) if guided else ())):
+            each = [reader.read(net, one, negative=negative) for one in own]
+            kv = []
+            for layer in range(len(net.attentions)):
+                pair = (
+                    np.stack([np.stack([_entry(one, i)[layer][at] for one in each]) for i in range(count)])
+                    for at in (0, 1)
+                )
+                kv.append(tuple(filled(array, batch) for array in pair))
+            halves[half][kind.component] = put_all({"kv": tuple(kv), **shared}, over_batch(programs.mesh))
+    return Reading(*halves)
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Runs the encoders for one image at a time, on every device alike."""
+
+    programs: Programs
+    params: Params
+    encoders: Mapping[str, Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        self._seen: dict[Any, Any] = {}
+
+    def read(self, net: IPAdapter, prompt: Checked, *, negative: bool) -> list[list[tuple[HostArray, HostArray]]]:
+        """Keys and values [T, N, Dh] of each layer, of one for all images of the call or of each."""
+        if negative:
+            rows = prompt.negative if prompt.negative is not None else [self._nothing(net)]
+        elif prompt.embeds is not None:
+            rows = prompt.embeds
+        else:
+            rows = [self._of_image(net, image, mark) for image, mark in zip(prompt.images, prompt.marks, strict=True)]
+        return [self._keys(prompt.component, np.asarray(row)) for row in rows]
+
+    def _nothing(self, net: IPAdapter) -> HostArray:
+        """What stands for no image: a vector of zeros, or the features of an image that CLIP sees as zeros."""
+        if net.kind == "plain":
+            return np.zeros(net.reads, np.float32)
+        return self._vision("", None)[1]
+
+    def _of_image(self, net: IPAdapter, image: Image.Image, mark: str) -> HostArray:
+        return self._vision(mark, image)[0 if net.kind == "plain" else 1]
+
+    def _vision(self, mark: str, image: Image.Image | None) -> tuple[HostArray, HostArray]:
+        if mark not in self._seen:
+            encoder = self.programs.networks.image_encoder
+            assert encoder is not None
+            side = encoder.cfg.image_size
+            plain = np.broadcast_to(np.asarray(MEAN, np.float32), (side, side, 3))
+            self._seen[mark] = self._run(IMAGE_ENCODER, plain if image is None else clip_square(image, side))
+        return self._seen[mark]
+
+    def _keys(self, component: str, embeds: HostArray) -> Any:
+        key = (component, embeds.tobytes())
+        if key not in self._seen:
+            self._seen[key] = self._run(component, embeds)
+        return self._seen[key]
+
+    def _run(self, component: str, row: HostArray) -> Any:
+        mesh = self.programs.mesh
+        rows = np.broadcast_to(row.astype(np.float32), (padded_batch(1, mesh), *row.shape))
+        outputs = self.encoders[component](self.params[component], put(rows, over_batch(mesh)))
+        if component == IMAGE_ENCODER:
+            return tuple(_first(output) for output in outputs)
+        return [tuple(_first(output) for output in pair) for pair in outputs]
+
+
+def mask_levels(
+    masks: Sequence[Sequence[Image.Image]],
+    net: IPAdapter,
+    size: tuple[int, int],
+    latents: tuple[int, int, int, int],
+    count: int,
+) -> list[HostArray]:
+    """Where each of I image prompts acts, for each level of the UNet: [count, h w, I] float32; everywhere without.
+
+    As PyTorch diffusers does it: black or white at the size of the image, then bicubic without smoothing.
+    """
+    height, width = size
+    ones = [Image.new("L", (width, height), 255)]
+    pixels = [
+        [np.asarray(rounded(resized(mask, height, width)), np.float32) / 255 for mask in (own or ones)] for own in masks
+    ]
+    found = []
+    for tall, wide in masked_levels(net.unet, latents):
+        rows, columns = bicubic(height, tall), bicubic(width, wide)
+        small = [[(rows @ mask @ columns.T).reshape(-1) for mask in own] for own in pixels]
+        found.append(np.stack([np.stack([_entry(own, i) for own in small], -1) for i in range(count)]))
+    return [level.astype(np.float32) for level in found]
+
+
+def bicubic(size: int, wanted: int) -> HostArray:
+    """Weights [wanted, size] float64 of cubic convolution with a = -0.75 (Keys 1981), edges repeated, not smoothed."""
+    at = (np.arange(wanted) + 0.5) * size / wanted - 0.5
+    first, a = np.floor(at).astype(int), -0.75
+    out = np.zeros((wanted, size))
+    for tap in range(-1, 3):
+        x = np.abs(at - (first + tap))
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        np.add.at(out, (np.arange(wanted), np.clip(first + tap, 0, size - 1)), np.where(x <= 1, near, far))
+    return out
+
+
+def _first(output: Any) -> HostArray:
+    return np.asarray(output.addressable_shards[0].data)[0]
+
+
+def _spread(rows: HostArray, count: int) -> HostArray:
+    return np.broadcast_to(rows, (count, *rows.shape[1:])) if len(rows) == 1 else rows
+
+
+def _entry(values: Sequence[Any], index: int) -> Any:
+    """That of one image of the call, of one for all or one for each."""
+    return values[index if len(values) > 1 else 0]

@@ -1,0 +1,325 @@
+"""Other autoencoders and schedules than a model's own, against PyTorch diffusers with the same parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from ldm_files import ldm_vae, model, write_folder, write_single  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import canvax  # noqa: E402
+from canvax.cli import BAD_INPUT, main  # noqa: E402
+from canvax.models.configs import TinyConfig  # noqa: E402
+from canvax.models.decode import decode_images, encode_images  # noqa: E402
+from canvax.models.tiny import tiny_spec  # noqa: E402
+from canvax.noise import initial_noise  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.weights import single_file  # noqa: E402
+from canvax.weights.vae_file import of_file  # noqa: E402
+
+from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
+from .test_image_to_image import photo  # noqa: E402
+from .test_pipeline import NEGATIVE, PROMPTS, SEEDS, build  # noqa: E402
+from .test_preview import SHAPES  # noqa: E402
+
+SIZE, LATENTS = 128, (16, 16, 4)
+CHOICE: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "progress": False}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def kl(seed: int, **changes: Any) -> Any:
+    """Another autoencoder of the same kind as that of ``build``, with other widths."""
+    return randomise(
+        diffusers.AutoencoderKL(
+            block_out_channels=(16, 32, 32, 48), down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, norm_num_groups=16, **changes,
+        ),
+        seed,
+    )  # fmt: skip
+
+
+def large(seed: int) -> Any:
+    """One whose norms have the usual 32 groups, which a file without a config has."""
+    return randomise(
+        diffusers.AutoencoderKL(
+            block_out_channels=(32, 32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, norm_num_groups=32,
+        ),
+        seed,
+    )  # fmt: skip
+
+
+def tiny(seed: int = 4) -> Any:
+    """As released, weaker, so that random images are no noise of black and white."""
+    found = randomise(diffusers.AutoencoderTiny(), seed)
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(0.6 if p.ndim > 1 else 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("model") / "base", "epsilon")
+
+
+def load(folder: Path, **changes: Any) -> canvax.StableDiffusion:
+    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), **changes)
+
+
+def theirs_of(folder: Path, cls: Any = diffusers.StableDiffusionPipeline, **parts: Any) -> Any:
+    pipe = cls.from_pretrained(folder, safety_checker=None, **parts)
+    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def reference(pipe: Any) -> Any:
+    with torch.no_grad():
+        return pipe(
+            PROMPTS[0], negative_prompt=NEGATIVE, output_type="np", height=SIZE, width=SIZE, num_inference_steps=4,
+            guidance_scale=5.0, latents=nchw(initial_noise(SEEDS[:1], LATENTS)),
+        ).images  # fmt: skip
+
+
+def draw(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+    size = {} if "image" in changes else {"height": SIZE, "width": SIZE}
+    told: dict[str, Any] = {**CHOICE, **size, "seed": SEEDS[0], **changes}
+    return pipe(PROMPTS[0], NEGATIVE, sampler="DDIM", **told)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tiny(name: str) -> None:
+    """Its encoder, and both ways of an image."""
+    theirs: Any = randomise(diffusers.AutoencoderTiny(**SHAPES[name]))
+    cfg = TinyConfig.from_dict(dict(theirs.config))
+    params = params_of(theirs, tiny_spec(cfg))
+    images: Any = np.random.default_rng(0).random((2, 40, 48, 3), np.float32)
+    with torch.no_grad():
+        latents = theirs.encode(nchw(2 * images - 1)).latents
+        pixels = nhwc(theirs.decode(latents).sample) / 2 + 0.5
+    mean, deviation = encode_images(params, images, cfg=cfg)
+    assert relative_error(mean, nhwc(latents)) < 1e-5
+    np.testing.assert_array_equal(deviation, 0)
+    np.testing.assert_allclose(decode_images(params, mean, cfg=cfg), np.clip(pixels, 0, 1), atol=2e-4)
+
+
+def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile sees all that its middle is made of, so that nothing changes but rounding."""
+    from canvax.models import decode
+
+    monkeypatch.setattr(decode, "TILE", 512)
+    theirs = tiny()
+    cfg = TinyConfig.from_dict(dict(theirs.config))
+    params = params_of(theirs, tiny_spec(cfg))
+    latents: Any = np.random.default_rng(0).standard_normal((1, 72, 32, 4), np.float32)
+    whole, tiled = (decode_images(params, latents, cfg=cfg, tiled=tiled) for tiled in (False, True))
+    assert psnr(tiled, whole) > 60
+    whole, tiled = (encode_images(params, whole, cfg=cfg, tiled=tiled)[0] for tiled in (False, True))
+    assert relative_error(tiled, whole) < 0.05
+
+
+def test_taesd_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    """As a folder of diffusers and as TAESD's own file, which numbers the decoder's layers from one."""
+    theirs = tiny()
+    theirs.save_pretrained(tmp_path / "taesd")
+    want = reference(theirs_of(folder, vae=theirs))
+    ours = load(folder, vae=tmp_path / "taesd")
+    got = draw(ours)
+    assert psnr(got.pixels, want) >= 60
+    assert draw(ours, seed=5).compilations == 0
+
+    original = {}
+    for name, tensor in load_file(tmp_path / "taesd" / WEIGHTS).items():
+        half, _, number, rest = name.split(".", 3)
+        original[f"{half}.{int(number) + (half == 'decoder')}.{rest}"] = tensor
+    save_file(original, tmp_path / "taesd.safetensors")
+    np.testing.assert_array_equal(draw(load(folder, vae=tmp_path / "taesd.safetensors")).pixels, got.pixels)
+    for half in ("encoder", "decoder"):
+        own = {name.removeprefix(f"{half}."): one for name, one in original.items() if name.startswith(half)}
+        save_file(own, tmp_path / f"taesd_{half}.safetensors")
+        with pytest.raises(canvax.CheckpointError, match="half of a TAESD"):
+            load(folder, vae=tmp_path / f"taesd_{half}.safetensors")
+
+
+def test_taesd_from_an_image(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tiny()
+    theirs.save_pretrained(tmp_path / "taesd")
+    pipe = theirs_of(folder, diffusers.StableDiffusionImg2ImgPipeline, vae=theirs)
+    module = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img.randn_tensor"
+    monkeypatch.setattr(module, lambda *_, **__: nchw(initial_noise(SEEDS[:1], LATENTS)))
+    with torch.no_grad():
+        want = pipe(
+            PROMPTS[0], photo(1), negative_prompt=NEGATIVE, output_type="np", num_inference_steps=4,
+            guidance_scale=5.0, strength=0.5,
+        ).images  # fmt: skip
+    assert psnr(draw(load(folder, vae=tmp_path / "taesd"), image=photo(1), strength=0.5).pixels, want) >= 60
+
+
+def test_another_autoencoder(folder: Path, tmp_path: Path) -> None:
+    """A folder, one with a model around it, one file of either naming, in a whole model's file."""
+    theirs = large(7)
+    theirs.save_pretrained(tmp_path / "vae")
+    want = reference(theirs_of(folder, vae=theirs))
+    got = draw(load(folder, vae=tmp_path / "vae"))
+    assert psnr(got.pixels, want) >= 60
+    assert psnr(draw(load(folder)).pixels, want) < 40
+
+    state = load_file(tmp_path / "vae" / WEIGHTS)
+    renamed = ldm_vae(state)
+    forms = {
+        "diffusers": state,
+        "ldm": renamed,
+        "whole": {"model.x": torch.zeros(1), **{f"first_stage_model.{name}": one for name, one in renamed.items()}},
+        "trained": renamed | {"loss.logvar": torch.zeros(1), "model_ema.decay": torch.zeros(1)},
+    }
+    for name, arrays in forms.items():
+        save_file({k: v.contiguous() for k, v in arrays.items()}, tmp_path / f"{name}.safetensors")
+        found = of_file(name, tmp_path / f"{name}.safetensors", {"scaling_factor": 0.18215})
+        assert {one.name for one in found.arrays} >= {"decoder.conv_in.weight", "quant_conv.bias"}, name
+    np.testing.assert_array_equal(draw(load(folder, vae=tmp_path / "ldm.safetensors")).pixels, got.pixels)
+    shutil.copytree(tmp_path / "vae", tmp_path / "around" / "vae")
+    np.testing.assert_array_equal(draw(load(folder, vae=tmp_path / "around")).pixels, got.pixels)
+
+
+def test_what_is_saved(folder: Path, tmp_path: Path) -> None:
+    """The folder is that of the model as it was loaded, for PyTorch too."""
+    tiny().save_pretrained(tmp_path / "taesd")
+    ours = load(folder, vae=tmp_path / "taesd", scheduler={"timestep_spacing": "trailing"}, prediction_type="sample")
+    ours.save(tmp_path / "saved")
+    again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "saved", safety_checker=None)
+    assert isinstance(again.vae, diffusers.AutoencoderTiny)
+    assert again.scheduler.config["timestep_spacing"] == "trailing"
+    assert again.scheduler.config["prediction_type"] == "sample"
+    np.testing.assert_array_equal(draw(load(tmp_path / "saved")).pixels, draw(ours).pixels)
+    record = draw(ours).metadata[0]
+    assert record["vae"] == str(tmp_path / "taesd")
+    assert (record["prediction_type"], record["scheduler"]) == ("sample", {"timestep_spacing": "trailing"})
+
+
+ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+
+
+@pytest.mark.parametrize(("prediction", "changes"), [
+    ("v_prediction", {}), ("v_prediction", ZERO), (None, {"timestep_spacing": "trailing"}),
+])  # fmt: skip
+def test_schedule(prediction: str | None, changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    theirs = theirs_of(folder)
+    told = {"prediction_type": prediction} if prediction else {}
+    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config, **changes, **told)
+    want = reference(theirs)
+    ours = load(folder, prediction_type=prediction, scheduler=changes)
+    assert psnr(draw(ours).pixels, want) >= 60
+    assert psnr(draw(load(folder)).pixels, want) < 40
+    theirs.scheduler.save_pretrained(tmp_path / "scheduler")
+    for given in (theirs.scheduler, tmp_path / "scheduler", tmp_path / "scheduler" / "scheduler_config.json"):
+        np.testing.assert_array_equal(draw(load(folder, scheduler=given)).pixels, draw(ours).pixels)
+
+
+def test_single_file(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a 2.x predicts is a guess, which the caller may end; a file without an autoencoder is given one."""
+    parts = model("sd2")
+    path = write_single(tmp_path / "model.safetensors", "sd2", parts)
+    # The bias by which it is guessed is not in so small a model.
+    monkeypatch.setattr(single_file, "_prediction", lambda *_: ("epsilon", "a guess by the spread of a bias, 0.01"))
+    with pytest.warns(UserWarning, match=r"load it with prediction_type='(v_prediction|epsilon)'"):
+        guessed = load(path)
+    other = {"epsilon": "v_prediction", "v_prediction": "epsilon"}[guessed.model.scheduler.schedule.prediction_type]
+    said = load(path, prediction_type=other)
+    assert said.model.scheduler.schedule.prediction_type == other
+    assert said.model.unet.upcast_attention == (other == "v_prediction")
+    assert said.model.reasons["prediction_type"] == f"{other}, as you say"
+    assert guessed.model.reasons["kind"] == "Stable Diffusion 2.x: it has cond_stage_model.model"
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(["info", str(path), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["read_as"]["zero_snr"] == "no, as all that have no array ztsnr"
+
+    bare = {name: one for name, one in load_file(path).items() if not name.startswith("first_stage_model.")}
+    save_file(bare, tmp_path / "bare.safetensors")
+    with pytest.raises(canvax.CheckpointError, match=r"an autoencoder may be given with vae="):
+        load(tmp_path / "bare.safetensors")
+    write_folder(tmp_path / "folder", "sd2", parts)
+    whole = load(tmp_path / "bare.safetensors", vae=tmp_path / "folder", prediction_type=other)
+    want = draw(load(path, prediction_type=other), height=64, width=64)
+    np.testing.assert_array_equal(draw(whole, height=64, width=64).pixels, want.pixels)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no name": ({"vae": 3}, "vae=3 is not a folder"),
+    "nowhere": ({"vae": "./nowhere"}, "nowhere"),
+    "pickle": ({"vae": "vae-ft-mse.ckpt"}, r"canvax convert FILE\.ckpt"),
+    "prediction": ({"prediction_type": "v"}, "prediction_type='v' is not known"),
+    "a sampler": ({"scheduler": "Euler"}, "a sampler is chosen in each call"),
+    "an unknown field": ({"scheduler": {"rescale_beta_zero_snr": True}}, "unknown field rescale_beta_zero_snr"),
+    "a value": ({"scheduler": {"beta_start": "x"}}, "beta_start"),
+    "a class": ({"scheduler": {"_class_name": "NoScheduler"}}, "NoScheduler"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case: str, folder: Path) -> None:
+    changes, said = BAD[case]
+    with pytest.raises(canvax.CanvaxError, match=said):
+        load(folder, **changes)
+
+
+def test_bad_files(folder: Path, tmp_path: Path) -> None:
+    """A text encoder, a damaged one, one of other latents, one for another kind of model."""
+    with pytest.raises(canvax.CheckpointError, match="holds no autoencoder"):
+        load(folder, vae=folder / "text_encoder" / "model.safetensors")
+    with pytest.raises(canvax.CheckpointError, match="is of the class"):
+        load(folder, vae=folder / "unet")
+    kl(1).save_pretrained(tmp_path / "vae")
+    state = load_file(tmp_path / "vae" / WEIGHTS)
+    state.pop("decoder.conv_out.bias")
+    save_file(state, tmp_path / "less.safetensors")
+    with pytest.raises(canvax.CheckpointError):
+        load(folder, vae=tmp_path / "less.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "less.safetensors").read_bytes()[:5000])
+    with pytest.raises(canvax.CheckpointError, match="truncated"):
+        load(folder, vae=tmp_path / "cut.safetensors")
+    kl(1, latent_channels=16).save_pretrained(tmp_path / "wide")
+    with pytest.raises(canvax.CheckpointError, match="the VAE has 16"):
+        load(folder, vae=tmp_path / "wide")
+    kl(1, scaling_factor=0.13025).save_pretrained(tmp_path / "xl")
+    with pytest.warns(UserWarning, match=r"scaling_factor is 0\.13025"):
+        load(folder, vae=tmp_path / "xl")
+    tiny().save_pretrained(tmp_path / "half")
+    small = {"encoder_block_out_channels": (32, 32), "decoder_block_out_channels": (32, 32)}
+    small |= {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
+    diffusers.AutoencoderTiny(**small).save_pretrained(tmp_path / "factor")
+    with pytest.raises(canvax.CheckpointError, match="one latent of 2 x 2 pixels, the model's own one of 8 x 8"):
+        load(folder, vae=tmp_path / "factor")
+
+
+def test_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny().save_pretrained(tmp_path / "taesd")
+    common = ["-m", str(folder), "--mesh", "data=1", "--steps", "4", "--seed", "11", "-q", "--dtype", "float32"]
+    changed = ["--vae", "taesd", "--prediction-type", "v_prediction"]
+    assert main(["generate", "a red apple", *common, *changed, "-o", "a.png"]) == 0
+    capsys.readouterr()
+    assert main(["info", "a.png"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"--vae \./taesd --prediction-type v_prediction", told)
+    assert main(["generate", "--from-image", "a.png", "-m", str(folder), "--mesh", "data=1", "-q", "-o", "b.png"]) == 0
+    from PIL import Image
+
+    np.testing.assert_array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
+    assert main(["generate", "a red apple", *common, "--vae", "x.pt", "-o", "c.png"]) != 0
+    assert "canvax convert" in capsys.readouterr().err
+    assert main(["generate", "a red apple", *common, "--prediction-type", "v", "-o", "c.png"]) == BAD_INPUT
