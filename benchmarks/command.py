@@ -170,7 +170,7 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     dtype = parse_dtype(arguments.dtype or usual).name
     model = read_model(open_files(Source(folder)), np.float32)
     side = model.native_size
-    if arguments.part == "vae" and dtype == "float16" and model.vae.force_upcast:
+    if arguments.part == "vae" and dtype == "float16" and getattr(model.vae, "force_upcast", False):
         raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
     steps = arguments.steps or (4 if arguments.part == "start" else 20)
     return Job(

@@ -75,7 +75,7 @@ def limits(_: argparse.Namespace) -> None:
     image = GeneratedImage.of(Image.fromarray(pixels), {"prompt": "a red apple", "seed": 1})
     for kind in ("png", "jpeg", "webp"):
         began, out = time.process_time(), io.BytesIO()
-        for _ in range(3):
+        for _turn in range(3):
             out = io.BytesIO()
             image.save(out, kind.upper())
         took[kind] = (time.process_time() - began) / 3

@@ -29,6 +29,7 @@ from canvax.files import written
 from canvax.kernels import gpu
 from canvax.kernels.attention import attention
 from canvax.kernels.target import compiled_on
+from canvax.models.configs import VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
@@ -102,14 +103,15 @@ def check_networks(small: bool) -> Iterator[Check]:
         added = {}
         if cfg.addition_embed_type:
             added = {"pooled": normal(1, 1280), "time_ids": np.array([[512, 512, 0, 0, 512, 512]], np.float32)}
-        specs = nets.specs()
+        specs, decoder = nets.specs(), nets.vae
+        assert isinstance(decoder, VaeConfig)
         parts: dict[str, tuple[Callable[..., Any], Any, tuple[Any, ...]]] = {
             "UNet": (
                 lambda p, x, text, t, added, cfg=cfg: unet(p, x, t, text, cfg, **added),
                 specs["unet"],
                 (x, text, t, added),
             ),
-            "decoder": (lambda p, x, nets=nets: vae_decode(p, x, nets.vae), specs["vae"], (x,)),
+            "decoder": (lambda p, x, cfg=decoder: vae_decode(p, x, cfg), specs["vae"], (x,)),
         }
         for part, (function, spec, given) in parts.items():
             params = init_params(spec, 0)

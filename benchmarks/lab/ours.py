@@ -19,6 +19,7 @@ from canvax.compile.monitor import compilations, traces
 from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
+from canvax.models.configs import VaeConfig
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode
@@ -85,7 +86,9 @@ def _call(
     dtype = jax.tree.leaves(params)[0].dtype
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
-        return lambda p, z: vae_decode(p["vae"], z, model.vae), (latents,)
+        cfg = model.vae
+        assert isinstance(cfg, VaeConfig)
+        return lambda p, z: vae_decode(p["vae"], z, cfg), (latents,)
     added = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
     if added:
         added["pooled"] = added["pooled"].astype(dtype)

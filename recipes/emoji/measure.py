@@ -22,6 +22,7 @@ from PIL import Image
 
 import canvax
 from canvax.images.chart import line_chart
+from canvax.models.configs import VaeConfig
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
 from recipes.emoji.autoencoder import reconstruction_psnr
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained, held_out = choose_pairs(drawings, options.trained, options.held_out)
     for name, score in check_measure(drawings, trained).items():
         print(f"the measure, true drawings {name}: {score}", flush=True)
-    psnr = reconstruction_psnr(pipe.params["vae"], drawings.pixels[held_out], pipe.model.vae, pipe.programs.mesh)
+    vae = pipe.model.vae
+    assert isinstance(vae, VaeConfig)
+    psnr = reconstruction_psnr(pipe.params["vae"], drawings.pixels[held_out], vae, pipe.programs.mesh)
     print(f"autoencoder: {psnr.mean():.2f} dB on {len(psnr)} held-out drawings", flush=True)
 
     how = {
