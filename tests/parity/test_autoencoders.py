@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from ldm_files import ldm_vae, model, write_folder, write_single  # noqa: E402
+from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import canvax  # noqa: E402
@@ -310,15 +311,16 @@ def test_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     tiny().save_pretrained(tmp_path / "taesd")
     common = ["-m", str(folder), "--mesh", "data=1", "--steps", "4", "--seed", "11", "-q", "--dtype", "float32"]
-    changed = ["--vae", "taesd", "--prediction-type", "v_prediction"]
+    changed = ["--vae", "taesd", "--prediction-type", "v_prediction", "--zero-snr", "--sampler", "DDIM"]
     assert main(["generate", "a red apple", *common, *changed, "-o", "a.png"]) == 0
     capsys.readouterr()
     assert main(["info", "a.png"]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"--vae \./taesd --prediction-type v_prediction", told)
+    assert re.search(r"--vae \./taesd --prediction-type v_prediction .*--zero-snr", told)
+    parts = load(folder, vae="taesd", prediction_type="v_prediction", scheduler=ZERO)
+    want = parts("a red apple", num_inference_steps=4, seed=11, sampler="DDIM", progress=False).images[0]
+    np.testing.assert_allclose(np.asarray(Image.open("a.png"), int), np.asarray(want, int), atol=1)
     assert main(["generate", "--from-image", "a.png", "-m", str(folder), "--mesh", "data=1", "-q", "-o", "b.png"]) == 0
-    from PIL import Image
-
     np.testing.assert_array_equal(np.asarray(Image.open("a.png")), np.asarray(Image.open("b.png")))
     assert main(["generate", "a red apple", *common, "--vae", "x.pt", "-o", "c.png"]) != 0
     assert "canvax convert" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
-from canvax.cli.images import OF_MODEL, ImageRequest, Source, check_table
+from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError, check_count
 from canvax.pipelines.options import Options
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     defaults = {name: value for name in NAMES if (value := getattr(arguments, name, None)) is not None}
     seed = defaults.pop("seed")
     _check(arguments)
-    source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
+    source = source_of(arguments)
     _check_flags(arguments, defaults, source)
     plan = Plan.read(arguments.file, defaults, arguments.carry, seed)
     spread = join_others(arguments)
@@ -141,6 +141,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
         raise InputError("--mesh with --ray: each model has all devices that Ray gives it; leave it out")
     given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
+    load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
     told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
     told |= {"model": source.model, "image_format": arguments.format, "load": load}
     return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)

@@ -18,7 +18,7 @@ from canvax.cli.batching import batch_size, batches
 from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.image_prompts import image_prompt_argument
-from canvax.cli.images import ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
@@ -183,7 +183,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
         raise InputError("--control without --controlnet: name the network that reads the image")
-    overrides = Overrides.of(source.vae, source.prediction_type)
+    overrides = Overrides.of(source.vae, source.prediction_type, ZERO_SNR if source.zero_snr else None)
     try:
         origin = ModelSource(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
@@ -214,7 +214,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         complain(f"loading {source.model}")
     more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    parts = {"vae": source.vae, "prediction_type": source.prediction_type}
+    parts: dict[str, Any] = {"vae": source.vae, "prediction_type": source.prediction_type}
+    parts["scheduler"] = ZERO_SNR if source.zero_snr else None
     more |= {name: value for name, value in parts.items() if value is not None}
     pipe = canvax.load(
         source.model,

@@ -314,6 +314,11 @@ def add_parts(group: Any) -> None:
     group.add_argument(
         "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
     )
+    group.add_argument(
+        "--zero-snr",
+        action="store_true",
+        help="its schedule ends in noise alone, which it does not say",
+    )
 
 
 def add_quantize(group: Any) -> None:

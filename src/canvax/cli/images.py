@@ -63,6 +63,9 @@ ALIASES: dict[str, str] = {
     "control_image": "control",
     "image_prompt": "ip_image",
 }
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+"""What ``--zero-snr`` says of a model's schedule."""
+
 _MAX_PROMPT_FILE = 64 << 20
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
@@ -122,9 +125,16 @@ class Source:
     quantize: str | None
     vae: str | None = None
     prediction_type: str | None = None
+    zero_snr: bool = False
     controlnet: tuple[str, ...] = ()
     ip_adapter: tuple[str, ...] = ()
     ip_encoder: str | None = None
+
+
+def source_of(arguments: argparse.Namespace) -> Source:
+    """The model that flags name."""
+    own: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
+    return Source(arguments.model or "emoji", **own, zero_snr=arguments.zero_snr)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -138,7 +148,7 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         InputError: a setting is wrong, or there is no prompt.
     """
     base: dict[str, Any] = {}
-    source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
+    source = source_of(arguments)
     entries: list[tuple[str, dict[str, Any]]] = [
         ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
     ]
@@ -148,7 +158,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         base, source = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
     beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
-    source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder)
+    zero_snr = source.zero_snr or arguments.zero_snr
+    source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder, zero_snr=zero_snr)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     if cells:
@@ -366,7 +377,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
     own_parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
-    return settings, Source(model, **own_parts)
+    scheduler = metadata.get("scheduler") if own else None
+    if scheduler and scheduler != ZERO_SNR:
+        complain(f"{path}: its scheduler {scheduler} is for Python: canvax.load(scheduler=...)", label="warning: ")
+    return settings, Source(model, **own_parts, zero_snr=scheduler == ZERO_SNR)
 
 
 def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:

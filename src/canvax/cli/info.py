@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
-from canvax.cli.images import OF_MODEL, OPTIONS
+from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
 from canvax.images.metadata import read_metadata
@@ -90,6 +90,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
     if "canvax" in metadata:  # other programs name a file, which canvax cannot load
         flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
+    flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
@@ -110,6 +111,9 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
             flag = flag.partition(" ")[0]
+            if value is True:
+                words.append(flag)
+                continue
             if flag in ("--sampler-settings", "--guidance-settings"):
                 words += [f"{'--set' if flag == '--sampler-settings' else flag}={text}" for text in texts]
                 continue

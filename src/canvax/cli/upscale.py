@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from canvax.cli.generate import Destination, description, load_model
-from canvax.cli.images import OF_MODEL, OPTIONS, ImageRequest, Source
+from canvax.cli.images import OPTIONS, ImageRequest, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError
 from canvax.images.given import read_images
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     options = Options(**settings, progress=not arguments.quiet)
     read_images("image", arguments.file, 1)
     where = Destination.checked(arguments, [_request(arguments, options)])
-    source = Source(arguments.model or "emoji", *(getattr(arguments, name) for name in OF_MODEL))
+    source = source_of(arguments)
     pipe = load_model(arguments, source)
     report |= description(pipe)
     given = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
