@@ -27,10 +27,10 @@ canvax train lora {0}/night -o {0}/trained/night --layers all --rank 8 --alpha 1
     --warmup 50 --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
 canvax train textual-inversion {0}/one -o {0}/trained/rainbow-flag --token "<rainbow-flag>" --initializer "rainbow" \\
     --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
-canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 1400 -b 16 --lr 5e-4 \\
-    --warmup 50 --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
+canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 2000 -b 8 --lr 2e-3 \\
+    --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --save-dtype float16
 """.strip()
-"""How the files in ``files`` were made."""
+"""How the files in ``files`` and the sheets were made. The ControlNet needs many more steps to be of use."""
 
 
 def main() -> None:
