@@ -17,17 +17,20 @@ from recipes.adapters.sheets import draw_sheets
 
 SIZE = 64
 CAPTIONS = 4
-"""Of each drawing: those that name its style, which the model follows best."""
+"""Of each drawing at night: those that name its style, which the model follows best."""
+
+ALL_CAPTIONS = 12
+"""Of each drawing with edges: with and without its style."""
 
 COMMANDS = """
-canvax train lora {0}/night -o {0}/run-night --layers all --rank 8 --steps 2400 -b 16 --lr 1e-3 --warmup 50 \\
-    --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
-canvax train textual-inversion {0}/one -o {0}/run-one --token "<rainbow-flag>" --initializer "rainbow" \\
+canvax train lora {0}/night -o {0}/trained/night --layers all --rank 8 --alpha 16 --steps 2000 -b 16 --lr 1.5e-3 \\
+    --warmup 50 --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
+canvax train textual-inversion {0}/one -o {0}/trained/rainbow-flag --token "<rainbow-flag>" --initializer "rainbow" \\
     --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
-canvax train controlnet {0}/edges -o {0}/run-edges --hint-channels 8,16,24,32 --steps 3000 -b 16 --lr 3e-4 \\
-    --warmup 100 --final-lr 0.05 --empty-captions 0.1 --save-dtype float16
+canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 2000 -b 8 --lr 2e-3 \\
+    --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --save-dtype float16
 """.strip()
-"""How the shipped files were made."""
+"""How the files in ``files`` and the sheets were made. The ControlNet needs many more steps to be of use."""
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def main() -> None:
     elif chosen.task == "data":
         drawings = read_pictures(chosen.drawings, SIZE).split("train")
         write_night(drawings, folder / "night", CAPTIONS)
-        write_edges(drawings, folder / "edges", CAPTIONS)
+        write_edges(drawings, folder / "edges", ALL_CAPTIONS)
         write_one(folder / "one", None if chosen.packages is None else Path(chosen.packages))
     else:
         draw_sheets(folder, Path(chosen.images))

@@ -33,9 +33,9 @@ OUTLINES = (
 def draw_sheets(folder: Path, images: Path) -> None:
     """Write ``adapters-night.png``, ``adapters-word.png`` and ``adapters-edges.png``."""
     images.mkdir(parents=True, exist_ok=True)
-    save(images / "adapters-night.png", night_rows(folder / "run-night" / "pytorch_lora_weights.safetensors"))
+    save(images / "adapters-night.png", night_rows(folder / "trained" / "night" / "pytorch_lora_weights.safetensors"))
     save(images / "adapters-word.png", word_rows(folder))
-    save(images / "adapters-edges.png", edge_rows(folder / "run-edges" / "controlnet"))
+    save(images / "adapters-edges.png", edge_rows(folder / "trained" / "edges" / "controlnet"))
 
 
 def night_rows(file: Path) -> list[HostArray]:
@@ -55,7 +55,7 @@ def word_rows(folder: Path) -> list[HostArray]:
     shown = [np.asarray(upright_rgb(Image.open(path)).resize((64, 64))) for path in paths]
     pipe = canvax.load("emoji")
     blank = [np.full_like(shown[0], 255)] * (len(WITH_WORD) - len(shown))
-    pipe.adapters.load_embedding(folder / "run-one" / "learned_embeds.safetensors")
+    pipe.adapters.load_embedding(folder / "trained" / "rainbow-flag" / "learned_embeds.safetensors")
     return [np.stack([*shown, *blank]), pixels_of(pipe, WITH_WORD)]
 
 

@@ -1,0 +1,68 @@
+"""The adapters of ``recipes/adapters``, and the rules by which their data are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import canvax
+from canvax.train.pictures import Pictures, read_pictures
+from recipes.adapters.sets import SKY, background, night, write_edges, write_night
+
+FILES = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
+
+
+def disc() -> np.ndarray:
+    """A red disc with a white middle, on white."""
+    rows, columns = np.mgrid[:64, :64] - 31.5
+    radius = np.hypot(rows, columns)
+    picture = np.full((64, 64, 3), 255, np.uint8)
+    picture[(radius < 20) & (radius > 8)] = (200, 0, 0)
+    return picture
+
+
+def test_the_white_around_a_drawing_is_its_background() -> None:
+    share = background(disc())
+    assert share[0, 0] == 1
+    assert share[32, 32] == 0  # the white middle is the drawing's
+    assert share[32, 17] == 0
+    dark = night(disc())
+    assert tuple(dark[20, 2]) == SKY
+    assert dark[32, 32].min() > 190
+    assert dark[32, 17, 0] < 200
+
+
+def test_data_sets(tmp_path: Path) -> None:
+    drawings = Pictures(np.stack([disc()] * 2), [["a", "b", "c"], ["d"]], [{}, {}], np.zeros((2, 4), np.int32))
+    found = read_pictures(write_night(drawings, tmp_path / "night", 2), 64)
+    assert [list(texts) for texts in found.captions] == [["a", "b"], ["d"]]
+    np.testing.assert_array_equal(found.pixels[0], night(disc()))
+    pairs = read_pictures(write_edges(drawings, tmp_path / "edges", 2), 64, control_column="conditioning_image")
+    assert pairs.control is not None
+    assert 0.02 < (pairs.control[0] == 255).mean() < 0.2
+
+
+def test_sizes() -> None:
+    """Small enough for a checkout; none is in the wheel."""
+    assert (FILES / "night.safetensors").stat().st_size < 1e6
+    assert (FILES / "rainbow-flag.safetensors").stat().st_size < 5000
+
+
+@pytest.mark.slow
+def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> None:
+    options = canvax.Options(progress=False)
+    plain = emoji("a rocket", seed=3, options=options).pixels
+    emoji.adapters.load("night", FILES / "night.safetensors")
+    dark = emoji("a rocket", seed=3, options=options).pixels
+    emoji.adapters.remove()
+    corners = (slice(None), slice(0, 4), slice(20, 40))
+    assert plain[corners].mean() > 0.9
+    assert dark[corners].mean() < 0.5
+    words = emoji.adapters.load_embedding(FILES / "rainbow-flag.safetensors")
+    assert words == ("<rainbow-flag>",)
+    flag = emoji("<rainbow-flag>", seed=3, options=options).pixels[0]
+    emoji.adapters.remove()
+    middle = flag[20:44, 8:56]
+    assert middle.std(axis=(0, 1)).max() > 0.1
