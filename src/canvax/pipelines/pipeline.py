@@ -14,35 +14,27 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.compile.aot import Build
-from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.monitor import counting
-from canvax.compile.programs import Programs
-from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
+from canvax.errors import InputError, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
-from canvax.families.base import Model
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
-from canvax.parallel.memory import Memory, cures, explained, free_bytes, program_bytes
-from canvax.parallel.mesh import make_mesh, padded_batch
-from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
+from canvax.parallel.memory import cures, explained
+from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
-from canvax.pipelines import functions
-from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype
-from canvax.pipelines.display import Display, summary
+from canvax.pipelines.display import summary
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
-from canvax.pipelines.open import open_model, weight_bytes
+from canvax.pipelines.loaded import LoadedModel
+from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.prompt_tags import has_tags
-from canvax.pipelines.request import Request, check_layers, make_request
+from canvax.pipelines.request import Request, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
 from canvax.pipelines.translate import translate_call, translate_load
 from canvax.pipelines.upscale import AT_ONCE, upscaled
-from canvax.prompts.grammar import PromptSyntax
-from canvax.samplers import build_table
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source
@@ -54,20 +46,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
-class StableDiffusion:
+class StableDiffusion(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
-        model: where it came from, its configs, tokenizers and noise schedule.
-        programs: the compiled programs.
-        params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
-            arrays; None when the caller keeps them and passes them to each call.
+        model, programs, params: see ``LoadedModel``.
         safety_checker: looks at the images of each call, if ``canvax.load`` was asked for it.
     """
 
-    model: Model
-    programs: Programs
-    params: Params | None = None
     safety_checker: SafetyChecker | None = None
 
     def __repr__(self) -> str:
@@ -107,95 +93,6 @@ class StableDiffusion:
         from canvax.pipelines.adapters import Adapters  # which most pipelines never need
 
         return Adapters(self.model, self.mesh, lambda: self._params(None))
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices, with the axes ``data`` and ``model``."""
-        return self.programs.mesh
-
-    @property
-    def devices(self) -> list[Any]:
-        """The devices in the order of the mesh."""
-        return list(self.mesh.devices.flat)
-
-    @property
-    def device(self) -> Any:
-        """The first device."""
-        return self.mesh.devices.flat[0]
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of weights and activations."""
-        return parse_dtype(self.model.dtype)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the first text encoder."""
-        return next(iter(self.model.tokenizers.values()))
-
-    def encode(
-        self,
-        prompt: str | Sequence[str],
-        prompt_2: str | Sequence[str] | None = None,
-        *,
-        height: int | None = None,
-        width: int | None = None,
-        clip_skip: int = 0,
-        guidance_scale: float | None = None,
-        prompt_syntax: PromptSyntax = "plain",
-        params: Params | None = None,
-    ) -> Conditions:
-        """What the denoiser is conditioned on: ``text`` [B, T, D], and for SDXL ``pooled`` [B, P] and ``time_ids``.
-
-        A pure function of ``params``: it can stand inside ``jax.jit`` and ``jax.grad``.
-
-        Args:
-            prompt: one or several.
-            prompt_2: what SDXL's second text encoder reads, if not ``prompt``.
-            height: pixels of the images, of which SDXL is told; by default the size the model was trained for.
-            width: likewise.
-            clip_skip: layers of the text encoder left out at the end.
-            guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.
-            prompt_syntax: what brackets in the prompt mean; see ``canvax.Options``.
-            params: the parameters, if not those of the pipeline.
-        """
-        params = self._own(params)
-        more = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
-        more["prompt_syntax"] = prompt_syntax
-        return functions.encode(self.model, params, prompt, prompt_2, **more)
-
-    def encode_image(
-        self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
-    ) -> Array:
-        """Latents of images [B, h, w, C] float32, scaled as the denoiser sees them: the mean of what the encoder gives.
-
-        Args:
-            image: as in a call: a PIL image, a path, an array, or a list of these.
-            height: pixels to resize to; by default the image's own.
-            width: likewise.
-            params: the parameters, if not those of the pipeline.
-        """
-        return functions.encode_image(self.model, self._own(params), image, height, width)
-
-    def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
-        """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
-
-        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
-
-        Args:
-            latents: noisy latents [B, h, w, C], of variance 1 or less (variance-preserving).
-            timestep: one of the checkpoint's, 0..999; one for all or [B].
-            conditions: as from ``encode``.
-            params: the parameters, if not those of the pipeline.
-        """
-        return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
-
-    def decode(self, latents: Array, *, params: Params | None = None) -> Array:
-        """Images [B, H, W, 3] float32 in 0..1 of latents [B, h, w, C], such as ``Result.latents``.
-
-        A pure function of its arrays: it can stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
-        """
-        return functions.decode(self.model, self._own(params), latents)
 
     def with_ip_adapter(
         self,
@@ -408,165 +305,6 @@ class StableDiffusion:
             self, self.model, image, prompt, scale=scale, strength=strength, overlap=overlap, batch=batch, seed=seed,
             options=check_options(options), **keywords,
         )  # fmt: skip
-
-    def save(
-        self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
-    ) -> Path:
-        """Write the model in the diffusers layout, which PyTorch diffusers loads.
-
-        Where several processes run, the first one writes and all wait for it.
-
-        Args:
-            folder: where to write; one that is not empty only with ``overwrite``, which replaces files.
-            params: the parameters, if the pipeline does not hold them.
-            dtype: of the written arrays; their own by default.
-            overwrite: see ``folder``.
-        """
-        if not isinstance(folder, str | Path) or "\0" in str(folder):
-            raise InputError(f"folder={folder!r} cannot be a folder's name")
-        params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
-        if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
-            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
-        with multihost.together("canvax save") if spread else nullcontext():
-            if not spread or multihost.leads(self.programs.mesh):
-                self.model.save(
-                    folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
-                )
-        return Path(folder)
-
-    save_pretrained = save
-
-    def place(self, params: Params) -> Params:
-        """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
-
-        Args:
-            params: arrays of any kind, on the host or on devices; nested dicts as ``from_pretrained`` returns them.
-
-        Raises:
-            InputError: they do not fit the model.
-        """
-        if not isinstance(params, Mapping):
-            raise InputError(f"params={params!r:.80} are not parameters, as canvax.StableDiffusion.params holds them")
-        return {
-            part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
-            for part in self.model.components
-        }
-
-    def memory(
-        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
-    ) -> Memory:
-        """What each device needs to generate ``batch`` images at once, as the compiler says.
-
-        The programs are made for it, as by ``compile``, and are ready then; nothing runs.
-
-        Args:
-            height: pixels; by default the size the model was trained for.
-            width: likewise.
-            batch: images of one call.
-            guidance: whether the guidance scale is above 1.
-        """
-        params, mesh = self.params, self.programs.mesh
-        if params is None:
-            params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
-        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
-        weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
-        held = weights if self.params is not None else 0
-        programs = {name: program_bytes(program) or 0 for name, program in ready.named}
-        return Memory(weights, programs, None if free is None else free + held)
-
-    def compile(
-        self,
-        height: int | None = None,
-        width: int | None = None,
-        batch: int = 1,
-        *,
-        guidance: bool = True,
-        reuse_layers: int = 0,
-        image: bool = False,
-        mask: bool = False,
-        control: bool = False,
-        progress: bool = True,
-        params: Params | None = None,
-    ) -> tuple[Build, ...]:
-        """Make the three programs of a size and batch ready, without running them.
-
-        They come from the cache if they are there, and are compiled and stored there if not.
-
-        Args:
-            height: pixels; by default the size the model was trained for.
-            width: likewise.
-            batch: number of images, rounded up to the number of devices.
-            guidance: with it on; a guidance scale of 1 or less is another program.
-            reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
-            image: for calls with an image, second passes and ``upscale`` too: the image encoder.
-            mask: for calls with a mask: the denoiser that keeps parts of an image.
-            control: for calls with control images for all networks that read one.
-            progress: show what is done on stderr.
-            params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
-                (``jax.ShapeDtypeStruct``).
-
-        Returns:
-            What was loaded or compiled, and what that took; nothing for what this pipeline had ready.
-
-        Raises:
-            InputError: an argument cannot be used; nothing has been compiled.
-        """
-        display = Display(shown=progress and multihost.leads(self.programs.mesh))
-        if reuse_layers:
-            check_layers(reuse_layers, self.model)
-        more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
-        more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
-        self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
-        return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
-
-    def _ready(
-        self,
-        params: Params,
-        size: tuple[Any, Any],
-        batch: int,
-        guided: bool,
-        display: Display,
-        *,
-        image: bool = False,
-        **more: Any,
-    ) -> Ready:
-        """The programs of a size in pixels and a batch."""
-        (tall, wide), factor = self.model.native_size, self.model.vae.factor
-        height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
-        images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
-        table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
-        way = "tiled" if is_tiled(height, width) else "whole"
-        guides = (guided and not self.model.networks.embeds_guidance,)
-        return self.programs.ready(
-            params,
-            self.model.networks.latent_shape(images, height, width),
-            Kinds(guided=guides, clip=table.clip, decoder=way, image_encoder=way if image else None, **more),
-            display.announce,
-        )
-
-    def _own(self, params: Params | None) -> Params:
-        params = self.params if params is None else params
-        if params is None:
-            raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
-        return params
-
-    def _params(self, params: Params | None) -> Params:
-        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""
-        own = params is None or params is self.params
-        params = self._own(params)
-        if not isinstance(params, Mapping):
-            raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
-        refuse_tracers("params", params)
-        placed = is_on(params, self.programs.mesh)
-        if own and placed:
-            return params
-        for part in self.model.components:
-            check_params(part.spec, params.get(part.name, {}), part.name)
-        if not placed:
-            params = {**params, **self.place(params)}
-            if own and self.params is not None:
-                self.params.update(params)
-        return params
 
 
 def _load_again(

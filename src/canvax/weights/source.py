@@ -58,10 +58,8 @@ class Source:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
-            kind = type(self.model).__name__  # its repr may raise
-            raise InputError(
-                f"model is of type {kind}, which is no name; pass a folder, a Hub id 'owner/name', or 'emoji'."
-            )
+            kind = "None" if self.model is None else f"a {type(self.model).__name__}"  # its repr may raise
+            raise InputError(f"model = {kind} is no name; pass a folder, a Hub id 'owner/name', or 'emoji'.")
         if not str(self.model):
             raise InputError("model = '' names nothing; pass a folder, a Hub id 'owner/name', or 'emoji'.")
         check_variant(self.variant)
