@@ -243,18 +243,7 @@ def build_parser() -> Parser:
         epilog=_CONVERT_EXAMPLES,
         formatter_class=plain,
     ))  # fmt: skip
-    info = commands.add_parser(
-        "info",
-        help="describe a model or an image",
-        description="Describe a model (only headers are read), or tell how an image was generated.",
-    )
-    info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
-    add_source(info)
-    _memory(info)
-    info.add_argument(
-        "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
-    )
-    info.add_argument("--json", action="store_true", help="print one JSON object")
+    _info(commands)
     _plan(commands.add_parser(
         "plan",
         help="will a model fit on a TPU or GPU, and how long would it take? (no device needed)",
@@ -279,6 +268,21 @@ def build_parser() -> Parser:
     ))  # fmt: skip
     add_train(commands)
     return parser
+
+
+def _info(commands: Any) -> None:
+    info = commands.add_parser(
+        "info",
+        help="describe a model or an image",
+        description="Describe a model (only headers are read), or tell how an image was generated.",
+    )
+    info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
+    add_source(info)
+    _memory(info)
+    info.add_argument(
+        "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
+    )
+    info.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _derived(commands: Any, plain: Any) -> None:

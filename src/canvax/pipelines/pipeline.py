@@ -216,21 +216,10 @@ class StableDiffusion(LoadedModel):
         with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
             params = self._params(params)
             request = make_request(
-                self.model,
-                prompt,
-                negative_prompt,
-                num_images_per_prompt,
-                size=(height, width),
-                steps=num_inference_steps,
-                guidance=guidance_scale,
-                seed=seed,
-                sampler=sampler,
-                latents=latents,
-                options=options,
-                image=(image, mask, strength),
-                control=control,
-                image_prompt=image_prompt,
-            )
+                self.model, prompt, negative_prompt, num_images_per_prompt, size=(height, width),
+                steps=num_inference_steps, guidance=guidance_scale, seed=seed, sampler=sampler, latents=latents,
+                options=options, image=(image, mask, strength), control=control, image_prompt=image_prompt,
+            )  # fmt: skip
         return self._generate(request, params, seed)
 
     def _names_adapters(self, prompt: Any) -> bool:

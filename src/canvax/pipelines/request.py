@@ -164,13 +164,19 @@ def make_request(
         control=controls,
         image_prompts=_image_prompts(model, image_prompt, len(prompts), options),
     )
+    _check_together(request, model)
+    check_start(options, sampler, request.latents, model, image=given is not None)
+    return request
+
+
+def _check_together(request: Request, model: Model) -> None:
+    """Refuse what is right by itself and cannot go with the rest."""
+    prompts, options = request.prompts, request.options
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
         raise InputError(f"prompt={prompts[0][:60]!r} adds prompts up (AND): {why}; leave AND and :weight out")
     if request.latents is not None and (options.variation_strength or options.seed_size):
         raise InputError("latents with variation_strength or seed_size: the noise is given already; leave them out")
-    check_start(options, sampler, request.latents, model, image=given is not None)
-    return request
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:

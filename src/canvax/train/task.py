@@ -190,14 +190,7 @@ def train(
     check_pictures(training, subject)
 
     def check(model: Model) -> None:
-        check_trainable(model.scheduler.schedule)
-        if model.unet.in_channels != model.vae.latent_channels:
-            raise InputError(
-                f"model has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained "
-                f"yet; take one of {model.vae.latent_channels}"
-            )
-        if model.networks.embeds_guidance:
-            raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+        _check_model(model)
         aim.check(model, training)
 
     model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
@@ -239,6 +232,18 @@ def train(
     )
     trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
     return aim.save(target, model, params, trained, training) if finished else None
+
+
+def _check_model(model: Model) -> None:
+    """Refuse kinds of models that no kind of training knows."""
+    check_trainable(model.scheduler.schedule)
+    if model.unet.in_channels != model.vae.latent_channels:
+        raise InputError(
+            f"model has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained "
+            f"yet; take one of {model.vae.latent_channels}"
+        )
+    if model.networks.embeds_guidance:
+        raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
 
 
 def _preview(training: Training, aim: Aim, pipe: StableDiffusion, params: Params) -> Callable[[int, Params], None]:
