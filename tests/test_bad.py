@@ -475,6 +475,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("train", "finetune|train|usage"), ("train nope", "nope"), ("train finetune nope -m emoji -o m", "nope"), ("train finetune . -m nope -o m", "nope|image|picture|caption"),
     ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
     ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
+    ("generate x --ip-encoder y", "ip-adapter"), ("convert emoji out.gguf", r"\.safetensors"), ("convert emoji out.ckpt", r"\.safetensors"),
+    ("plan emoji --target here --rate 1e12", "rate"), ("plan emoji --target here --rate 1 --steps 0", "steps"),
     ("batch . -o b", "folder"), ("batch x.png -o b", r"\.png"), ("generate x --lora none/none.safetensors", "no such file"), ("generate x -m none/none.safetensors", "no such file"),
     ("generate x -o x.gif", r"\.gif"), ("generate x -o -", "stdout"), ("generate x --outpaint left=8,left=16", "twice"), ("generate x --width 512x512", "whole number"),
     ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "seed_size"),

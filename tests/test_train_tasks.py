@@ -18,7 +18,7 @@ from test_finetune import write_pictures
 
 import canvax
 from canvax.cli import main
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
@@ -187,6 +187,14 @@ def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path,
 def test_a_lora_that_cannot_be(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Lora(**values)
+
+
+def test_folders_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """Told before anything compiles."""
+    (tmp_path / "file").write_text("")
+    for folder, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "run", "cannot be made")):
+        with pytest.raises(CanvaxError, match=message):
+            train_lora(training(model, pictures, folder), Lora(rank=2), one())
 
 
 # Textual inversion

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say, table
-from canvax.errors import InputError, check_number
+from canvax.errors import InputError, check_count, check_number
 
 if TYPE_CHECKING:
     from canvax.scale.capacity import Fleet
@@ -25,6 +25,7 @@ def run_fleet(
     for name in ("p95", "price"):
         if (value := getattr(arguments, name)) is not None and check_number(f"--{name}", value) <= 0:
             raise InputError(f"--{name} {value:g} is not above 0")
+    check_count("--steps", arguments.steps, 1000)
     from canvax.scale.capacity import size_fleet
     from canvax.scale.fleet import Load
 

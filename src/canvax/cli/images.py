@@ -159,6 +159,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
     beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
     zero_snr = source.zero_snr or arguments.zero_snr
+    if arguments.ip_encoder is not None and not beside["ip_adapter"]:
+        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
     source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder, zero_snr=zero_snr)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')

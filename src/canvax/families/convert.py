@@ -58,6 +58,8 @@ def convert(
         CheckpointError: the model is missing, damaged or refused.
     """
     output, single = Path(output), str(output).lower().endswith(".safetensors")
+    if output.suffix.lower() in (*PICKLES, ".gguf") and not output.is_dir():
+        raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")
     if single and output.exists() and not overwrite:

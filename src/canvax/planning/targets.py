@@ -217,10 +217,9 @@ def parse_target(target: str) -> Target:
     match = _TPU_NAME.fullmatch(said)
     name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", said).partition(":")[0]
     if name not in CHIPS:
-        raise InputError(
-            f"target={target!r} is not known; {nearest(name, [*CHIPS, *GPUS])} There are {', '.join(CHIPS)} and "
-            f"{', '.join(GPUS)}; {examples}"
-        )
+        hint = nearest(name, [*CHIPS, *GPUS])
+        hint += f" There are {', '.join(CHIPS)} and {', '.join(GPUS)}" if hint.endswith("?") else ""
+        raise InputError(f"target={target!r} is not known; {hint}; {examples}")
     if match is None:
         raise InputError(f"target={target!r} does not say how the chips are wired; {examples}")
     shape = tuple(int(side) for side in match[2].split("x"))

@@ -23,7 +23,7 @@ ARRIVALS: tuple[Arrivals, ...] = ("steady", "bursty", "daily")
 BURST, CALM, BURST_SECONDS = 3.0, 0.5, 20.0
 """In a burst so many times the mean rate, else so much of it; how long it lasts on average: a fifth of the time."""
 
-MOST_REPLICAS = 10_000
+MOST_REPLICAS, MOST_RATE = 10_000, 10_000.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Load:
     clients: int = 100
 
     def __post_init__(self) -> None:
-        if check_number("rate", self.rate) <= 0:
-            raise InputError(f"rate={self.rate:g} is not above 0; images a second")
+        if not 0 < check_number("rate", self.rate) <= MOST_RATE:
+            raise InputError(f"rate={self.rate:g} is not above 0 and at most {MOST_RATE:g}; images a second")
         if self.arrivals not in ARRIVALS:
             raise InputError(f"arrivals={self.arrivals!r} is not known; {nearest(str(self.arrivals), ARRIVALS)}")
 

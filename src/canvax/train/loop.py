@@ -75,8 +75,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         positive = ("steps", "batch", "chunk", "learning_rate", "clip", "accumulate")
-        faults = [f"{n} = {getattr(self, n)} must be more than 0" for n in positive if getattr(self, n) <= 0]
-        faults += [f"rates[{n!r}] = {rate} must be more than 0" for n, rate in self.rates.items() if rate <= 0]
+        numbers = {name: getattr(self, name) for name in positive}
+        numbers |= {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
+        wrong = {name: value for name, value in numbers.items() if not 0 < value < math.inf}
+        faults = [f"{name} = {value} must be more than 0, and finite" for name, value in wrong.items()]
         if self.minutes is not None and self.minutes <= 0:
             faults.append(f"minutes = {self.minutes} must be more than 0")
         if not 0 <= self.average < 1:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from canvax.errors import InputError
 from canvax.images.convert import upright_rgb
@@ -230,7 +230,9 @@ def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, in
     try:
         picture = upright_rgb(Image.open(io.BytesIO(data)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
-        raise InputError(f"{name}: is not a picture that can be read: {error}") from error
+        # Pillow's own words name an object in memory.
+        reason = "no kind of image that is known" if isinstance(error, UnidentifiedImageError) else error
+        raise InputError(f"{name}: is not a picture that can be read: {reason}") from error
     width, height = picture.size
     grown = size / min(width, height)
     frame = (height, width, round((height * grown - size) / 2), round((width * grown - size) / 2))

@@ -15,15 +15,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.params import Params
-from canvax.pipelines.checks import default_dtype
+from canvax.pipelines.checks import MAX_SIDE, default_dtype
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.result import make_folder
 from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
@@ -186,6 +187,8 @@ def train(
     target = aim.target(training.folder)
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
+    if training.folder.exists() and not training.folder.is_dir():
+        raise InputError(f"{str(training.folder)!r} is a file; choose a folder for the run.")
 
     check_pictures(training, subject)
 
@@ -207,6 +210,7 @@ def train(
         check_same(state, plan, len(own), decisive)  # before anything is encoded
     say(f"{len(own)} pictures at {size} x {size}")
     start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
+    make_folder(training.folder)  # which the disk may refuse: better before an hour's work than after
     data = _data(own, training, model, params, mesh)
     if prior is not None:
         data["prior"] = _data(prior, training, model, params, mesh)
@@ -270,7 +274,7 @@ def check_pictures(training: Training, subject: Subject) -> None:
 
 
 def _size(training: Training, model: Model) -> int:
-    size = training.size or model.native_size[0]
+    size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
     if size % (2 * model.vae.factor):
         raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
     return size

@@ -19,7 +19,7 @@ from canvax.weights.ldm_names import vae_entries
 from canvax.weights.open import open_network
 from canvax.weights.safetensors import open_safetensors
 from canvax.weights.single_file import VAE, vae_config
-from canvax.weights.source import Source
+from canvax.weights.source import BUNDLED, Source
 
 CLASSES = ("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderTiny")
 
@@ -86,7 +86,7 @@ def _factor(config: Mapping[str, Any]) -> int:
 
 def _open_vae(vae: str | Path, own: Mapping[str, Any], **source: Any) -> VaeFiles:
     check_vae_name(vae)
-    name, path = str(vae), Path(vae).expanduser()
+    name, path = str(vae), BUNDLED.get(str(vae), Path(vae).expanduser())
     if path.is_file():
         return of_file(name, path, own)
     match, component = _HUB_ID.fullmatch(name), ""
