@@ -72,7 +72,8 @@ class ControlNet:
             CheckpointError: naming every field whose value is not supported.
         """
         own = {name: config[name] for name in HintConfig.__dataclass_fields__ if config.get(name) is not None}
-        rest = {name: value for name, value in config.items() if name not in HintConfig.__dataclass_fields__}
+        others = (*HintConfig.__dataclass_fields__, "_class_name")  # of a network, which is no UNet
+        rest = {name: value for name, value in config.items() if name not in others}
         blocks = rest.get("down_block_types")
         rest["up_block_types"] = ["UpBlock2D"] * (len(blocks) if isinstance(blocks, list | tuple) else 4)
         parts: list[Any] = []
