@@ -70,8 +70,14 @@ part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --
     --dtype "$DTYPE" --json "$OUT/profile.json" 1>&2; }
 part_start() { beside start sdxl 1024x1024 4 1; }
 part_compiled() { beside picture sdxl 1024x1024 30 1 torch-compile; }
-part_server() { "$PYTHON" -m benchmarks.serve_load --model "$(folder sdxl)" --batching none steps --batches 1 4 --clients 1 4 16 \
-    --seconds 20 --limits 10 --previews 0 --json "$OUT/server.json" 1>&2; }
+part_server() { # requests a second of clients who wait for each answer, one at a time and by steps
+    local mix=large; [ "$SMALL" = yes ] && mix=alike
+    for clients in 1 4 16; do
+        "$PYTHON" -m benchmarks.serve_load --model "$(folder sdxl)" --mix "$mix" --batching none steps --batches 1 4 \
+            --closed "$clients" --seconds 20 --previews 0 |
+            sed -En "s/^(.*): ([0-9.]+) requests a second$/{\"clients\": $clients, \"server\": \"\1\", \"requests_per_s\": \2}/p"
+    done
+}
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")

@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2 as httpx
@@ -58,6 +58,7 @@ MIXES = {
         sizes=(("64x64", 1.0),), steps=((20, 1.0),), samplers=_SAMPLERS[:1], guidance=((4.0, 1.0),), counts=((1, 1.0),)
     ),
 }
+MIXES["large"] = replace(MIXES["default"], sizes=(("1024x1024", 1.0),), steps=((20, 1.0), (30, 1.0)))
 """By name. In "alike" nobody differs, which is the best case of whole batches."""
 
 
