@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from control_files import adapter, config_of, controlnet
+from drawing import draw, far
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
@@ -62,14 +63,6 @@ def folders(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def pipe(base: canvax.StableDiffusion, folders: list[Path]) -> canvax.StableDiffusion:
     return base.with_controlnet(folders[0])
-
-
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
-    return pipe(prompt, **{"num_inference_steps": 4, "seed": 1, "progress": False} | changes)
-
-
-def far(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one - other).max())
 
 
 def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 from control_files import controlnet
+from drawing import draw, far
 from hub_imitation import HubImitation, Repository, folder_files
 from ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from PIL import Image
@@ -72,14 +73,6 @@ def base(root: Path) -> canvax.StableDiffusion:
 @pytest.fixture(scope="module")
 def pipe(base: canvax.StableDiffusion, root: Path) -> canvax.StableDiffusion:
     return base.with_ip_adapter([root / "models" / "plain.safetensors", root / "models" / "plus.safetensors"])
-
-
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
-    return pipe(prompt, **{"num_inference_steps": 4, "seed": 1, "progress": False} | changes)
-
-
-def far(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one - other).max())
 
 
 def test_strength_zero_is_no_image_prompt(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:

@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import InputError, check_count, check_number
 
 if TYPE_CHECKING:
+    from canvax.planning.targets import Target
     from canvax.scale.capacity import Fleet
     from canvax.scale.fleet import Outcome, Speed
 
@@ -32,14 +34,15 @@ def run_fleet(
     load = Load(arguments.rate, arguments.arrivals, {arguments.steps: 1.0})
     if arguments.target == "here":
         speed, chips, where = _here(arguments, width, height)
+        bound = False
     else:
-        speed, chips, where = _there(arguments, width, height, compiling)
+        speed, target = _there(arguments, width, height, compiling)
+        chips, where, bound = target.devices, str(target), target.platform == "gpu"
 
     def announce(replicas: int, outcome: Outcome) -> None:
         if not arguments.quiet:
             complain(f"{replicas} replicas: 95 of 100 images in {outcome.percentile(95):.2f} s")
 
-    bound = arguments.target.removeprefix("gpu-") != arguments.target
     fleet = size_fleet(
         speed, load, arguments.p95, chips=chips, price=arguments.price, at_least=bound, announce=announce
     )
@@ -51,8 +54,8 @@ def run_fleet(
 
 def _there(
     arguments: argparse.Namespace, width: int | None, height: int | None, compiling: Callable[[str, float | None], None]
-) -> tuple[Speed, int, str]:
-    """A replica of chips that are not here, how many chips it has, and its name."""
+) -> tuple[Speed, Target]:
+    """A replica of chips that are not here, and which they are."""
     from canvax.parallel.mesh import parse_mesh
     from canvax.scale.capacity import planned_speed
 
@@ -60,10 +63,9 @@ def _there(
         arguments.model, arguments.target, height=height, width=width, steps=arguments.steps,
         guided=not arguments.no_guidance, dtype=arguments.dtype, quantize=arguments.quantize,
         mesh=None if arguments.mesh is None else parse_mesh(arguments.mesh), reuse=not arguments.fresh,
-        announce=None if arguments.quiet else compiling, revision=arguments.revision, token=arguments.token,
-        cache_dir=arguments.cache_dir, local_files_only=arguments.local_files_only,
+        announce=None if arguments.quiet else compiling, **source_keywords(arguments),
     )  # fmt: skip
-    return speed, first.target.devices, str(first.target)
+    return speed, first.target
 
 
 def _here(arguments: argparse.Namespace, width: int | None, height: int | None) -> tuple[Speed, int, str]:
@@ -73,9 +75,8 @@ def _here(arguments: argparse.Namespace, width: int | None, height: int | None) 
     from canvax.scale.capacity import measured_speed
 
     pipe = canvax.load(
-        arguments.model, quantize=arguments.quantize, revision=arguments.revision, token=arguments.token,
-        cache_dir=arguments.cache_dir, local_files_only=arguments.local_files_only, mesh=mesh_of(arguments.mesh),
-        progress=not arguments.quiet,
+        arguments.model, quantize=arguments.quantize, mesh=mesh_of(arguments.mesh), progress=not arguments.quiet,
+        **source_keywords(arguments),
     )  # fmt: skip
     told = None if arguments.quiet else complain
     guidance = 1.0 if arguments.no_guidance else None

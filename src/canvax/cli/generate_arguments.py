@@ -341,6 +341,6 @@ def add_source(group: Any, *, variant: bool = True) -> None:
 
 
 def source_keywords(arguments: Any) -> dict[str, Any]:
-    """What the flags of ``add_source`` say, as keywords of ``canvax.load``."""
+    """What the flags of ``add_source`` say, as keywords of ``canvax.load``; without ``variant`` where it is no flag."""
     names = ("revision", "variant", "token", "cache_dir", "local_files_only")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import say, table
 from canvax.errors import InputError
 
@@ -43,10 +44,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         mesh=mesh,
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
-        revision=arguments.revision,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
+        **source_keywords(arguments),
     )
     report |= result.to_dict()
     if not arguments.json:

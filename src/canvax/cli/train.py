@@ -118,15 +118,14 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
         rank=arguments.rank,
         alpha=arguments.alpha,
         layers=arguments.layers,
-        text=arguments.text_encoder,
-        text_rate=arguments.text_lr,
         names=arguments.format,
         trigger=arguments.trigger or "",
-        save_dtype=arguments.save_dtype,
+        **_whole(arguments),
     )
 
 
 def _whole(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Text encoders and the file's dtype, which LoRAs and whole networks have alike."""
     return {
         "text": arguments.text_encoder,
         "text_rate": arguments.text_lr,

@@ -1,0 +1,17 @@
+"""Short runs of small models, and how far two are apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import canvax
+
+
+def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
+    return pipe(prompt, **{"num_inference_steps": 4, "seed": 1, "progress": False} | changes)
+
+
+def far(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max())
