@@ -370,13 +370,16 @@ def test_gradient_of_convolutions_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("pixels", "stride", "outputs", "matmul"),
-    [(8, 1, 1280, True), (16, 1, 1280, True), (16, 1, 640, False), (8, 1, 192, False), (32, 2, 1280, True),
-     (32, 2, 640, False)],
+    ("pixels", "stride", "inputs", "outputs", "matmul"),
+    [(8, 1, 640, 1280, True), (16, 1, 640, 1280, True), (16, 1, 640, 640, False), (8, 1, 640, 192, False),
+     (32, 2, 640, 1280, True), (32, 2, 640, 640, False), (64, 1, 3, 24, True), (64, 1, 4, 320, True),
+     (64, 1, 9, 320, False)],
 )  # fmt: skip
-def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, stride: int, outputs: int, matmul: bool) -> None:
-    """For few pixels, in the whole batch that comes out, beside the output channels."""
-    shapes = ((3, 3, 640, outputs), (2, pixels, pixels, 640))
+def test_where_a_convolution_on_a_cpu_is_one_matmul(
+    pixels: int, stride: int, inputs: int, outputs: int, matmul: bool
+) -> None:
+    """For few pixels, in the whole batch that comes out, beside the output channels; and for a first layer."""
+    shapes = ((3, 3, inputs, outputs), (2, pixels, pixels, inputs))
     given = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     text = jax.jit(lambda weight, x: convolution.convolve(weight, x, stride=stride)).lower(*given).as_text()
     assert ("stablehlo.convolution" not in text) == matmul
@@ -384,8 +387,9 @@ def test_where_a_convolution_on_a_cpu_is_one_matmul(pixels: int, stride: int, ou
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, (1, 1)), (2, (1, 1)), (2, (0, 1))])
 @pytest.mark.parametrize("size", [(4, 4), (5, 3)])
-def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: tuple[int, int]) -> None:
-    weight, x = normal(3, 3, 64, 96) / 24, normal(1, *size, 64)
+@pytest.mark.parametrize("inputs", [4, 64])
+def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: tuple[int, int], inputs: int) -> None:
+    weight, x = normal(3, 3, inputs, 96) / 24, normal(1, *size, inputs)
     want = xla_convolution(weight, x, stride, (padding, padding))
     with compiling_for("cpu"):
         got = convolution.convolve(weight, x, stride=stride, padding=padding)

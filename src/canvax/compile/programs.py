@@ -78,7 +78,7 @@ class Programs:
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=1), repr=False, compare=False)
+    _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
     def encode_text(
         self, params: Params, batch: int, announce: BuildCallback | None = None
@@ -194,9 +194,10 @@ class Programs:
 
         ``params`` are the parameters or their shapes; ``announce`` is called for each program.
         """
-        # Looking at the thousands of arrays of a model takes 3 to 30 ms, which the same call once more need not do.
+        # Looking at the thousands of arrays of a model takes 3 to 30 ms, which a call like one before need not do. A
+        # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
-        asked = structure, latents, kinds, jax.config.values["jax_default_matmul_precision"]
+        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], structure
         for last in tuple(self._answers):
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready

@@ -98,7 +98,8 @@ def is_on(params: Params, mesh: Mesh) -> bool:
     """Whether all parameters, or their abstract shapes, lie on the devices of a mesh, split in whatever way."""
 
     def one(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and getattr(leaf.sharding, "mesh", None) == mesh
+        known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+        return known and getattr(leaf.sharding, "mesh", None) == mesh
 
     return all(map(one, jax.tree.leaves(params)))
 

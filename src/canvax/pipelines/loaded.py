@@ -282,10 +282,10 @@ class LoadedModel:
         params = self._own(params)
         if not isinstance(params, Mapping):
             raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
-        refuse_tracers("params", params)
         placed = is_on(params, self.programs.mesh)
         if own and placed:
             return params
+        refuse_tracers("params", params)
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:
