@@ -6,8 +6,9 @@ import gc
 import importlib
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,13 +26,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest
+from jax._src import compiler
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 if os.environ.get("REFERENCE") == "yes":  # the Makefile has installed all that is compared with: missing is a failure
     pytest.importorskip = importlib.import_module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import canvax
 
@@ -46,8 +48,8 @@ OWN_CACHES = {"test_bench", "test_cache"}
 def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
     """How a module's programs are compiled.
 
-    But for a few modules XLA leaves most optimisations out: the suite is compiling for the most part, and takes two
-    thirds. What a module has compiled goes when it ends: a whole run would hold eight gigabytes of it.
+    But for a few modules XLA leaves most optimisations out, since compiling is the most of the suite's work. What a
+    module has compiled goes when it ends: a whole run would hold eight gigabytes of it.
     """
     module = request.module.__name__.rpartition(".")[2]
     with pytest.MonkeyPatch.context() as environment:
@@ -55,12 +57,33 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
         if module in OWN_CACHES:
             environment.delenv("JAX_COMPILATION_CACHE_DIR")
             use_folder(None)
-        jax.config.update("jax_disable_most_optimizations", module not in AS_FOR_USERS)
+        if module not in AS_FOR_USERS:
+            jax.config.update("jax_disable_most_optimizations", True)
+            # JAX has no public setting for options of all programs but XLA_FLAGS, which holds for all modules.
+            environment.setattr(compiler, "get_compile_options", quick_options())
         yield
     jax.config.update("jax_disable_most_optimizations", False)
     use_folder(folder)
     jax.clear_caches()
     gc.collect()
+
+
+@cache
+def quick_options() -> Callable[..., Any]:
+    """``get_compile_options`` of JAX with ways to less work, together half of a compilation's processor time.
+
+    Those alone that this XLA has: JAX 0.12 has lost the first one.
+    """
+    quick, options = {}, compiler.get_compile_options
+    for name, value in {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}.items():
+        with suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+            quick[name] = value
+
+    def quicker(*positional: Any, env_options_overrides: Any, **named: Any) -> Any:
+        return options(*positional, env_options_overrides=quick | (env_options_overrides or {}), **named)
+
+    return quicker
 
 
 def use_folder(folder: str | None) -> None:
