@@ -1,15 +1,20 @@
-"""Ray Serve on a cluster of three nodes, asked by clients; prints one JSON object. Run by ``test_ray.py``."""
+"""Ray Serve on a cluster of three nodes, asked by clients; prints one JSON object. Run by ``test_ray.py``.
+
+``--models``: two models on two replicas, each of which is to hold one.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -22,9 +27,9 @@ from benchmarks.ray_batch import cluster
 URL = "http://127.0.0.1:8000"
 
 
-def post(body: dict[str, Any], *, once: str | None = None) -> tuple[int, bytes]:
+def post(body: dict[str, Any], *, once: str | None = None, more: dict[str, str] | None = None) -> tuple[int, bytes]:
     """Status and body of an answer of OpenAI's route; 0 where the connection broke."""
-    headers = {"Content-Type": "application/json"} | ({"Idempotency-Key": once} if once else {})
+    headers = {"Content-Type": "application/json"} | ({"Idempotency-Key": once} if once else {}) | (more or {})
     try:
         with urlopen(Request(f"{URL}/v1/images/generations", json.dumps(body).encode(), headers), timeout=120) as done:
             return done.status, done.read()
@@ -77,6 +82,45 @@ def wait_for(count: int, seconds: float = 180) -> int:
     while running() != count and time.monotonic() < end:
         time.sleep(1)
     return running()
+
+
+def answered() -> dict[str, int]:
+    """Images that each replica has answered with, as Serve's own logs say."""
+    logs = Path("/tmp/ray/session_latest/logs/serve").glob("replica_images_canvax_*.log")
+    return {log.name: log.read_text().count("POST / 200") for log in logs}
+
+
+def models() -> None:
+    """Which replicas answer for each of two models in turn."""
+    import ray
+    from ray import serve
+
+    import canvax
+    from canvax.scale.serve import MODEL_HEADER, app
+
+    report: dict[str, Any] = {"replicas": []}
+    there = cluster()
+    ray.init(address=there.address, log_to_driver=False)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            canvax.load("emoji").save(f"{folder}/other")
+            names = ["emoji", f"{folder}/other"]
+            wanted = {"model": ",".join(names), "warm": "64x64:1", "replicas": "2", "holds": "1", "cpus": "0.5"}
+            serve.run(app(wanted), name="images")
+            for name in (*names, *names):
+                before, statuses = answered(), []
+                for seed in range(6):
+                    body = {"prompt": "a red apple", "size": "64x64", "seed": seed, "steps": 2, "model": name}
+                    statuses.append(post(body, more={MODEL_HEADER: name})[0])
+                time.sleep(3)  # for the logs, and for what replicas tell of themselves
+                after = answered()
+                grown = sorted(log for log in after if after[log] > before.get(log, 0))
+                report["replicas"].append([sorted(set(statuses)), grown])
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        there.shutdown()
+        print(json.dumps(report), flush=True)
 
 
 def main() -> None:
@@ -144,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(models() if "--models" in sys.argv else main())

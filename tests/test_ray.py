@@ -63,6 +63,17 @@ def test_serve() -> None:
     assert (report["down"], report["down_statuses"]) == (1, [200])
 
 
+@needs_ray
+@pytest.mark.slow
+def test_models_stay_where_they_are_in_memory() -> None:
+    """Of two replicas that hold one model each, the same one answers for a model each time."""
+    (first, second, *again) = alone(["tests/ray_serve_process.py", "--models"])["replicas"]
+    assert [statuses for statuses, _ in (first, second)] == [[200], [200]]
+    assert [len(replicas) for _, replicas in (first, second)] == [1, 1]
+    assert first[1] != second[1]
+    assert again == [first, second]
+
+
 @pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
 def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""

@@ -21,6 +21,7 @@ from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
+from canvax.server.work import check
 from tests.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
@@ -262,6 +263,19 @@ def test_a_key_names_one_job(engine: ImageEngine) -> None:
     assert refused.value.status == 422
     assert engine.job(job.id, "alice") is job
     assert engine.job(job.id, "bob") is None
+
+
+def test_a_key_chooses_the_seed_for_another_server_too() -> None:
+    """Which knows nothing of the first one's jobs: whoever asks again has the same image from it."""
+
+    def seeds(**asked: Any) -> list[int]:
+        return check(Ask("a cat", n=2, **asked), "emoji", PIPE.model).seeds
+
+    once = seeds(once="order 66", client="alice")
+    assert once == seeds(once="order 66", client="alice", seed=-1) != seeds(once="order 66", client="bob")
+    assert once[1] == once[0] + 1
+    assert seeds(once="order 66", seed=7) == [7, 8]
+    assert seeds() != seeds()
 
 
 def larger(image: Image.Image, **changes: Any) -> canvax.Result:

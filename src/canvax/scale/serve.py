@@ -17,7 +17,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from canvax.errors import CanvaxError, InputError, nearest
 from canvax.server import own
@@ -28,6 +28,9 @@ from canvax.server.jobs import Ask, Engine, Refused, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
+
+MODEL_HEADER = "serve_multiplexed_model_id"
+"""Ray Serve's own: its proxy looks for a replica that holds the model."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Wanted:
         gpus: likewise.
         tpus: likewise: the chips of a machine.
         drain: seconds in which a replica that is to stop finishes what it has.
+        holds: models that Serve counts on a replica to have in memory; 0 for all. Requests whose header
+            serve_multiplexed_model_id names a model go to replicas that have generated with it lately.
     """
 
     model: str = "emoji"
@@ -74,6 +79,7 @@ class Wanted:
     gpus: float = 0.0
     tpus: float = 0.0
     drain: float = 60.0
+    holds: int = 0
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Wanted:
@@ -125,7 +131,20 @@ class Images:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """For ``serve.ingress``: what answers requests."""
-        return self._app
+        names, header = self._wanted.model.split(","), MODEL_HEADER.encode()
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                name = dict(scope["headers"]).get(header, b"").decode("latin-1")
+                if name in names:
+                    await self.hold(name)
+            await self._app(scope, receive, send)
+
+        return application
+
+    async def hold(self, name: str) -> str:
+        """For ``serve.multiplexed``: a model that requests come for. The engine loads it with the first of them."""
+        return name
 
     def check_health(self) -> None:
         """For Serve, which replaces a replica that raises here."""
@@ -166,6 +185,10 @@ def app(args: Mapping[str, Any]) -> Any:
         scaling = {"min_replicas": wanted.least, "max_replicas": max(wanted.least, wanted.most)}
         count = {"autoscaling_config": {**scaling, "target_ongoing_requests": wanted.load}}
         count["autoscaling_config"]["downscale_delay_s"] = wanted.idle
+
+    class Replica(Images):
+        hold = serve.multiplexed(max_num_models_per_replica=wanted.holds or len(wanted.model.split(",")))(Images.hold)
+
     deployment = serve.deployment(
         name="canvax",
         ray_actor_options=resources,
@@ -177,7 +200,7 @@ def app(args: Mapping[str, Any]) -> Any:
         health_check_period_s=5,
         **count,
     )
-    return deployment(serve.ingress()(Images)).bind(wanted)
+    return deployment(serve.ingress()(Replica)).bind(wanted)
 
 
 def imagine(engine: Engine) -> Sequence[BaseRoute]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import threading
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def check(ask: Ask, name: str, model: Model) -> Checked:
     for option in ask.options:
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
-    seed = random_seed() if ask.seed in (None, -1) else ask.seed
+    seed = _seed(ask) if ask.seed in (None, -1) else ask.seed
     try:
         seeds, tiles = image_seeds(seed, ask.n), None
         if ask.upscale is not None:
@@ -232,6 +233,13 @@ def check(ask: Ask, name: str, model: Model) -> Checked:
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
     return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles)
+
+
+def _seed(ask: Ask) -> int:
+    """Where the client leaves it open: that of its Idempotency-Key, so that other replicas give the same image too."""
+    if not ask.once:
+        return random_seed()
+    return int.from_bytes(hashlib.sha256(f"{ask.client}\n{ask.once}".encode()).digest()[:4], "big")
 
 
 def sample(name: str, model: Model, width: int, height: int, *, chunks: int = 1, steps: int = 12) -> Checked:
