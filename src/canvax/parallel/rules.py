@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.errors import InputError
@@ -98,7 +99,7 @@ def is_on(params: Params, mesh: Mesh) -> bool:
     """Whether all parameters, or their abstract shapes, lie on the devices of a mesh, split in whatever way."""
 
     def one(leaf: Any) -> bool:
-        known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+        known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer)
         return known and getattr(leaf.sharding, "mesh", None) == mesh
 
     return all(map(one, jax.tree.leaves(params)))
