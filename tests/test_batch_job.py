@@ -27,7 +27,7 @@ from canvax.compile.monitor import counting
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
 from canvax.scale.batch import Plan, run, windows
-from canvax.scale.output import Output
+from canvax.scale.output import Output, listed
 from canvax.scale.rows import Row, read_rows, seed_of, settings_of
 from canvax.scale.work import Made, Worker
 
@@ -58,9 +58,11 @@ class Stopped(Exception):
     """A kill, in a test."""
 
 
-def job(file: Path, folder: Path, worker: Worker, *, stop_after: int | None = None, **keywords: Any) -> list[dict]:
+def job(
+    file: Path, folder: Path, worker: Worker, *, stop_after: int | None = None, share: Any = (0, 1), **keywords: Any
+) -> list[dict]:
     """Run a file into a folder, perhaps not to its end; returns the last line of each row."""
-    plan = Plan.read(file, {})
+    plan = Plan.read(file, {}, share=share)
     output = Output(folder, {"model": "emoji"}, **keywords)
 
     def stopping(rows: Iterator[Row]) -> Iterator[tuple[int, list[Made]]]:
@@ -103,6 +105,19 @@ def test_same_bits_in_any_company(worker: Worker, whole: dict[str, bytes], tmp_p
     found = files_of(tmp_path / "out")
     assert sorted(found) == sorted(row["id"] for row in rows)
     assert all(found[name] == whole[name] for name in found.keys() & whole.keys())
+
+
+def test_shares_of_a_file(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Three jobs in one folder, at the same time or not: each row once, the same bytes, each with a list of its own."""
+    file, out = write(tmp_path / "rows.jsonl", some_rows()), tmp_path / "out"
+    for number in (2, 0, 1):
+        job(file, out, worker, share=(number, 3), process=number, processes=3)
+    assert sorted(path.name for path in out.glob("manifest*")) == [
+        "manifest-0001.jsonl", "manifest-0002.jsonl", "manifest.jsonl"
+    ]  # fmt: skip
+    lines = [line for path in out.glob("manifest*") for line in map(json.loads, path.read_text().splitlines())]
+    assert sorted(line["id"] for line in lines) == sorted(whole)
+    assert {name: (out / line["file"]).read_bytes() for name, line in listed(out).items()} == whole
 
 
 def test_image_of_the_pipeline(emoji: canvax.StableDiffusion, whole: dict[str, bytes], tmp_path: Path) -> None:
@@ -341,6 +356,9 @@ def test_bad_files(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
         (["--quality", "80"], "PNG loses nothing"),
         (["--into", "files", "--shard-size", "0"], "--shard-size=0 is not a whole number"),
         (["--actors", "2"], "--actors goes with --ray"),
+        (["--share", "4/4"], "--share 4/4: not a share; write 0/4"),
+        (["--share", "1"], "--share 1: not a share"),
+        (["--ray", "--distributed", "--actors", "2"], "leave --actors, --share"),
     ],
 )
 def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

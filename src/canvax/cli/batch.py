@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Generate the rows that are not done yet; ``report`` is updated after each batch."""
-    from canvax.scale.batch import Plan, run
+    from canvax.scale import batch
     from canvax.scale.rows import NAMES
 
     defaults = {name: value for name in NAMES if (value := getattr(arguments, name, None)) is not None}
@@ -31,17 +31,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     _check(arguments)
     source = source_of(arguments)
     _check_flags(arguments, defaults, source)
-    plan = Plan.read(arguments.file, defaults, arguments.carry, seed)
+    plan = batch.Plan.read(arguments.file, defaults, arguments.carry, seed, _share(arguments.share))
+    if arguments.ray is not None and arguments.distributed:
+        from canvax.scale.slices import run_on_slices
+
+        shown = None if arguments.quiet else complain
+        report |= {"output": arguments.output} | run_on_slices(run, vars(arguments), plan.total, shown)
+        return _summarise(arguments, report)
     spread = join_others(arguments)
     output = _output(arguments, plan, source, spread=spread)
     try:
         todo = _agreed(plan, plan.left(output.known, retry=arguments.retry_errors), spread=spread)
-        report |= {"output": str(output.folder), "rows": plan.total, "skipped": plan.total - len(todo), "errors": 0}
+        report |= {"output": str(output.folder), "rows": len(plan.digests), "errors": 0}
+        report["skipped"] = len(plan.digests) - len(todo)
         if todo:
             generate = _generate(arguments, plan, source, output, report, spread=spread)
             shown = None if arguments.quiet else complain
             with _stoppable():
-                for tally in run(plan, todo, output, generate, image_format=arguments.format,
+                for tally in batch.run(plan, todo, output, generate, image_format=arguments.format,
                                  quality=arguments.quality, progress=shown):  # fmt: skip
                     report |= asdict(tally)
         output.close(done=True)
@@ -63,10 +70,25 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("--actors goes with --ray; add it")
     if arguments.lora_dir is not None:
         raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
-    if arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
-        raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
     if arguments.ray is not None and arguments.distributed:
-        raise InputError("--ray and --distributed are two ways to many machines; choose one")
+        cluster = (arguments.actors, arguments.coordinator, arguments.num_processes, arguments.process_id)
+        if any(value is not None for value in cluster) or arguments.share:
+            raise InputError(
+                "--ray --distributed: each slice of the cluster has one model, and Ray says who takes part; leave "
+                "--actors, --share, --coordinator, --num-processes and --process-id out"
+            )
+    elif arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
+        raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
+
+
+def _share(text: str | None) -> tuple[int, int]:
+    """``--share K/N`` as numbers."""
+    if text is None:
+        return 0, 1
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and len(text) < 12 and int(number) < int(count)):
+        raise InputError(f"--share {text[:80]}: not a share; write 0/4, 1/4, 2/4 and 3/4 for four jobs")
+    return int(number), int(count)
 
 
 def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
@@ -86,6 +108,8 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
 
     from canvax.scale.output import Output
 
+    number, shares = _share(arguments.share)
+    index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
     decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
     decisive |= {name: found for name in ("lora", "embedding") if (found := getattr(arguments, name))}
     return Output(
@@ -93,8 +117,8 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
         {**asdict(source), **decisive, "most": plan.total, "canvax": versions()["canvax"]},
         into=arguments.into,
         shard_size=arguments.shard_size,
-        process=jax.process_index() if spread else 0,
-        processes=jax.process_count() if spread else 1,
+        process=number * processes + index,
+        processes=shares * processes,
     )
 
 

@@ -63,9 +63,13 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="generate on a Ray cluster: the one this machine is in, another's address, or local to start one here",
+        help="generate on a Ray cluster: the one this machine is in, another's address, or local to start one here; "
+        "with --distributed the machines of each TPU slice hold one model together",
     )  # fmt: skip
     group.add_argument("--actors", type=int, metavar="N", help="with --ray: models that are loaded (one a device)")
+    group.add_argument(
+        "--share", metavar="K/N", help="one of N jobs on one file and folder: every Nth row from number K, 0 to N-1"
+    )
 
 
 def _subject(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ class Plan:
         carried: names in it that are no settings, and go into the list of what was made.
         seed: for seeds of rows without one.
         total: its rows.
-        pairs: the digests of its rows by id; "" of rows that cannot be understood.
+        digests: those of its rows by id; "" of rows that cannot be understood.
     """
 
     path: Path
@@ -54,8 +54,15 @@ class Plan:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: str | Path, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> Plan:
-        """Read the file once.
+    def read(
+        cls,
+        path: str | Path,
+        defaults: Mapping[str, Any],
+        carried: Sequence[str] = (),
+        seed: int = 0,
+        share: tuple[int, int] = (0, 1),
+    ) -> Plan:
+        """Read the file once. Of ``share`` (k, n), every nth row from number k on is to be done; ``total`` is of all.
 
         Raises:
             InputError: it cannot be read, has no rows, unknown columns, or an id twice.
@@ -72,7 +79,8 @@ class Plan:
                 digests[row.id] = ""
         if not digests:
             raise InputError(f"{path}: holds no rows")
-        return cls(Path(path), defaults, carried, seed, len(digests), digests)
+        own = dict(list(digests.items())[share[0] :: share[1]])
+        return cls(Path(path), defaults, carried, seed, len(digests), own)
 
     def left(self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False) -> set[str]:
         """Ids of the rows that are still to be done; ``retry`` those that failed as well.
@@ -144,7 +152,7 @@ def run(
     Raises:
         CanvaxError: the images cannot be written.
     """
-    tally, began = Tally(plan.total, plan.total - len(todo)), time.perf_counter()
+    tally, began = Tally(len(plan.digests), len(plan.digests) - len(todo)), time.perf_counter()
     pool, waiting = ThreadPoolExecutor(_WRITERS, "canvax files"), deque[Future[None]]()
 
     def write(made: Made) -> None:

@@ -111,13 +111,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
     Raises:
         InputError: Ray is not installed, or there is no such cluster.
     """
-    ray = _ray()
-    try:
-        if not ray.is_initialized():
-            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).partition("\n")[0]
-        raise InputError(f"--ray {address}: no cluster answers ({first}); --ray local starts one here") from None
+    ray = connected(address)
 
     def generate(rows: Iterator[Row], _: int) -> Iterator[tuple[int, list[Made]]]:
         known: dict[str, Row] = {}
@@ -160,6 +154,22 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             ray.shutdown()
 
     return generate
+
+
+def connected(address: str | None) -> Any:
+    """The module ``ray``, connected to the cluster at ``address``: "auto" for this machine's, "local" for a new one.
+
+    Raises:
+        InputError: Ray is not installed, or there is no such cluster.
+    """
+    ray = _ray()
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise InputError(f"--ray {address}: no cluster answers ({first}); --ray local starts one here") from None
+    return ray
 
 
 def _side(value: Any) -> int:

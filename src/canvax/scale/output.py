@@ -74,23 +74,13 @@ class Output:
         name = f"manifest-{process:04d}.jsonl" if process else "manifest.jsonl"
         # Two processes that append to one list would each do the other's work, so the second is turned away.
         self._list = _locked(self.folder / name)
-        self.known = {line["id"]: line for line in self.lines()}
+        self.known = listed(self.folder)
         self._waiting: dict[str, dict[str, Any]] = {}
         if into != "files":
             (self.folder / WAITING).mkdir(exist_ok=True)
-            own = self.lines(name)
+            own = _lines(self.folder, name)
             self._waiting = {line["id"]: line for line in own if line == self.known[line["id"]] and _waits(line)}
             self._pack(self._shard_size)
-
-    def lines(self, name: str = "manifest*.jsonl") -> Iterator[dict[str, Any]]:
-        """The lines of the list, also those that later ones replace; not those that a kill cut off."""
-        for path in sorted(self.folder.glob(name)):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                for text in file:
-                    with suppress(ValueError):
-                        line = json.loads(text)
-                        if isinstance(line, dict) and isinstance(line.get("id"), str):
-                            yield line
 
     def add(self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png") -> None:
         """What became of a row: ``line`` has its ``id``, its ``status`` and more; ``data`` is its image's file.
@@ -152,8 +142,8 @@ class Output:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
-            ours = (".", "manifest-")  # the other processes may have begun
-            if not known and any(not entry.name.startswith(ours) for entry in self.folder.iterdir()):
+            known = known or any(self.folder.glob("manifest-*.jsonl"))  # the other processes may have begun
+            if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
                 raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
@@ -187,6 +177,22 @@ class Output:
         listed = {int(line["file"].split(".")[0]) for line in self.known.values() if "key" in line}
         own = [number for number in listed if number % self._processes == self._process]
         return max(own) + self._processes if own else self._process
+
+
+def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
+    return {line["id"]: line for line in _lines(Path(folder).expanduser(), "manifest*.jsonl")}
+
+
+def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Also those that later ones replace; not those that a kill cut off."""
+    for path in sorted(folder.glob(name)):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for text in file:
+                with suppress(ValueError):
+                    line = json.loads(text)
+                    if isinstance(line, dict) and isinstance(line.get("id"), str):
+                        yield line
 
 
 def file_name(name: str) -> str:
