@@ -190,7 +190,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 def test_values_that_cannot_be_written_are_refused_not_raised(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "jobs.db")
     deep: Any = []
-    for _ in range(5000):
+    for _ in range(100_000):
         deep = [deep]
     for ask in (Ask("\ud800"), Ask("x", options={"a": deep}), Ask("x", once="\udfff")):
         with pytest.raises(CanvaxError, match="cannot be written"):
