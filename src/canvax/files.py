@@ -47,6 +47,7 @@ def named_path(label: str, name: Any) -> Path:
         raise InputError(f"{label}={name!r} is empty; give a name")
     try:
         path = Path(name).expanduser()
+        _check_length(path)
         _is_there(path)
     except (RuntimeError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -136,8 +137,7 @@ def check_writable(name: str, folder: Path) -> None:
     """
     there = folder
     try:
-        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts):
-            raise OSError(ENAMETOOLONG, os.strerror(ENAMETOOLONG))
+        _check_length(folder)
         while there != there.parent and not _is_there(there):
             there = there.parent
         if not there.is_dir():
@@ -150,6 +150,12 @@ def check_writable(name: str, folder: Path) -> None:
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"{name}: {there!s:.80} cannot be written to ({reason}); choose another one") from None
         raise
+
+
+def _check_length(path: Path) -> None:
+    """Where a folder of the path is not there yet, nothing else says that a name below it is too long."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise OSError(ENAMETOOLONG, os.strerror(ENAMETOOLONG))
 
 
 def _is_there(path: Path) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say
 from canvax.errors import CanvaxError, InputError, check_count, check_number
-from canvax.files import check_writable
+from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES
 
@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "controlnet": _controlnet,
     }
     check_numbers(arguments)
+    named_path("IMAGES", arguments.pictures)
     check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
@@ -43,7 +44,9 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
     except KeyboardInterrupt:
         complain("stopped; the same command resumes from the last saved state")
         raise
-    except OSError as error:  # a full disk
+    except OSError as error:
+        if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
+            raise
         why = f"a file cannot be written ({error.strerror or error})"
         raise CanvaxError(f"{why}; make room in the folder of --output, and the same command goes on") from error
     report["output"] = None if result is None else str(result)
@@ -62,10 +65,14 @@ _RANGES = {
     "text_lr": (0.0, 1e3, "1e-5 is usual"),
     "final": (0.0, 1.0, "a share of the learning rate; 1 keeps it constant"),
     "weight_decay": (0.0, 1e3, "0.01 is usual"),
+    "alpha": (1e-6, 1e6, "the rank is usual"),
     "min_snr": (1e-6, 1e6, "5 is usual"),
     "prior_weight": (0.0, 1e6, "1 is usual"),
 }
 """The least and the largest of other numbers, and a cure."""
+
+_STEPS = {"finetune": 1000, "lora": 1000, "dreambooth": 400, "textual-inversion": 5000, "controlnet": 5000}
+"""Unless ``--steps`` says otherwise."""
 
 _FLAGS = {"batch": "--batch-size", "final": "--final-lr"}
 
@@ -86,16 +93,21 @@ def check_numbers(arguments: argparse.Namespace) -> None:
             raise InputError(f"{flags[name]}={values[name]:g} is not in {low:g}..{high:g}; {cure}")
     if not 0 <= values.get("seed", 0) < 2**32:  # JAX takes so many bits, and of more silently the lowest
         raise InputError(f"--seed {arguments.seed} is not in 0..2**32-1")
-    if values.get("warmup", 0) >= values.get("steps", math.inf):
-        raise InputError(f"--warmup {arguments.warmup} of --steps {arguments.steps}: give fewer, or more steps")
+    steps = values.get("steps", _STEPS[arguments.task])
+    if values.get("warmup", 0) >= steps:
+        raise InputError(f"--warmup {arguments.warmup} of --steps {steps}: give fewer, or more steps")
     if "text_lr" in values and not arguments.text_encoder:
         raise InputError("--text-lr without --text-encoder: add it")
     usual = {"rank": 4, "alpha": None, "layers": "attention", "format": "peft", "trigger": None}
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:
         raise InputError(f"{flags[idle[0]]} without --lora: add it")
-    if values.get("class_prompt") is None and values.get("prior_weight", 1.0) != 1.0:
-        raise InputError("--prior-weight without --class-prompt: say what class is meant, such as 'a photo of a dog'")
+    usual = {"prior_weight": 1.0, "num_class_images": 100, "class_images": None}
+    idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
+    if idle and "class_prompt" not in values:
+        raise InputError(f"{flags[idle[0]]} without --class-prompt: say which class it is, such as 'a photo of a dog'")
+    if "class_images" in values and Path(arguments.class_images).is_file():
+        raise InputError(f"--class-images {arguments.class_images}: is a file; name a folder")
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError, warn
+from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
 from canvax.files import named_path
@@ -58,6 +58,7 @@ def convert(
         InputError: an argument cannot be used, or the model is one that the form cannot hold.
         CheckpointError: the model is missing, damaged or refused.
     """
+    check_flag("overwrite", overwrite)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
     if output.suffix.lower() in (*PICKLES, ".gguf") and not output.is_dir():
         raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")

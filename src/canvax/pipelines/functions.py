@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
@@ -76,6 +77,8 @@ def encode(
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
     """See ``canvax.StableDiffusion.encode_image``."""
     count = len(image) if isinstance(image, list | tuple) else 1
+    if not count:
+        raise InputError("image=[] holds no image: give a PIL image, a path, an array or a list of these")
     given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
     if given is None:
         raise InputError("image=None: give a PIL image, a path, an array or a list of these")
@@ -113,11 +116,14 @@ def _weights(params: Any, component: str) -> Params:
 def _numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+            raise ValueError
         array = jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # of text, None, ragged lists and deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}"
+        deleted = " that was deleted" if isinstance(value, jax.Array) and array is None else ""
+        kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}{deleted}"
         raise InputError(f"{name} is {kind}, not a number or an array of real numbers")
     return array
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
+from canvax.files import named_path
 from canvax.weights.adapter_names import is_adapters
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 from canvax.weights.safetensors import open_safetensors
@@ -74,6 +75,8 @@ class Source:
             raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
+        if self.cache_dir is not None:
+            named_path("cache_dir", self.cache_dir)
         check_flag("local_files_only", self.local_files_only)
         check_flag("progress", self.progress)
 
