@@ -26,7 +26,7 @@ from canvax.cli.image_prompts import (
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
-from canvax.images.metadata import read_metadata
+from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
 from canvax.pipelines.control_images import ControlImages
@@ -363,6 +363,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     """The settings in the metadata of an image, and its model unless flags name another."""
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
+    check_kinds(path, metadata)
     if "grid" in metadata:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")

@@ -140,12 +140,6 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
     file.seek(0)
     texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
     if (own := _own(texts.get(JSON_TEXT))) is not None:
-        for name, kind in _KINDS.items():
-            if name in own and not isinstance(own[name], kind):
-                raise InputError(
-                    f"{path}: its {name} {own[name]!r:.80} is not a {'table' if kind is dict else 'list'}; its "
-                    "description was changed: use the file as it was first saved"
-                )
         return own
     if texts.get(INFOTEXT, "").strip():
         return from_infotext(texts[INFOTEXT])
@@ -160,6 +154,20 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
         f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
         "often remove it, so use the file as it was first saved"
     )
+
+
+def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata to generate from whose parts are not what they should be; they can be shown all the same.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for name, kind in _KINDS.items():
+        if name in metadata and not isinstance(metadata[name], kind):
+            raise InputError(
+                f"{path}: its {name} {metadata[name]!r:.80} is not a {'table' if kind is dict else 'list'}; its "
+                "description was changed: use the file as it was first saved"
+            )
 
 
 def _own(text: str | None) -> dict[str, Any] | None:

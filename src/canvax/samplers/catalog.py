@@ -104,7 +104,7 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model;" if stem in RELATIVES else ""
         raise InputError(
             f"_class_name={name!r} of the scheduler config is not supported; "
-            f"{cure or nearest(stem, list(CLASS_DEFAULTS))} canvax samplers lists what there is"
+            f"{cure or nearest(stem, list(CLASS_DEFAULTS))} Supported are the classes that canvax samplers lists"
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
