@@ -24,6 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.samplers import build_table
 from canvax.weights.source import BUNDLED
 
 pytestmark = pytest.mark.bad
@@ -132,7 +133,7 @@ def test_files_to_read(flag: str, kind: str, capsys: pytest.CaptureFixture[str])
 OUTPUTS = {
     "exists": "whole.png", "unknown ending of a file": "whole.png/x.png", "file as folder": "text.png/more", "null": "/dev/null/x",
     "long": "x" * 300 + ".png", "longer": "y/" * 3000 + "z.png", "empty": "", "user": "~nobody-here/x.png",
-    "zero": "a\0b.png", "pipe": "pipe.png", "loop": "loop.png", "full": "/dev/full",
+    "zero": "a\0b.png", "pipe": "pipe.png", "loop": "loop.png", "full": "/dev/full", "no file can be made": "/proc/x", "loop as folder": "loop.png/x", "longest": "n" * 5000,
 }  # fmt: skip
 
 
@@ -198,6 +199,7 @@ METADATA: dict[str, Any] = {
     "list": [], "text": "a", "null": None, "deep": "[" * 60_000, "steps": {"num_inference_steps": "x"}, "model": {"model": 5},
     "steps list": {"num_inference_steps": [1]}, "size": {"height": -8}, "seed": {"seed": 10**400}, "seed text": {"seed": "x"},
     "guidance": {"guidance_scale": 1e39}, "options": {"options": {"eta": [1]}}, "sampler": {"sampler": "nope"}, "prompt": {"prompt": 5},
+    "nothing": {"prompt": ..., "canvax": ...}, "adapters": {"adapters": "nope"}, "grid": {"grid": 5}, "controls": {"control_sha256": "x"}, "prompts": {"image_prompts": 5}, "options list": {"options": [1]},
     "settings": {"options": {"sampler_settings": ["s_churn=" + "[" * 60_000]}}, "noise": {"noise": "nope"}, "image": {"image_sha256": "0"},
     "dtype": {"dtype": "int4"}, "dtype number": {"dtype": 3}, "quantize": {"quantize": "int2"}, "sigmas": {"options": {"sigmas": [1, 5]}},
 }  # fmt: skip
@@ -208,6 +210,7 @@ def test_metadata_of_images(kind: str, capsys: pytest.CaptureFixture[str]) -> No
     value = METADATA[kind]
     if isinstance(value, dict):
         value = {"prompt": "a", "canvax": "0.1.0", "model": "emoji"} | value
+        value = {name: one for name, one in value.items() if one is not ...}
     text = value if kind == "deep" else json.dumps(value)
     texts = PngInfo()
     texts.add_itxt("canvax", text)
@@ -277,6 +280,9 @@ CONFIGS: list[tuple[str, str, Any]] = [
         "beta_schedule": ("nope", 3, [], {}),
         "prediction_type": ("nope", 5, []),
         "timestep_spacing": ("nope", 1, {}),
+        "steps_offset": (-1, 10**9, "x", 0.5),
+        "skip_prk_steps": ("x", 5),
+        "thresholding": ("x",),
         "trained_betas": ([], "x", [2.0], [0.1] * 3, [float("nan")] * 1000, {}),
         "_class_name": ("NopeScheduler", 5, None, [], "../../x"),
         "clip_sample_range": (0, "x", -1, float("nan")),
@@ -305,7 +311,9 @@ TOKENIZERS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "merges": ("merges.txt", lambda _: b"\xff\xfe", "merges|token"), "no merges": ("merges.txt", lambda _: b"", "merges|token"),
     "unknown merges": ("merges.txt", lambda _: b"#version: 0.2\nzz qq\n", "merges|token"), "one": ("merges.txt", lambda _: b"a\n", "merges|token"),
     "config": ("tokenizer_config.json", lambda _: b"[]", "token"), "cut config": ("tokenizer_config.json", lambda _: b"{", "token"),
-    "special": ("special_tokens_map.json", lambda _: b'{"eos_token": 5}', "token"),
+    "special": ("special_tokens_map.json", lambda _: b'{"eos_token": 5}', "neither a text nor a table"),
+    **{f"added {text}": ("added_tokens.json", lambda _, text=text: text.encode(), "added") for text in ('{"a": -1}', '{"a": 1000000}', '{"a": "x"}', '{"a": 1.5}', '{"zz": 3}')},
+    **{f"decoder {text}": ("tokenizer_config.json", lambda _, text=text: f'{{"added_tokens_decoder": {text}}}'.encode(), "added|token") for text in ('5', '{"x": 5}', '{"-5": {"content": "a"}}', '{"5": {"content": 7}}', '{"999999": {"content": "a"}}')},
 }  # fmt: skip
 
 
@@ -446,6 +454,20 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "attribute": (lambda pipe: pipe.enable_nothing, "enable_nothing"), "options": (lambda _: canvax.Options(nope=1), "nope"),
     "preview": (lambda _: canvax.load_preview("emoji"), "emoji|preview|config"), "preview number": (lambda _: canvax.load_preview(5), "5|model|name"),
     "plan": (lambda _: canvax.plan("emoji", "nope"), "nope|target"), "plan mesh": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", mesh="x"), "mesh"),
+    **{f"under {i}": (lambda pipe, do=do: do(pipe, LATENTS, pipe.encode("a")), words) for i, (do, words) in enumerate([
+        (lambda pipe, z, c: pipe.denoiser(5, 5, c), "latents"), (lambda pipe, z, c: pipe.denoiser(z[..., :4], 5, c), "latents"), (lambda pipe, z, c: pipe.denoiser(z, "x", c), "timestep"),
+        (lambda pipe, z, c: pipe.denoiser(z, [1, 2, 3], c), "timestep"), (lambda pipe, z, c: pipe.denoiser(z, None, c), "timestep"), (lambda pipe, z, c: pipe.denoiser(z, 5, {}), "'text'"),
+        (lambda pipe, z, c: pipe.denoiser(z, 5, "a"), "conditions"), (lambda pipe, z, c: pipe.denoiser(z, 5, {"text": c["text"][..., :3]}), "conditions"),
+        (lambda pipe, z, c: pipe.denoiser(z + 1j, 5, c), "latents is complex"), (lambda pipe, z, c: pipe.denoiser(z, 5, c, params=5), "params"), (lambda pipe, z, c: pipe.denoiser([[1], [2, 3]], 5, c), "latents"),
+        (lambda pipe, z, c: pipe.encode("a", params={}), "params"), (lambda pipe, z, c: pipe.decode(z, params=[]), "params"), (lambda pipe, z, c: pipe.compile(control=True), "control"),
+    ])},
+    "save empty": (lambda pipe: pipe.save(""), "folder"), "save long": (lambda pipe: pipe.save("a" * 5000), "folder"), "overwrite": (lambda pipe: pipe.save("m", overwrite="x"), "overwrite"),
+    "convert to nothing": (lambda _: canvax.convert("emoji", ""), "output"), "flag": (lambda _: canvax.load("emoji", progress="no"), "progress"), "offline": (lambda _: canvax.load("a/b", local_files_only="yes"), "local_files_only"),
+    "vae": (lambda _: canvax.load("emoji", vae="v" * 5000), "vae"), "no such vae": (lambda _: canvax.load("emoji", vae="nope"), "vae"), "scheduler": (lambda _: canvax.load("emoji", scheduler="s" * 5000), "scheduler"),
+    "result": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).save(""), "path"), "grid": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).grid(rows=10**9), "rows"),
+    "other format": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)[0].save("x.nope"), r"\.nope"),
+    "step end": (lambda pipe: pipe("a", callback_on_step_end=5), "callback_on_step_end"), "truth": (lambda pipe: pipe("a", timesteps=[True, 0]), "timesteps"),
+    "upscaled": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), ["a"]), r"prompt=\['a'\]"), "table": (lambda _: build_table(5, 5), "scheduler"),  # pyright: ignore[reportArgumentType]
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
 
@@ -484,6 +506,15 @@ COMMANDS: list[tuple[str, str]] = [
     ("serve --warm 7x7:1", "width"), ("serve --chunks 9", "chunks"), ("serve --mesh x", "mesh"), ("serve --dtype int3", "dtype"), ("ui --no-page", "no-page"),
     ("serve emoji nope/nope/nope", "nope/nope/nope"), ("cache clear --older-than inf", "older-than"),
     ("serve --host 192.0.2.1 --no-keys", "address"),
+    *((f"train lora . -o m {flags}", "^canvax: error: --") for flags in (
+        "--steps 1000000000000", "-b 1000000000", "--lr 1e39", "--lr nan", "--warmup 9 --steps 5", "--final-lr 2", "--final-lr nan", "--weight-decay -1",
+        "--weight-decay nan", "--size 0", "--min-snr nan", "--min-snr 0", "--text-lr 1e-4", "--stop-after nan", "--accumulate 0", "--seed -1", f"--seed {2**32}")),
+    ("train dreambooth . -o m -p x --prior-weight 2", "class-prompt"), ("train dreambooth . -o m -p x --rank 8", "--rank without --lora"),
+    ("train lora . -o /dev/null/m", "output"), ("bench -b 1000000000", "batch"), ("plan emoji --target gpu-l4 --p95 5", "--p95 goes with --rate"),
+    ("plan emoji --target gpu-l4 --arrivals daily", "--arrivals goes"), ("sheet a --x steps=1,2 --x eta=0,1", "--x is given twice"), ("serve --memory 1", "memory"),
+    ("generate x --vae nope", "vae='nope'"), (f"generate x --vae {'v' * 5000}", "vae="), (f"info {'a' * 4000}/{'b' * 4000}", "name"), ("info ~nobody-here/x", "name"),
+    ("samplers --steps 5", "--steps goes with"), ("samplers curves -o x.png", "--output goes with"), ("--nope --also", "'--nope' is not a flag"),
+    ("generate x --seed-size 63 64", "seed_size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "guidance_steps has 3"),
     ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 

@@ -364,7 +364,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["textual-inversion", "{p}", "--token", "<x>"], "--initializer"),
         (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels 'a'"),
         (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
-        (["lora", "{p}", "--accumulate", "0"], "accumulate = 0 must be more than 0"),
+        (["lora", "{p}", "--accumulate", "0"], "--accumulate=0 is not a whole number"),
         (["lora", "{p}", "--empty-captions", "1"], "empty = 1.0"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -19,8 +21,17 @@ def _stop(*_: Any) -> None:
     os._exit(130)
 
 
+def _again(unraisable: Any) -> None:
+    """An interrupt in a callback of the garbage collector, where Python drops it, comes again a moment later."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
 def main() -> int:
     """Run the command line of this process."""
+    sys.unraisablehook = _again
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:
         signal.signal(signal.SIGINT, _stop)

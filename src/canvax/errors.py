@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,7 @@ class CanvaxError(Exception):
     """Root of everything canvax raises on purpose. Messages are one line, however long a value in them is."""
 
     def __init__(self, message: object = "") -> None:
-        words = [_shortened(word, LONGEST_WORD) for word in str(message).split()]
-        super().__init__(_shortened(" ".join(words), LONGEST_MESSAGE))
+        super().__init__(shortened(" ".join(str(message).split())))
 
 
 class InputError(CanvaxError, ValueError):
@@ -59,7 +59,13 @@ LONGEST_WORD, LONGEST_MESSAGE = 300, 4000
 """Characters of a word and of a message beyond which the middle is left out."""
 
 
-def _shortened(text: str, most: int) -> str:
+def shortened(message: str) -> str:
+    """A message without the middle of words that are too long, and without its own if it still is."""
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), message)
+    return _cut(words, LONGEST_MESSAGE)
+
+
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
 
 
@@ -128,6 +134,17 @@ def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
     if count > most:
         raise InputError(f"{name}={count} is more than {most}")
     return count
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value``, if it is True or False: other values would count as one of them without a word.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(plain(value, name), bool):
+        raise InputError(f"{name}={value!r:.80} is neither True nor False")
+    return value
 
 
 def check_number(name: str, value: Any, cure: str = "") -> float:

@@ -10,20 +10,49 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import EINVAL
+from errno import EINVAL, ENAMETOOLONG
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, InputError
 
 DAMAGED = "The file is damaged or incomplete: download or copy it again."
 
 MAX_JSON = 50_000_000
 """Bytes of the longest JSON file that is read."""
 
+_LONGEST_NAME = 255
+"""Bytes of a part of a path; the usual file systems take no more."""
+
 _LEFTOVER = 3600
 """Seconds without a change after which a temporary file is taken for one that a killed process left."""
+
+
+def named_path(label: str, name: Any) -> Path:
+    """The path of a name that somebody gave, with ``~`` for a home; nothing needs to be there.
+
+    Args:
+        label: what errors begin with, such as ``--output``.
+        name: a text or a ``Path``.
+
+    Raises:
+        InputError: no file can have this name: it is empty, too long, has a null byte, names an unknown user, or lies
+            where nobody may look.
+        TypeError: it is neither.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(f"{label}={name!r:.80} is not the name of a file or folder")
+    if not str(name):
+        raise InputError(f"{label}={name!r} is empty; give a name")
+    try:
+        path = Path(name).expanduser()
+        _check_length(path)
+        _is_there(path)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{label}={str(name)[:80]!r} cannot be a name ({reason})") from None
+    return path
 
 
 def open_regular(path: Path) -> FileIO:
@@ -94,6 +123,48 @@ def written(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(name: str, folder: Path) -> None:
+    """Refuse a folder in which nothing can be made; one that is not there yet is looked at where it will be made.
+
+    Args:
+        name: what the error begins with, such as ``--output out``.
+        folder: it; nothing is left there.
+
+    Raises:
+        InputError: it is no folder, or writing there fails.
+    """
+    there = folder
+    try:
+        _check_length(folder)
+        while there != there.parent and not _is_there(there):
+            there = there.parent
+        if not there.is_dir():
+            leads = ", a link that leads to no folder" if there.is_symlink() else ""
+            raise InputError(f"{name}: {there} is not a folder that can be written to{leads}; choose another one")
+        with temporary_folder(there):  # permissions alone do not say it: /proc, full disks, quotas
+            pass
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        if not isinstance(error, InputError):
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"{name}: {there!s:.80} cannot be written to ({reason}); choose another one") from None
+        raise
+
+
+def _check_length(path: Path) -> None:
+    """Where a folder of the path is not there yet, nothing else says that a name below it is too long."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise OSError(ENAMETOOLONG, os.strerror(ENAMETOOLONG))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything of that name, be it a link that leads nowhere."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
-from canvax.cli.terminal import complain, emit_json, hush_stdout, tolerant_streams
+from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -47,14 +47,13 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
             hush_stdout()
             return 0 if arguments[:1] in _LISTING else FAILED
         except SystemExit as done:  # --help and --version
-            return done.code if isinstance(done.code, int) else 0
+            code, error, as_json = done.code if isinstance(done.code, int) else 0, None, False
     try:
         if error is not None:
             complain(error["message"], label="" if code == INTERRUPTED else "error: ")
         if as_json:
             emit_json({"error": error, **report} if error else report)
-        if sys.stdout is not None:  # closed by the shell: >&-
-            sys.stdout.flush()
+        flush()
     except BrokenPipeError:
         hush_stdout()
         return code or FAILED

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import byte_size, complain
 from canvax.errors import InputError
+from canvax.files import named_path
 
 if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
@@ -45,7 +46,7 @@ def check_adapters(arguments: argparse.Namespace) -> None:
         _source(name, arguments).check(LORA_FILES)
     for text in arguments.embedding:
         _source(text, arguments).check(EMBEDDING_FILES)
-    if arguments.lora_dir is not None and not Path(arguments.lora_dir).expanduser().is_dir():
+    if arguments.lora_dir is not None and not named_path("--lora-dir", arguments.lora_dir).is_dir():
         raise InputError(f"--lora-dir {arguments.lora_dir[:200]}: is not a folder")
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from canvax._version import __version__
 from canvax.cli.generate_arguments import (
+    Once,
     add_batch,
     add_control,
     add_dtype,
@@ -22,6 +23,7 @@ from canvax.cli.generate_arguments import (
     add_upscale,
 )
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
+from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
 from canvax.familiar import FLAGS
@@ -138,7 +140,7 @@ class _Version(argparse.Action):
     """Prints versions without starting a JAX backend, or even importing JAX."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        say(", ".join(f"{name} {number}" for name, number in versions().items()))
         raise SystemExit(0)
 
 
@@ -159,7 +161,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 """What commands are called in other programs."""
 
-_MAY_BE_EMPTY = ("negative_prompt", "prompt_2", "negative_prompt_2")
+_MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -183,11 +185,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         )
         meant = near[0] if near else f"generate {shlex.quote(words[0])}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
+    if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        parser.error(f"{words[0]!r} is not a flag of canvax alone; a command comes first: canvax generate 'a cat'")
     arguments = parser.parse_args(words[:end])
-    for name, value in vars(arguments).items():
-        if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
-            fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
-            raise InputError(f"--{name.replace('_', '-')} {fault}")
+    for name, given in vars(arguments).items():
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
+                fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
+                raise InputError(f"--{name.replace('_', '-')} {fault}")
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
@@ -296,8 +301,10 @@ def _derived(commands: Any, plain: Any) -> None:
         epilog=_SHEET_EXAMPLES,
         formatter_class=plain,
     )
-    sheet.add_argument("--x", metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'")
-    sheet.add_argument("--y", metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
+    sheet.add_argument(
+        "--x", action=Once, metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'"
+    )
+    sheet.add_argument("--y", action=Once, metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
     add_generate(sheet)
     upscale = commands.add_parser(
         "upscale",
@@ -375,14 +382,12 @@ def _samplers(commands: Any) -> None:
     parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     group = parser.add_argument_group("plot")
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="sampler steps (20)")
-    group.add_argument("--sampler", default="euler", metavar="NAME", help="sampler to plot for (euler)")
+    group.add_argument("--steps", type=int, metavar="N", help="sampler steps (20)")
+    group.add_argument("--sampler", metavar="NAME", help="sampler to plot for (euler)")
     group.add_argument(
         "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
     )
-    group.add_argument(
-        "-o", "--output", default="schedules.png", metavar="NAME.png", help="file to write (schedules.png)"
-    )
+    group.add_argument("-o", "--output", metavar="NAME.png", help="file to write (schedules.png)")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
@@ -407,8 +412,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     fleet = parser.add_argument_group("a fleet (needs '.[fleet]')")
     fleet.add_argument("--rate", type=float, metavar="IMAGES", help="replicas that give so many images a second")
-    fleet.add_argument("--p95", type=float, default=10.0, metavar="SECONDS", help="for 95 of 100 images (10)")
-    fleet.add_argument("--arrivals", metavar="KIND", default="steady", help="steady (usual), bursty or daily")
+    fleet.add_argument("--p95", type=float, metavar="SECONDS", help="for 95 of 100 images (10)")
+    fleet.add_argument("--arrivals", metavar="KIND", help="steady (usual), bursty or daily")
     fleet.add_argument("--price", type=float, metavar="P", help="of a chip for an hour, in any currency")
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")

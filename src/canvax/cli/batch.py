@@ -62,6 +62,10 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("batch_size", "shard_size", "actors"):
         if (value := getattr(arguments, name)) is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1_000_000)
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
+        raise InputError(f"--seed {arguments.seed} is not a whole number in 0..2**64-1")
+    if arguments.shard_size is not None and arguments.into == "files":
+        raise InputError(f"--shard-size {arguments.shard_size} without shards: add --into tar or --into parquet")
     if arguments.quality is not None and not 1 <= arguments.quality <= 100:
         raise InputError(f"--quality {arguments.quality} is not in 1..100")
     if arguments.quality is not None and arguments.format == "png":
@@ -116,7 +120,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
         arguments.output,
         {**asdict(source), **decisive, "most": plan.total, "canvax": versions()["canvax"]},
         into=arguments.into,
-        shard_size=arguments.shard_size,
+        shard_size=arguments.shard_size or 1000,
         process=number * processes + index,
         processes=shares * processes,
     )

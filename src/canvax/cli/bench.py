@@ -13,6 +13,7 @@ from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import check_count
+from canvax.pipelines.checks import MOST_IMAGES
 from canvax.types import HostArray
 
 PROMPT = "a red apple"
@@ -26,7 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Time whole images, text to pixels, and print a table."""
     width, height = parse_size(arguments.size)
-    rounds, batch = check_count("--rounds", arguments.rounds), check_count("--batch", arguments.batch)
+    rounds, batch = check_count("--rounds", arguments.rounds), check_count("--batch", arguments.batch, MOST_IMAGES)
     import canvax
     from canvax.parallel.mesh import mesh_of
 

@@ -24,6 +24,10 @@ def run_fleet(
     compiling: Callable[[str, float | None], None],
 ) -> None:
     """Find the smallest fleet and print a table; ``compiling`` is told of each compilation."""
+    arguments.p95, arguments.arrivals = (
+        10.0 if arguments.p95 is None else arguments.p95,
+        arguments.arrivals or "steady",
+    )
     for name in ("p95", "price"):
         if (value := getattr(arguments, name)) is not None and check_number(f"--{name}", value) <= 0:
             raise InputError(f"--{name} {value:g} is not above 0")

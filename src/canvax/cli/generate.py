@@ -22,6 +22,7 @@ from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gathe
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
+from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
@@ -116,27 +117,18 @@ class Destination:
         Raises:
             InputError: the images cannot be written there.
         """
-        try:
-            path = Path(arguments.output or OUTPUT).expanduser()
-            is_file = names_file(path)
-        except (OSError, RuntimeError) as error:  # too long a name, an unknown user
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"--output {arguments.output[:80]}: cannot be a name ({reason})") from None
+        path = named_path("--output", arguments.output or OUTPUT)
+        is_file = names_file(path)
         if str(path) == "-":
             raise InputError("--output -: images are not written to stdout; name a folder or a file")
         if is_file and len(requests) > 1 and not arguments.grid:
             raise InputError(f"--output {path}: is one file for {len(requests)} images; name a folder")
         if is_file and os.path.lexists(path):
             raise InputError(f"--output {path}: this file exists and is not replaced; choose another name")
-        there = path.parent if is_file else path
-        try:
-            while not there.exists() and there != there.parent:
-                there = there.parent
-            writable = there.is_dir() and os.access(there, os.W_OK)
-        except OSError as error:  # a name that is too long
-            raise InputError(f"--output {path}: cannot be a name ({error.strerror})") from None
-        if not writable:
-            raise InputError(f"--output {path}: {there} is not a folder that can be written to")
+        check_writable(f"--output {str(path)[:80]}", path.parent if is_file else path)
+        preview = named_path("--preview", arguments.preview) if getattr(arguments, "preview", None) else None
+        if is_file and preview is not None and preview.absolute() == path.absolute():
+            raise InputError(f"--preview {preview}: is the file of --output, which it would be in the way of")
         sizes = {(request.height, request.width) for request in requests}
         if arguments.grid and len(sizes) > 1:
             raise InputError("--grid: the images have different sizes; leave it out, or give all the same size")

@@ -6,8 +6,18 @@ import argparse
 from typing import Any
 
 from canvax.cli.adapters import add_adapters
+from canvax.errors import InputError
 
 OUTPUT = "out"
+
+
+class Once(argparse.Action):
+    """A flag that a second one would replace without a word, where people mean both."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise InputError(f"{option_string} is given twice; give it once")
+        setattr(namespace, self.dest, values)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +60,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
         "--into", choices=["files", "tar", "parquet"], default="files",
         help="a file for each image (the default), or shards: webdataset's tar files, or Parquet",
     )  # fmt: skip
-    group.add_argument("--shard-size", type=int, default=1000, metavar="N", help="images of a shard (1000)")
+    group.add_argument("--shard-size", type=int, metavar="N", help="images of a shard (1000)")
     group.add_argument("--format", choices=["png", "webp", "jpg"], default="png", help="of images (png)")
     group.add_argument("--quality", type=int, metavar="N", help="1..100, of jpg (95) and webp (lossless)")
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import select
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from canvax.cli.image_prompts import (
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
-from canvax.images.metadata import read_metadata
+from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
 from canvax.pipelines.control_images import ControlImages
@@ -67,9 +70,16 @@ ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 """What ``--zero-snr`` says of a model's schedule."""
 
 _MAX_PROMPT_FILE = 64 << 20
+_PATIENCE = 10.0
+"""Seconds that a named pipe is waited for."""
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
+
+_RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
+_RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
+_RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
+"""All that metadata of canvax holds about an image."""
 
 
 @dataclass(frozen=True)
@@ -288,11 +298,7 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         if name == "-" and sys.stdin is None:
             raise InputError("--prompt-file -: there is no standard input; name a file")
-        if name == "-":
-            data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1)
-        else:
-            with open(name, "rb") as file:
-                data = file.read(_MAX_PROMPT_FILE + 1)
+        data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
         lines = data.decode("utf-8-sig").split("\n")
@@ -308,6 +314,19 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     if not entries:
         raise InputError(f"--prompt-file {name}: holds no prompt; write one a line")
     return entries
+
+
+def _content(name: str) -> bytes:
+    """What is in a prompt file, at most a byte more than the limit. A pipe will do, but not without a writer."""
+    descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            # A shell's own, <(command), has its writer; of another's nobody knows whether it will ever have one.
+            patience = None if name.startswith(("/dev/", "/proc/")) else _PATIENCE
+            if not select.select([file], [], [], patience)[0]:
+                raise InputError(f"--prompt-file {name}: nothing came out of this pipe; start what writes to it first")
+            os.set_blocking(descriptor, True)
+        return file.read(_MAX_PROMPT_FILE + 1)
 
 
 def _json_line(where: str, line: str) -> dict[str, Any]:
@@ -344,10 +363,13 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     """The settings in the metadata of an image, and its model unless flags name another."""
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
+    check_kinds(path, metadata)
     if "grid" in metadata:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")
     settings = {**metadata, **(options if isinstance(options, dict) else {})}
+    if unknown := sorted(map(repr, settings.keys() - _RECORDED)):
+        complain(f"{path}: unknown settings are left out: {', '.join(unknown)}", label="warning: ")
     # A file must not choose which others are read.
     for name in ("num_images_per_prompt", "image", "mask", "control", "control_from", "ip_image", "ip_mask"):
         settings.pop(name, None)

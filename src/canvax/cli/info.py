@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError
+from canvax.files import named_path
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
@@ -45,7 +47,7 @@ _FLAGS = {
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
-    path = Path(arguments.what).expanduser()
+    path = named_path("MODEL|IMAGE", arguments.what)
     is_image = path.suffix.lower() in IMAGE_SUFFIXES
     if not arguments.memory or is_image:
         for name in _MEMORY_FLAGS:
@@ -53,6 +55,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 cure = f"{path} is an image; leave it out" if is_image else "it goes with --memory; add that"
                 raise InputError(f"--{name.replace('_', '-')}: {cure}")
     if is_image:
+        if arguments.concepts:
+            raise InputError(f"--prompts: {path} is an image; leave it out")
         report |= image_info(path)
         lines = _image_lines(report)
     elif (kind := Source(arguments.what).other_kind()) in ("a LoRA", "a textual inversion"):
@@ -169,7 +173,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
     try:
         return open_source(True)
     except CanvaxError:
-        if arguments.local_files_only or "/" not in arguments.what or Path(arguments.what).expanduser().exists():
+        if arguments.local_files_only or "/" not in arguments.what or os.path.lexists(arguments.what):
             raise
         complain(f"{arguments.what} is not on disk yet; downloading it")
         return open_source(False)

@@ -27,6 +27,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
         run_fleet(arguments, width, height, report, _announce)
         return
+    for name in ("p95", "arrivals", "price"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name} goes with --rate; add that, or leave it out")
     from canvax.parallel.mesh import parse_mesh  # late, so that a wrong size is refused before JAX is imported
     from canvax.planning.plan import plan
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from canvax.errors import CanvaxError, InputError
-from canvax.files import temporary_name
+from canvax.files import check_writable, named_path, temporary_name
 from canvax.images.convert import to_pil
 from canvax.images.formats import format_of
 from canvax.images.grid import make_grid
@@ -35,12 +35,13 @@ def check_preview(name: str | None) -> Path | None:
     """
     if name is None:
         return None
-    path = Path(name).expanduser()
+    path = named_path("--preview", name)
     format_of(path)
     if os.path.lexists(path):
         raise InputError(f"--preview {path}: this file exists and is not replaced; choose another name")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if not path.parent.is_dir():
         raise InputError(f"--preview {path}: {path.parent} is not a folder that can be written to")
+    check_writable(f"--preview {path}", path.parent)
     return path
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.cli.terminal import columns, say, table
 from canvax.errors import InputError, nearest
-from canvax.files import MAX_JSON, open_regular
+from canvax.files import MAX_JSON, named_path, open_regular
 from canvax.samplers import CURVES, SAMPLERS, Scheduler, build_table, curve_named, find, from_scheduler_config
 from canvax.samplers.options import SPACINGS
 
@@ -33,6 +33,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise InputError(f"{word!r} is not a command of canvax samplers; {nearest(word, WORDS)}")
     if word != "plot" and curves:
         raise InputError(f"{curves[0]!r} is not expected after canvax samplers {word}")
+    usual = {"steps": 20, "sampler": "euler", "scheduler_config": None, "output": "schedules.png"}
+    for name, value in usual.items():
+        if word != "plot" and getattr(arguments, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with canvax samplers plot; leave it out")
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     if word == "plot":
         _plot(arguments, curves, report)
     elif word == "curves":
@@ -90,7 +96,7 @@ def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str, Any]) -> None:
     from canvax.images.metadata import save_image
 
-    path = Path(arguments.output).expanduser()
+    path = named_path("--output", arguments.output)
     if path.suffix.lower() != ".png":
         raise InputError(f"--output {arguments.output!r} is not a PNG; give a name that ends in .png")
     if path.exists():

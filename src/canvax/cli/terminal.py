@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from canvax.errors import CanvaxError
+from canvax.errors import CanvaxError, shortened
 
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Unicode controls that change the order in which text is displayed."""
@@ -31,9 +31,9 @@ def _escaped(c: str) -> str:
 
 
 def complain(message: str, *, label: str = "") -> None:
-    """Print a message on stderr, with a prefix on its first line."""
-    with suppress(BrokenPipeError):
-        print(f"canvax: {label}{clean(message)}", file=sys.stderr, flush=True)
+    """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
+    with suppress(OSError):
+        print(f"canvax: {label}{clean(shortened(message))}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -47,9 +47,20 @@ def emit_json(value: Any) -> None:
 
 
 def _print(text: str) -> None:
-    """Raises CanvaxError if stdout takes no more, and BrokenPipeError if nobody reads it."""
+    flush(f"{text}\n")
+
+
+def flush(more: str = "") -> None:
+    """Write what stdout still holds, and ``more``.
+
+    Raises:
+        CanvaxError: it takes no more.
+        BrokenPipeError: nobody reads it.
+    """
     try:
-        print(text, flush=True)
+        if sys.stdout is not None:  # closed by the shell: >&-
+            sys.stdout.write(more)
+            sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -94,7 +105,7 @@ def _folded(row: Sequence[str], room: int) -> list[Sequence[str]]:
 
 def columns() -> int | None:
     """Columns of the terminal, or None if stdout is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 def _width(text: str) -> int:

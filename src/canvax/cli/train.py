@@ -6,12 +6,15 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError, check_count, check_number
+from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES
 
 if TYPE_CHECKING:
     from canvax.train.loop import Plan
@@ -28,6 +31,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "textual-inversion": _textual_inversion,
         "controlnet": _controlnet,
     }
+    check_numbers(arguments)
+    named_path("IMAGES", arguments.pictures)
+    check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
 
@@ -38,12 +44,70 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
     except KeyboardInterrupt:
         complain("stopped; the same command resumes from the last saved state")
         raise
+    except OSError as error:
+        if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
+            raise
+        why = f"a file cannot be written ({error.strerror or error})"
+        raise CanvaxError(f"{why}; make room in the folder of --output, and the same command goes on") from error
     report["output"] = None if result is None else str(result)
     report["finished"] = result is not None
     if result is None:
         complain("stopped after --stop-after; the same command resumes from here")
     elif not arguments.json:
         say(str(result))
+
+
+_WHOLE = {"steps": 10**8, "batch": MOST_IMAGES, "accumulate": 10**6, "size": MAX_SIDE, "num_class_images": MOST_IMAGES}
+"""The largest of the numbers that are at least 1."""
+
+_RANGES = {
+    "learning_rate": (0.0, 1e3, "1e-4 is usual"),
+    "text_lr": (0.0, 1e3, "1e-5 is usual"),
+    "final": (0.0, 1.0, "a share of the learning rate; 1 keeps it constant"),
+    "weight_decay": (0.0, 1e3, "0.01 is usual"),
+    "alpha": (1e-6, 1e6, "the rank is usual"),
+    "min_snr": (1e-6, 1e6, "5 is usual"),
+    "prior_weight": (0.0, 1e6, "1 is usual"),
+}
+"""The least and the largest of other numbers, and a cure."""
+
+_STEPS = {"finetune": 1000, "lora": 1000, "dreambooth": 400, "textual-inversion": 5000, "controlnet": 5000}
+"""Unless ``--steps`` says otherwise."""
+
+_FLAGS = {"batch": "--batch-size", "final": "--final-lr"}
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that no run can have, before pictures are read, and those that would change nothing.
+
+    Raises:
+        InputError: naming the flag.
+    """
+    values = {name: value for name, value in vars(arguments).items() if value is not None}
+    flags = {name: _FLAGS.get(name, f"--{name.replace('_', '-')}") for name in values}
+    for name in values.keys() & _WHOLE.keys():
+        check_count(flags[name], values[name], _WHOLE[name])
+    for name in values.keys() & _RANGES.keys():
+        low, high, cure = _RANGES[name]
+        if not low <= check_number(flags[name], values[name], f"; {cure}") <= high:
+            raise InputError(f"{flags[name]}={values[name]:g} is not in {low:g}..{high:g}; {cure}")
+    if not 0 <= values.get("seed", 0) < 2**32:  # JAX takes so many bits, and of more silently the lowest
+        raise InputError(f"--seed {arguments.seed} is not in 0..2**32-1")
+    steps = values.get("steps", _STEPS[arguments.task])
+    if values.get("warmup", 0) >= steps:
+        raise InputError(f"--warmup {arguments.warmup} of --steps {steps}: give fewer, or more steps")
+    if "text_lr" in values and not arguments.text_encoder:
+        raise InputError("--text-lr without --text-encoder: add it")
+    usual = {"rank": 4, "alpha": None, "layers": "attention", "format": "peft", "trigger": None}
+    idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
+    if idle and arguments.task == "dreambooth" and not arguments.lora:
+        raise InputError(f"{flags[idle[0]]} without --lora: add it")
+    usual = {"prior_weight": 1.0, "num_class_images": 100, "class_images": None}
+    idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
+    if idle and "class_prompt" not in values:
+        raise InputError(f"{flags[idle[0]]} without --class-prompt: say which class it is, such as 'a photo of a dog'")
+    if "class_images" in values and Path(arguments.class_images).is_file():
+        raise InputError(f"--class-images {arguments.class_images}: is a file; name a folder")
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
@@ -165,7 +229,7 @@ def deadline(arguments: argparse.Namespace) -> float | None:
     """``time.monotonic()`` at which to stop."""
     if arguments.stop_after is None:
         return None
-    if arguments.stop_after <= 0:
+    if check_number("--stop-after", arguments.stop_after) <= 0:
         raise InputError(f"--stop-after {arguments.stop_after} must be more than 0 minutes")
     return time.monotonic() + 60 * arguments.stop_after
 

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number
 from canvax.files import read_json
-from canvax.models.configs import AutoencoderConfig, ClipTextConfig, TinyConfig, UNetConfig, VaeConfig
+from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoders
@@ -261,7 +261,7 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     if missing:
         raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
     unet, vae = read_unet(files), read_autoencoder(files)
-    configs = {name: ClipTextConfig.from_dict(files.config(name)) for name in encoders}
+    configs = {name: _parsed(ClipTextConfig, files, name) for name in encoders}
     text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
     networks = Networks(UNetDenoiser(unet), vae, text)
     faults = []
@@ -277,17 +277,29 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     return networks
 
 
+Parsed = TypeVar("Parsed", bound=Config)
+
+
+def _parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
+    """The config of a component; its errors name the model and the component."""
+    try:
+        return kind.from_dict(files.config(name))
+    except CheckpointError as error:
+        told = str(error)
+        raise CheckpointError(told if str(files) in told else f"{files}, {name}: {told}") from None
+
+
 def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
     """The config of what makes images of latents."""
     config = files.config("vae")
     tiny = config.get("_class_name", files.components["vae"]) == "AutoencoderTiny"
-    return (TinyConfig if tiny else VaeConfig).from_dict(config)
+    return _parsed(TinyConfig if tiny else VaeConfig, files, "vae")
 
 
 def read_unet(files: ModelFiles) -> UNetConfig:
     """The config of the UNet. Files from before diffusers 0.9 could say 32, its default then, for 64."""
     config = files.config("unet")
-    unet = UNetConfig.from_dict(config)
+    unet = _parsed(UNetConfig, files, "unet")
     version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
     old = version is not None and int(version[1]) < 9
     small = isinstance(unet.sample_size, int) and unet.sample_size < 64

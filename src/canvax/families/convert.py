@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError, warn
+from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
+from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
@@ -57,14 +58,15 @@ def convert(
         InputError: an argument cannot be used, or the model is one that the form cannot hold.
         CheckpointError: the model is missing, damaged or refused.
     """
-    output, single = Path(output), str(output).lower().endswith(".safetensors")
+    check_flag("overwrite", overwrite)
+    output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
     if output.suffix.lower() in (*PICKLES, ".gguf") and not output.is_dir():
         raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")
     if single and output.exists() and not overwrite:
         raise InputError(f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True")
-    path = Path(model).expanduser()
+    path = named_path("model", model)
     if path.is_file() and _is_pickle(path):
         if not single:
             raise InputError(f"output = {str(output)!r}: a pickle becomes one file; name one that ends in .safetensors")

@@ -233,7 +233,7 @@ class FlaxPipeline:
         Raises:
             InputError: neither a string nor a list of strings.
         """
-        if not isinstance(prompt, str | list):
+        if not isinstance(prompt, str | list) or prompt == []:
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
         prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.model.text.tokens
         ids = [tokenizer(prompts, length=length) for tokenizer in self.model.tokenizers.values()]

@@ -49,6 +49,8 @@ def shard(tree: Any) -> Any:
     devices = jax.local_device_count()
 
     def one(leaf: Any) -> Any:
+        if not hasattr(leaf, "ndim"):
+            raise InputError(f"shard: {leaf!r:.80} is not an array")
         if leaf.ndim == 0 or leaf.shape[0] % devices:
             raise InputError(
                 f"shard: an array of shape {leaf.shape} cannot be split over {devices} devices; make its first axis a "

@@ -251,6 +251,8 @@ class Tokenizer(Part):
                 raise InputError(f"{name}={value!r}: ids are NumPy arrays of one length; write {name}={only[0]!r}")
         most = self.model.text.tokens
         length = most if max_length is None else check_count("max_length", max_length, most)
+        if not isinstance(text, str | list | tuple) or (not len(text) and not isinstance(text, str)):
+            raise InputError(f"text={text!r:.80} is neither a string nor a list of strings")
         prompts = [text] if isinstance(text, str) else list(text)
         return FlaxTokenizerOutput(self._own(prompts, length=max(2, length)))
 

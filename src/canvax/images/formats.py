@@ -155,9 +155,12 @@ class GeneratedImage(Image.Image):
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own."""
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
-        kind = (format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
+        kind = str(format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
-        super().save(fp, format, **own | params)
+        try:
+            super().save(fp, format, **own | params)
+        except (AttributeError, KeyError, ValueError) as error:  # Pillow's word for another format, and for parameters
+            raise InputError(f"{name or fp!r} cannot be saved ({error}); end it with .png, .jpg or .webp") from None
 
 
 def _encodable(text: str) -> str:

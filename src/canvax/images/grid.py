@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+_MOST_PIXELS = 1 << 30
+
+
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
     """All ``images`` on one sheet, row by row; cells left over are white.
 
@@ -24,11 +27,15 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     """
     from PIL import Image
 
+    if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in images):
+        raise InputError(f"images={images!r:.80} is not a list of PIL images")
     if not images:
         raise InputError("images is empty; a grid needs at least one")
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
+    if rows * cols * width * height > _MOST_PIXELS:
+        raise InputError(f"rows={rows} and cols={cols} of {width} x {height} pixels are too many; give fewer")
     grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))

@@ -31,6 +31,12 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 _MAX_CHUNKS = 100_000
 
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("options", "adapters", "embeddings", "upscale"), dict),
+    **dict.fromkeys(("grid", "controlnet", "ip_adapter", "control_sha256", "image_prompts"), list),
+}
+"""What some keys hold, on which readers rely."""
+
 
 def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
     """Write an image with its metadata, whole or not at all, and never over a file that is there.
@@ -133,21 +139,44 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
     file.seek(0)
     texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
-    if JSON_TEXT in texts:
-        try:
-            metadata = json.loads(texts[JSON_TEXT], parse_float=_finite, parse_constant=_finite)
-        except (ValueError, RecursionError):
-            metadata = None
-        if isinstance(metadata, dict):
-            return metadata
-    if INFOTEXT in texts:
+    if (own := _own(texts.get(JSON_TEXT))) is not None:
+        return own
+    if texts.get(INFOTEXT, "").strip():
         return from_infotext(texts[INFOTEXT])
+    if damaged := [repr(name) for name in (JSON_TEXT, INFOTEXT) if name in texts]:
+        raise InputError(
+            f"{path}: its description of how it was made, the text {' and '.join(damaged)}, is damaged or empty; use "
+            "the file as it was first saved"
+        )
     if "workflow" in texts or "prompt" in texts:
         raise InputError(f"{path}: holds a ComfyUI workflow, which canvax cannot read; type its prompt and settings")
     raise InputError(
         f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
         "often remove it, so use the file as it was first saved"
     )
+
+
+def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata to generate from whose parts are not what they should be; they can be shown all the same.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for name, kind in _KINDS.items():
+        if name in metadata and not isinstance(metadata[name], kind):
+            raise InputError(
+                f"{path}: its {name} {metadata[name]!r:.80} is not a {'table' if kind is dict else 'list'}; its "
+                "description was changed: use the file as it was first saved"
+            )
+
+
+def _own(text: str | None) -> dict[str, Any] | None:
+    """What canvax wrote; None if it is not that, of which a prompt is the least, or a grid's images."""
+    try:
+        metadata = json.loads(text or "", parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return metadata if isinstance(metadata, dict) and metadata.keys() & {"prompt", "grid"} else None
 
 
 def _finite(text: str) -> float:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import Model
+from canvax.files import named_path
 from canvax.params import Params
 from canvax.pipelines.adapter_weights import Weights, parse_weight
 from canvax.pipelines.merging import Change, Merging
@@ -250,7 +251,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @folder.setter
     def folder(self, folder: str | Path | None) -> None:
-        if folder is not None and not (isinstance(folder, str | Path) and Path(folder).expanduser().is_dir()):
+        if folder is not None and not (isinstance(folder, str | Path) and named_path("folder", folder).is_dir()):
             raise InputError(f"adapters.folder={str(folder)[:200]!r} is not a folder")
         self._folder = None if folder is None else Path(folder).expanduser()
 

@@ -6,7 +6,7 @@ padding and its mesh have no part in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError(f"prompt={prompt!r:.80} adds prompts up (AND): encode each of them")
-    weights = {name: params[name] for name in model.text.parts}
+    weights = {name: _weights(params, name) for name in model.text.parts}
 
     def one_pass(ids: Ids) -> Conditions:
         return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
@@ -77,28 +77,81 @@ def encode(
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
     """See ``canvax.StableDiffusion.encode_image``."""
     count = len(image) if isinstance(image, list | tuple) else 1
+    if not count:
+        raise InputError("image=[] holds no image: give a PIL image, a path, an array or a list of these")
     given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
     if given is None:
         raise InputError("image=None: give a PIL image, a path, an array or a list of these")
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
-    return _encode_images(params["vae"], pixels, cfg=model.vae)[0]
+    return _encode_images(_weights(params, "vae"), pixels, cfg=model.vae)[0]
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
     """See ``canvax.StableDiffusion.denoiser``."""
     denoiser = model.networks.denoiser
-    weights = params[denoiser.component]
-    timesteps = jnp.broadcast_to(jnp.asarray(timestep, jnp.float32), latents.shape[:1])
+    weights = _weights(params, denoiser.component)
+    latents = _latents(model, latents)
+    _check_conditions(model, conditions, len(latents))
+    timesteps = _numbers("timestep", timestep)
+    if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
+        raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
+    timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
     output = denoiser.apply(weights, latents, timesteps, denoiser.prepare(weights, conditions))
     return output.astype(jnp.float32)
 
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
     """See ``canvax.StableDiffusion.decode``."""
-    if not isinstance(latents, Tracer):
-        channels = model.vae.latent_channels
-        if np.ndim(latents) != 4 or np.shape(latents)[-1] != channels or np.asarray(latents).dtype.kind not in "fiuV":
-            raise InputError(f"latents of shape {np.shape(latents)} are not [B, h, w, {channels}] numbers")
-        if 0 in np.shape(latents):
-            raise InputError(f"latents of shape {np.shape(latents)} hold no image; give those of at least one")
-    return _decode_images(params["vae"], jnp.asarray(latents), cfg=model.vae)
+    return _decode_images(_weights(params, "vae"), _latents(model, latents), cfg=model.vae)
+
+
+def _weights(params: Any, component: str) -> Params:
+    """The parameters of a component."""
+    if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
+        found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        raise InputError(f"params has no {component!r} ({found!s:.80}); pass pipe.params, or a dict like it")
+    return params[component]
+
+
+def _numbers(name: str, value: Any) -> Array:
+    """``value`` as an array of real numbers, traced or not."""
+    try:
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+            raise ValueError
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # of text, None, ragged lists and deleted arrays
+        array = None
+    if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        deleted = " that was deleted" if isinstance(value, jax.Array) and array is None else ""
+        kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}{deleted}"
+        raise InputError(f"{name} is {kind}, not a number or an array of real numbers")
+    return array
+
+
+def _latents(model: Model, value: Any) -> Array:
+    latents, channels = _numbers("latents", value), model.vae.latent_channels
+    if latents.ndim != 4 or latents.shape[-1] != channels:
+        raise InputError(f"latents of shape {latents.shape} are not [B, h, w, {channels}] numbers")
+    if 0 in latents.shape:
+        raise InputError(f"latents of shape {latents.shape} hold no image; give those of at least one")
+    return latents
+
+
+def _check_conditions(model: Model, conditions: Any, count: int) -> None:
+    """Refuse what is not the conditions of ``count`` latents, without looking at a value: they may be traced."""
+    cure = "give what pipe.encode returns, one entry or as many as there are latents"
+    if not isinstance(conditions, Mapping):
+        raise InputError(f"conditions={conditions!r:.80} is not a dict of arrays; {cure}")
+    ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if model.text.second else {})
+    for name, rank in ranks.items():
+        if name not in conditions:
+            raise InputError(f"conditions has no {name!r}; {cure}")
+        array = _numbers(f"conditions[{name!r}]", conditions[name])
+        if (
+            array.ndim != rank
+            or len(array) not in (1, count)
+            or (name == "text" and array.shape[-1] != model.text.width)
+        ):
+            width = model.text.width if name == "text" else "n"
+            shape = f"[{', '.join([str(count), *['T'] * (rank - 2), str(width)])}]"
+            raise InputError(f"conditions[{name!r}] has shape {array.shape}, not {shape}; {cure}")

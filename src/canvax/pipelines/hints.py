@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from canvax.errors import HintWarning, warn
 from canvax.families.base import Model
 from canvax.pipelines.request import Request
@@ -30,6 +32,7 @@ def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
     options, given = request.options, request.given
     yield "variation_strength", options.variation_strength > 0, {"variation_seed"}
     yield "pag_scale", options.pag_scale > 0, {"pag_adaptive_scale"}
+    yield "reuse", options.reuse > 1, {"reuse_layers"}
     yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
     yield "an image", given is not None, {"strength_rule", "image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
@@ -56,6 +59,9 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     for needed, there, idle in _needs(request):
         if names := [] if there else sorted(request.options.changed().keys() & idle):
             yield f"{', '.join(names)} without {needed}: changes nothing"
+    least = 128 if request.options.mask_mode == "hard" else 1
+    if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
+        yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     for prompt in prompts:

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from canvax.compile.aot import Build
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.errors import InputError, check_count, refuse_tracers
+from canvax.errors import InputError, check_count, check_flag, refuse_tracers
 from canvax.families.base import Model
+from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, free_bytes, program_bytes
@@ -148,8 +149,8 @@ class LoadedModel:
             dtype: of the written arrays; their own by default.
             overwrite: see ``folder``.
         """
-        if not isinstance(folder, str | Path) or "\0" in str(folder):
-            raise InputError(f"folder={folder!r} cannot be a folder's name")
+        folder = named_path("folder", folder)
+        check_flag("overwrite", overwrite)
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
             raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
@@ -241,6 +242,8 @@ class LoadedModel:
         if reuse_layers:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        if control and not self.model.networks.controls:
+            raise InputError(f"control=True with {self.model.name}, which has no ControlNet; leave it out")
         more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
         self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))

@@ -21,19 +21,26 @@ MOST_NUMBERS = 10_000
 
 def check_callback(callback: Any) -> None:
     """Refuse what cannot be called with one ``Step``, before anything runs."""
-    if callback is None:
+    also = "; callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
+    _check_function("callback", callback, 1, f"one argument, a canvax.Step{also}")
+
+
+def check_step_end(callback: Any) -> None:
+    """Refuse what cannot be called as a callback of diffusers is, before anything runs."""
+    _check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
+
+
+def _check_function(name: str, function: Any, count: int, told: str) -> None:
+    if function is None:
         return
-    if not callable(callback):
-        raise InputError(f"callback={callback!r} is not a function; it is called with a canvax.Step")
+    if not callable(function):
+        raise InputError(f"{name}={function!r:.80} is not a function; it is called with {told}")
     try:
-        inspect.signature(callback).bind(None)
+        inspect.signature(function).bind(*[None] * count)
     except ValueError:  # a function of C, which does not tell
         return
     except TypeError:
-        raise InputError(
-            f"callback={callback!r} cannot be called with one argument, a canvax.Step; "
-            "callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
-        ) from None
+        raise InputError(f"{name}={function!r:.80} cannot be called with {told}") from None
 
 
 def is_number(value: Any) -> bool:

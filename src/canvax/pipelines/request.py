@@ -218,13 +218,15 @@ def check_for_model(options: Options, model: Model) -> None:
 
 
 def check_seed_size(options: Options, factor: int) -> None:
-    """Refuse a size of noise that is smaller than a latent, or larger than any image.
+    """Refuse a size of noise that is no whole number of latents, or larger than any image.
 
     Raises:
         InputError: naming the sides that do.
     """
     if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
         raise InputError(f"seed_size={options.seed_size} is not (height, width) of {factor} to {MAX_SIDE} pixels")
+    for side in options.seed_size or ():
+        check_size("seed_size", side, 0, factor)
 
 
 def check_layers(layers: int, model: Model) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from canvax.errors import CanvaxError, InputError
+from canvax.files import named_path
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage, names_file
 from canvax.images.grid import make_grid
@@ -88,7 +89,7 @@ class Result:
         """
         if not len(self.pixels) and self.metadata:
             raise InputError("there are no images to save: the run was stopped by denoising_end; go on from latents")
-        path, images = Path(path), to_pil(self.pixels)
+        path, images = named_path("path", path), to_pil(self.pixels)
         if names_file(path):
             if len(images) != 1:
                 raise InputError(f"path={str(path)!r} is one file for {len(images)} images; give a folder")

@@ -11,6 +11,7 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
+from canvax.pipelines.option_checks import check_step_end
 from canvax.pipelines.options import Options, Step, check_options
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def translate_call(
             raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (timesteps := left.get("timesteps")) is not None:
-        settings = {"timesteps": np.asarray(timesteps).tolist()}
+        listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
+        settings = {"timesteps": listed}
         changes["sampler_settings"] = {**check_options(own.get("options")).settings, **settings}
     if (callback := left.get("callback_on_step_end")) is not None:
         changes["callback"] = _on_step_end(own["self"], callback)
@@ -133,6 +135,7 @@ def as_output(result: Result, *, output: str) -> Result:
 
 def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], Any]:
     """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax."""
+    check_step_end(callback)
 
     def call(step: Step) -> Any:
         returned = callback(pipe, step.index, step.timestep, {"latents": step.latents})

@@ -42,6 +42,8 @@ def upscaled(
     check_count("batch", batch)
     check_for_upscale(options)
     (source,) = read_images("image", image, 1)
+    if not isinstance(prompt, str):
+        raise InputError(f"prompt={prompt!r:.80} is not text; all tiles have one prompt")
     seed = check_seed(seed)
     tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise)
     results = []

@@ -18,6 +18,7 @@ from canvax._version import __version__
 from canvax.denoise import WINDOW
 from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.read import family_of, read_networks
+from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
@@ -305,7 +306,7 @@ def architecture(model: str | Path, **source: Any) -> Networks:
     try:
         files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)
     except CheckpointError as error:
-        if isinstance(model, str) and "/" not in model and not Path(model).expanduser().exists():
+        if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
             raise InputError(
                 f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"

@@ -12,7 +12,7 @@ import numpy as np
 from canvax.errors import FLOAT32_MAX, InputError, nearest
 from canvax.samplers import curves
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
-from canvax.samplers.options import SamplerOptions, check_option
+from canvax.samplers.options import SamplerOptions, check_option, fault_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.samplers.table import SamplerTable
@@ -104,7 +104,7 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model;" if stem in RELATIVES else ""
         raise InputError(
             f"_class_name={name!r} of the scheduler config is not supported; "
-            f"{cure or nearest(stem, list(CLASS_DEFAULTS))} Supported: {', '.join(CLASS_DEFAULTS)}"
+            f"{cure or nearest(stem, list(CLASS_DEFAULTS))} Supported are the classes that canvax samplers lists"
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
@@ -135,9 +135,14 @@ def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> d
     """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
 
     Those of 1.x and 2.x read steps_offset 1 and no clip_sample, always: early checkpoints left these out, and the
-    reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means.
+    reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means. A value that no
+    config can have stays, to be reported.
     """
-    return {"clip_sample": False, **config} if xl else {**config, "steps_offset": 1, "clip_sample": False}
+    if xl:
+        return {"clip_sample": False, **config}
+    right = {"steps_offset": 1, "clip_sample": False}
+    wrong = {name for name, value in right.items() if fault_of(name, config.get(name, value), value)}
+    return {**config, **{name: value for name, value in right.items() if name not in wrong}}
 
 
 def build_table(
@@ -169,6 +174,8 @@ def build_table(
     start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
     starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
     """
+    if not isinstance(scheduler, Scheduler):
+        raise InputError(f"scheduler={scheduler!r:.80} is not a Scheduler; take pipe.model.scheduler")
     train = scheduler.schedule.num_train_timesteps
     spec, options, implied = scheduler.spec, scheduler.options, {}
     if sampler is not None:
@@ -277,7 +284,7 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
     elif not isinstance(options.sigmas, str):
         own = len(options.sigmas) - (options.sigmas[-1] == 0)
     if own is not None and steps not in (None, own):
-        raise InputError(f"steps={steps} with {own} levels or timesteps of your own; give as many, or steps=None")
+        raise InputError(f"steps={steps} with {own} levels or timesteps of your own; give as many, or no steps")
     steps = own if own is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")

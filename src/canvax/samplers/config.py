@@ -204,8 +204,12 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
         if key in fields:
             faults += _field_faults(key, value, fields[key], class_name)
         elif (
-            key in LIMITS and key in _FOREIGN_DEFAULTS and value is not None
-        ):  # for another sampler, which a call may name
+            value is not None
+            and key in _FOREIGN_DEFAULTS
+            and (  # for another sampler, which a call may name
+                key in LIMITS or (isinstance(_FOREIGN_DEFAULTS[key], bool) and not isinstance(value, bool))
+            )
+        ):
             faults += _field_faults(key, value, _FOREIGN_DEFAULTS[key], class_name)
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue

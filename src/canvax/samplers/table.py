@@ -117,11 +117,10 @@ class SamplerTable:
         """The same table with other guidance: one number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
-        for name, value in (("guidance", scale), ("rescale", rescale)):
+        for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
             if np.shape(value) not in ((), (steps,)):
-                raise InputError(
-                    f"{name} has shape {np.shape(value)}; give one number, or one for each of {steps} steps"
-                )
+                numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
+                raise InputError(f"{name} has {numbers}; give one, or one for each of {steps} steps")
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]

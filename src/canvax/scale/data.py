@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, check_count
+from canvax.pipelines.checks import MOST_IMAGES
 from canvax.scale.batch import Plan
 from canvax.scale.rows import Row, pyarrow, row_of, settings_of
 from canvax.scale.work import MOST, Made, Worker, image_file
@@ -62,6 +63,7 @@ class Generate:
     ) -> None:
         import canvax
 
+        batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
         pipe = canvax.load(model, **{"progress": False, **(load or {})})
         self._worker = Worker(pipe, batch=batch_size, most=most, defaults=defaults, carried=carried, seed=seed)
         self._file = (image_format, quality)
@@ -211,6 +213,8 @@ def _listed(batch: Any) -> list[dict[str, Any]]:
         return batch.to_pylist()
     if hasattr(batch, "to_dict"):
         return batch.to_dict("records")
+    if not isinstance(batch, Mapping):
+        raise InputError(f"batch={batch!r:.80} is not a batch of Ray Data: a table, or a dict of columns")
     return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canvax.errors import CanvaxError, InputError
-from canvax.files import read_json, written
+from canvax.files import named_path, read_json, written
 from canvax.images.metadata import read_metadata
 from canvax.scale.rows import pyarrow
 
@@ -62,18 +62,21 @@ class Output:
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = named_path("--output", folder)
         self.into, self._shard_size = into, shard_size
         self._process, self._processes = process, processes
         self._lock = threading.Lock()
         if into == "parquet":
             pyarrow("--into parquet")
         self.run: dict[str, Any] = {}
-        self._begin()
+        made = self._begin()
+        # What nothing came of binds nobody: the model of its first attempt may have been misspelt.
+        self._goes_on = bool(listed(self.folder))
         self.agree({**run, "into": into})
         name = f"manifest-{process:04d}.jsonl" if process else "manifest.jsonl"
         # Two processes that append to one list would each do the other's work, so the second is turned away.
         self._list = _locked(self.folder / name)
+        self._own = [self.folder / name, self.folder / RUN] if made and processes == 1 else []
         self.known = listed(self.folder)
         self._waiting: dict[str, dict[str, Any]] = {}
         if into != "files":
@@ -113,6 +116,12 @@ class Output:
             if done and self.into != "files":
                 (self.folder / WAITING).rmdir()
         self._list.close()
+        if self._own and not self.known:  # nothing was done: nothing stays
+            with suppress(OSError):
+                for path in self._own:
+                    path.unlink(missing_ok=True)
+                (self.folder / WAITING).rmdir() if self.into != "files" else None
+                self.folder.rmdir()
 
     def agree(self, run: Mapping[str, Any]) -> None:
         """See to it that the job is one with ``run``: what is not known of it yet is kept from now on.
@@ -123,7 +132,7 @@ class Output:
         path = self.folder / RUN
         told = json.loads(json.dumps(run, default=str))
         try:
-            earlier = read_json(path) if path.exists() else {}
+            earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
             for name in told.keys() & earlier.keys():
                 if name not in _FIRST_COUNTS and earlier[name] != told[name]:
                     raise InputError(
@@ -137,9 +146,10 @@ class Output:
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
 
-    def _begin(self) -> None:
-        """Make the folder, or see that it is one of a batch job."""
+    def _begin(self) -> bool:
+        """Make the folder, or see that it is one of a batch job; whether it was made."""
         try:
+            made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
             known = known or any(self.folder.glob("manifest-*.jsonl"))  # the other processes may have begun
@@ -147,6 +157,7 @@ class Output:
                 raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
+        return made
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
@@ -181,12 +192,14 @@ class Output:
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
     """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
-    return {line["id"]: line for line in _lines(Path(folder).expanduser(), "manifest*.jsonl")}
+    return {line["id"]: line for line in _lines(named_path("--output", folder), "manifest*.jsonl")}
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     """Also those that later ones replace; not those that a kill cut off."""
     for path in sorted(folder.glob(name)):
+        if not path.is_file():
+            raise InputError(f"--output {folder}: {path.name} is not a regular file; choose another folder")
         with open(path, encoding="utf-8", errors="replace") as file:
             for text in file:
                 with suppress(ValueError):

@@ -13,8 +13,8 @@ from typing import Any
 
 from canvax.errors import InputError, plain
 from canvax.familiar import CALL, answer, renamed
-from canvax.files import open_regular
-from canvax.pipelines.option_checks import plain_value
+from canvax.files import named_path, open_regular
+from canvax.pipelines.option_checks import check_once, plain_value
 from canvax.pipelines.options import Options
 
 _NOT_IN_FILES = ("progress", "callback", "denoising_start", "denoising_end")
@@ -56,7 +56,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     Raises:
         InputError: the file cannot be read, or its columns are not known.
     """
-    path = Path(path).expanduser()
+    path = named_path("file", path)
     kind = path.suffix.lower()
     if path.is_dir():
         raise InputError(f"{path}: is a folder; give a file of prompts ({', '.join(KINDS)})")
@@ -168,6 +168,7 @@ def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | I
     try:
         if not reader.fieldnames or "" in reader.fieldnames:
             raise InputError(f"{path}: its first line must name the columns, such as id,prompt,seed")
+        check_once(f"{path}: its first line", reader.fieldnames)
         for values in reader:
             if "" in values:
                 yield InputError(f"has more cells than the {len(reader.fieldnames)} columns; quote cells with commas")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from canvax.errors import CanvaxError
+from canvax.errors import CanvaxError, InputError
 from canvax.parallel.memory import free_bytes
 from canvax.server.group import Group
 from canvax.server.jobs import ModelCard, Refused
@@ -68,6 +68,10 @@ class ModelSet:
             self._say(f"reading {name}")
             self._make_room(None)
             served = Served(name, self._load)
+            if self._memory is not None and served.bytes > self._memory:
+                raise InputError(
+                    f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
+                )
             for size, batches in served.sizes(self._warm):
                 for chunks in self._chunks:
                     asked = sample(name, served.model, *size, chunks=chunks)

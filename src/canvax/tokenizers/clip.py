@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, warn
-from canvax.files import DAMAGED
+from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -83,7 +84,7 @@ class ClipTokenizer:
             added, named = _special_tokens(folder, config, stored)
             content = {name: token.content for name, token in named.items()}
             backend = _build(vocab, merges, content["unk_token"])
-            known = vocab.keys() | {token.content for token in added}
+            known = vocab.keys() | {token.content for token in added.values()}
             lacking = [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]
             # For letters that it does not know the BPE looks among its own words alone.
             lacking += [content["unk_token"]] if content["unk_token"] not in vocab else []
@@ -91,7 +92,8 @@ class ClipTokenizer:
                 raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, lacking))}")
             if "left" in (config.get("padding_side"), config.get("truncation_side")):
                 raise CheckpointError(f"{folder}: pads or cuts prompts on the left; a CLIP tokenizer does on the right")
-            _add_tokens(backend, added, named, config)
+            _add_tokens(backend, list(added.values()), named, config)
+            _check_ids(added, backend)
         except CheckpointError:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception
@@ -196,7 +198,7 @@ def _whole(word: str) -> str:
 
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[Mapping[str, Any]]]:
     """Vocabulary, merges, and the added tokens that ``tokenizer.json`` lists."""
-    if (folder / "tokenizer.json").is_file():
+    if os.path.lexists(folder / "tokenizer.json"):
         path = folder / "tokenizer.json"
         try:
             whole = _read_json(path)
@@ -205,7 +207,7 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list
             return _checked(model["vocab"]), merges, whole.get("added_tokens", [])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: is not a BPE tokenizer ({error!r}). Download it again.") from error
-    missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
+    missing = [name for name in ("vocab.json", "merges.txt") if not os.path.lexists(folder / name)]
     if missing:
         raise CheckpointError(
             f"{folder}: {' and '.join(missing)} not found; a tokenizer is tokenizer.json, or vocab.json and merges.txt"
@@ -214,7 +216,7 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list
     try:
         vocab = _checked(_read_json(path))
         path = folder / "merges.txt"
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(path, MAX_JSON).decode().splitlines()
         return vocab, [_pair(line.split(" ")) for line in lines if line and not line.startswith("#version")], []
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: is not part of a BPE tokenizer ({error}). Download it again.") from error
@@ -258,25 +260,38 @@ def _build(vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str) -
 
 def _special_tokens(
     folder: Path, config: dict[str, Any], stored: list[Mapping[str, Any]]
-) -> tuple[list[AddedToken], dict[str, AddedToken]]:
-    """Tokens added to the vocabulary in the order of their ids, and the special ones by name.
+) -> tuple[dict[int, AddedToken], dict[str, AddedToken]]:
+    """Tokens added to the vocabulary by their ids and in their order, and the special ones by name.
 
     ``config`` is updated with what ``special_tokens_map.json`` overrules.
     """
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
-        added = {int(i): _token(token) for i, token in config["added_tokens_decoder"].items()}
+        decoder = config["added_tokens_decoder"]
+        if not isinstance(decoder, Mapping):
+            raise ValueError(f"added_tokens_decoder={decoder!r:.80} is not a table of ids and tokens")
+        added = {_id(i): _token(token) for i, token in decoder.items()}
     else:
         config |= _read_json(folder / "special_tokens_map.json")
         special = {_token(config[name]).content for name in _NAMED if config.get(name)}
         special |= {_token(token).content for token in _extra_tokens(config)}
         for text, i in _read_json(folder / "added_tokens.json").items():
-            added[i] = _token({"content": text, "special": text in special, "normalized": text not in special})
-        added |= {token["id"]: _token(token) for token in stored}
+            added[_id(i)] = _token({"content": text, "special": text in special, "normalized": text not in special})
+        added |= {_id(token["id"]): _token(token) for token in stored}
     by_content = {token.content: token for token in added.values()}
     values = {name: config.get(name) or _DEFAULTS.get(name) for name in _NAMED}
     named = {name: _token(value) for name, value in values.items() if value}
-    return [added[i] for i in sorted(added)], {name: by_content.get(t.content, t) for name, t in named.items()}
+    return dict(sorted(added.items())), {name: by_content.get(t.content, t) for name, t in named.items()}
+
+
+def _check_ids(added: Mapping[int, AddedToken], backend: Tokenizer) -> None:
+    """Refuse added tokens whose ids the library does not give them: it counts on from the vocabulary.
+
+    Without this, a table with another id would silently be read with another row of the embeddings.
+    """
+    for i, token in added.items():
+        if (own := backend.token_to_id(token.content)) != i:
+            raise ValueError(f"the added token {token.content!r:.80} has the id {i}, where its vocabulary has {own}")
 
 
 def _add_tokens(
@@ -305,21 +320,32 @@ def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
     return list(extra.values() if isinstance(extra, Mapping) else extra)
 
 
+def _id(value: Any) -> int:
+    """The id of an added token, which a table of them has as text."""
+    if isinstance(value, str) and value.isdecimal() and value.isascii() and len(value) < 10:
+        value = int(value)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError(f"{value!r:.80} is not the id of an added token, a whole number of at least 0")
+    return value
+
+
 def _token(value: Any) -> AddedToken:
     """A token is stored as a string, or as its ``content`` with flags."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
         return AddedToken(value, special=True)
+    if not isinstance(value, Mapping) or not isinstance(value.get("content"), str):
+        raise ValueError(f"the token {value!r:.80} is neither a text nor a table with its content")
     return AddedToken(value["content"], **{flag: bool(value[flag]) for flag in _FLAGS if flag in value})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; an absent file is an empty one."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(path, MAX_JSON).decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON ({error}). Download it again.") from error
     if not isinstance(value, dict):

@@ -77,7 +77,11 @@ class Plan:
         positive = ("steps", "batch", "chunk", "learning_rate", "clip", "accumulate")
         numbers = {name: getattr(self, name) for name in positive}
         numbers |= {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
-        wrong = {name: value for name, value in numbers.items() if not 0 < value < math.inf}
+        wrong = {
+            name: value
+            for name, value in numbers.items()
+            if not (isinstance(value, int | float) and 0 < value < math.inf)
+        }
         faults = [f"{name} = {value} must be more than 0, and finite" for name, value in wrong.items()]
         if self.minutes is not None and self.minutes <= 0:
             faults.append(f"minutes = {self.minutes} must be more than 0")

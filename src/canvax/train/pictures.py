@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
+from canvax.files import named_path
 from canvax.images.convert import upright_rgb
+from canvax.pipelines.checks import MAX_SIDE
 from canvax.types import HostArray
 
 METADATA = "metadata.jsonl"
@@ -98,8 +100,8 @@ def read_pictures(
     Raises:
         InputError: there is nothing to read, a picture is missing or damaged, or a caption is missing.
     """
-    source = Path(source)
-    if size < 8:
+    source = named_path("pictures", source)
+    if check_count("size", size, MAX_SIDE) < 8:
         raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
     files = _Files(source)
     if captions:

@@ -118,7 +118,10 @@ def read_folder(
     """
     index = read_json(path / INDEX)
     if accept is not None:
-        accept(index)
+        try:
+            accept(index)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
     unread = tuple(
         component
         for component, value in index.items()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from glob import escape
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from tqdm.auto import tqdm
 
@@ -174,6 +175,7 @@ def find_commit(source: Source, root: str) -> Commit:
     Raises:
         HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.
     """
+    _check_environment(source)
     from huggingface_hub import HfApi, constants
 
     if source.local_files_only or constants.HF_HUB_OFFLINE:
@@ -199,6 +201,22 @@ def find_commit(source: Source, root: str) -> Commit:
         if not _is_inside(name):
             raise HubError(f"{source.name}: holds a file named {str(name)[:80]!r}, which is no name inside a folder.")
     return Commit(source, sha, frozenset(names), root)
+
+
+def _check_environment(source: Source) -> None:
+    """Refuse variables that the Hub library would stumble over while it is imported."""
+    wrong = [
+        name
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT")
+        if not os.environ.get(name, "10").strip().isdecimal()
+    ]
+    try:
+        _ = urlsplit(os.environ.get("HF_ENDPOINT", "")).port
+    except ValueError:
+        wrong.append("HF_ENDPOINT")
+    for name in wrong:
+        kind = "an address" if name == "HF_ENDPOINT" else "a number of seconds"
+        raise HubError(f"{source.name}: {name}={os.environ[name][:80]!r} is not {kind}; correct or unset it.")
 
 
 def _cached_commit(source: Source, root: str) -> Commit:

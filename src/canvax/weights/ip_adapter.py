@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, HubError, InputError
+from canvax.files import named_path
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.ip_adapter import HEAD, IPAdapter
 from canvax.weights.adapter_source import AdapterSource
@@ -215,7 +216,7 @@ def _beside(files: IPAdapterFiles, source: AdapterSource) -> list[tuple[Source, 
 def _place(name: str, source: AdapterSource) -> tuple[Source, str]:
     """Where an encoder is that was named: a folder, or a Hub id with perhaps folders behind it."""
     match = _HUB_ID.fullmatch(name)
-    if Path(name).expanduser().is_dir() or match is None or ".." in name:
+    if named_path("image_encoder", name).is_dir() or match is None or ".." in name:
         return _source(name, source), ""
     return _source(match[1], source), match[2].removeprefix("/")
 

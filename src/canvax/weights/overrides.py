@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.errors import InputError, nearest
-from canvax.files import read_json
+from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
@@ -143,7 +143,7 @@ def _fields(scheduler: Any) -> dict[str, Any]:
     if isinstance(scheduler, Mapping) and all(isinstance(name, str) for name in scheduler):
         return dict(scheduler)
     if isinstance(scheduler, str | os.PathLike):
-        path = Path(scheduler).expanduser()
+        path = named_path("scheduler", scheduler)
         path = path / "scheduler_config.json" if path.is_dir() else path
         if path.is_file():
             return read_json(path)

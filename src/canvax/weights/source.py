@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canvax.errors import CheckpointError, InputError, nearest, warn
+from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
+from canvax.files import named_path
 from canvax.weights.adapter_names import is_adapters
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 from canvax.weights.safetensors import open_safetensors
@@ -74,6 +75,10 @@ class Source:
             raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
+        if self.cache_dir is not None:
+            named_path("cache_dir", self.cache_dir)
+        check_flag("local_files_only", self.local_files_only)
+        check_flag("progress", self.progress)
 
     @property
     def name(self) -> str:
@@ -125,7 +130,8 @@ class Source:
             path = Path(self.model).expanduser()
             is_folder, is_file = path.is_dir(), path.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
-            raise CheckpointError(f"model = {text[:200]!r} cannot be a folder's name ({error}).") from None
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"model = {text[:80]!r} cannot be a folder's name ({reason}).") from None
         if is_folder:
             return path
         if text.lower().endswith(PICKLES):

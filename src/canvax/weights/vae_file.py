@@ -86,14 +86,24 @@ def _factor(config: Mapping[str, Any]) -> int:
 
 def _open_vae(vae: str | Path, own: Mapping[str, Any], **source: Any) -> VaeFiles:
     check_vae_name(vae)
-    name, path = str(vae), BUNDLED.get(str(vae), Path(vae).expanduser())
-    if path.is_file():
+    name, component = str(vae), ""
+    try:
+        path = BUNDLED.get(name) or Path(vae).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, of an unknown user
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"vae={name[:80]!r} cannot be the name of a folder or file ({reason})") from None
+    if is_file:
         return of_file(name, path, own)
-    match, component = _HUB_ID.fullmatch(name), ""
-    if path.is_dir():
+    match = _HUB_ID.fullmatch(name)
+    if is_folder:
         component = "vae" if not (path / "config.json").is_file() and (path / "vae").is_dir() else ""
     elif match and ".." not in name:
         name, component = match[1], match[2].removeprefix("/")
+    else:
+        raise CheckpointError(
+            f"vae={name[:80]!r}: there is no such folder or file, and it is not a Hub id 'owner/name'"
+        )
 
     def accept(config: Mapping[str, Any]) -> None:
         if config.get("_class_name") not in CLASSES:
