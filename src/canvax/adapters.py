@@ -108,7 +108,7 @@ def low_rank(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
         raise NotLowRank(f"{KINDS[part.kind].name}{' with DoRA' if factors else ''} is no low-rank change")
     down, up = factors(part, shape)
     scale = part.scale * float(part.arrays["scalar"].reshape(())) if "scalar" in part.arrays else part.scale
-    return down.reshape(-1, *shape[1:]), up * np.float32(scale)
+    return down.reshape(-1, *shape[1:]), up if scale == 1 else up * np.float32(scale)
 
 
 def _lora_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:

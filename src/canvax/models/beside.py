@@ -51,7 +51,9 @@ class Places:
 
 
 class Slot(NamedTuple):
-    """Where the factors of a layer lie in a place: ``down`` [kh, kw, in, r] from ``begin``, then ``up`` [r, out].
+    """Where the factors of a layer lie in a place: ``down`` [r, in, kh, kw] from ``begin``, then ``up`` [out, r].
+
+    They lie as files have them, so that putting them there is copying; the program turns them around.
 
     Attributes:
         param: the layer's weight.
@@ -81,8 +83,8 @@ def slots(spec: Spec, places: Places) -> dict[str, Slot]:
     found: dict[str, Slot] = {}
     begin = 0
     for name, param in _adaptable(spec, places.layers):
-        *inner, outputs = param.shape
-        found[name] = slot = Slot(param, begin, (*inner, places.rank), (places.rank, outputs))
+        *kernel, inputs, outputs = param.shape
+        found[name] = slot = Slot(param, begin, (places.rank, inputs, *kernel), (outputs, places.rank))
         begin = slot.end
     return found
 
@@ -121,7 +123,10 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places) -> Param
             layer = layer[step]
         down = [one[slot.begin : slot.middle].reshape(slot.down) for one in flat]
         up = [one[slot.middle : slot.end].reshape(slot.up) for one in flat]
-        layer[LOW_RANK] = {"down": jnp.concatenate(down, -1), "up": jnp.concatenate(up, 0), SHARE: share}
+        # [K r, in, kh, kw] and [out, K r], turned to [kh, kw, in, K r] and [K r, out]
+        inner, outer = jnp.concatenate(down, 0), jnp.concatenate(up, 1)
+        inner = jnp.moveaxis(inner, (0, 1), (-1, -2))
+        layer[LOW_RANK] = {"down": inner, "up": outer.T, SHARE: share}
     return tree
 
 

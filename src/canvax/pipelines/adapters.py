@@ -182,12 +182,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
         loaded.place, self._bank = free[0], bank
 
-    def _inner(self, loaded: LoadedAdapter, bank: Bank | None = None) -> Callable[[Key], float]:
+    def _inner(self, loaded: LoadedAdapter, bank: Bank | None = None) -> Callable[[Key], float] | None:
         """How strong an adapter is in its place: by block, where its weight is a table of these."""
         bank = bank or self._bank
         assert bank is not None
         by_block, _ = parted(loaded.weights, bank.components)
-        return loaded.factor if by_block else lambda key: 1.0
+        return loaded.factor if by_block else None
 
     def load_embedding(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from canvax.parallel.mesh import replicated
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.adapter_weights import Weights
-from canvax.types import HostArray
+from canvax.types import Array, HostArray
 from canvax.weights.lora import Adapter, Key
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256)
@@ -33,7 +34,7 @@ MOST_PLACES = 64
 _LISTED = 3
 
 Packed = Mapping[str, HostArray]
-"""An adapter as places have it: one flat array for each network."""
+"""An adapter as places have it: one flat array for each network that it changes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,9 @@ class Bank:
         specs = {**networks.text.specs, networks.denoiser.component: networks.denoiser.spec}
         self._slots = {name: slots(spec, places) for name, spec in specs.items()}
         self._lengths = {name: length(spec, places) for name, spec in specs.items()}
-        empty = {name: put(np.zeros(n, self.dtype), self._sharding) for name, n in self._lengths.items()}
-        self.arrays: Params = {name: {str(k): array for k in range(places.count)} for name, array in empty.items()}
+        self.arrays: Params = {name: {} for name in specs}
+        self._empty: dict[str, Array] = {}
+        self.fill()
 
     @property
     def components(self) -> list[str]:
@@ -82,13 +84,13 @@ class Bank:
         """Of all places, on each device."""
         return self.places.count * self.dtype.itemsize * sum(self._lengths.values())
 
-    def pack(self, name: str, adapter: Adapter, factor: Callable[[Key], float] = lambda key: 1.0) -> Packed:
-        """An adapter as a place has it; ``factor`` is how strong it is for each parameter.
+    def pack(self, name: str, adapter: Adapter, factor: Callable[[Key], float] | None = None) -> Packed:
+        """An adapter as a place has it; ``factor`` is how strong it is for each parameter, 1 by default.
 
         Raises:
             InputError: it is not of low rank, of a higher one than the places, or for a layer that has none.
         """
-        packed = {component: np.zeros(n, self.dtype) for component, n in self._lengths.items()}
+        packed: dict[str, HostArray] = {}
         faults: list[str] = []
         most = 0
         for key, part in adapter.parts.items():
@@ -104,7 +106,9 @@ class Bank:
                 continue
             most = max(most, len(down))
             if len(down) <= self.places.rank:
-                _write(packed[component], slot, down, up * np.float32(factor(key)))
+                if component not in packed:
+                    packed[component] = np.zeros(self._lengths[component], self.dtype)
+                _write(packed[component], slot, down, up if factor is None else up * np.float32(factor(key)))
         if faults:
             more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise InputError(
@@ -121,8 +125,30 @@ class Bank:
 
     def put(self, place: int, packed: Packed) -> None:
         """Put an adapter into a place, whatever was there. Compiles nothing."""
-        for component, array in packed.items():
-            self.arrays[component][str(place)] = put(array, self._sharding)
+        for component, of in self.arrays.items():
+            array = packed.get(component)
+            of[str(place)] = self._empty[component] if array is None else put(array, self._sharding)
+
+    def fill(self) -> None:
+        """Have empty places; all share one array of zeros for each network."""
+        for component, n in self._lengths.items():
+            self._empty[component] = empty = put(np.zeros(n, self.dtype), self._sharding)
+            self.arrays[component].update({str(k): empty for k in range(self.places.count)})
+
+    def clear(self) -> None:
+        """Take everything off the devices."""
+        for of in (self._empty, *self.arrays.values()):
+            of.clear()
+
+    @property
+    def shapes(self) -> Params:
+        """Shapes, dtypes and shardings of ``arrays``."""
+        names = [str(k) for k in range(self.places.count)]
+        found = {
+            component: jax.ShapeDtypeStruct((n,), self.dtype, sharding=self._sharding)
+            for component, n in self._lengths.items()
+        }
+        return {component: dict.fromkeys(names, shape) for component, shape in found.items()}
 
     def snapshot(self) -> Params:
         """What lies there now, for a call."""
@@ -131,10 +157,9 @@ class Bank:
 
 def _write(flat: HostArray, slot: Slot, down: HostArray, up: HostArray) -> None:
     """The factors of a layer, [r, in, kh, kw] and [out, r], into their slot, the rest of which stays zero."""
-    inner = flat[slot.begin : slot.middle].reshape(slot.down)
-    down = down.reshape(len(down), -1) if len(slot.down) == 2 else down  # 1x1 convolutions that are matrices here
-    inner[..., : len(down)] = np.moveaxis(down, (0, 1), (-1, -2))
-    flat[slot.middle : slot.end].reshape(slot.up)[: len(down)] = up.T
+    rank = len(down)
+    flat[slot.begin : slot.middle].reshape(slot.down)[:rank] = down.reshape(rank, *slot.down[1:])
+    flat[slot.middle : slot.end].reshape(slot.up)[:, :rank] = up
 
 
 def bucket(rank: int) -> int:

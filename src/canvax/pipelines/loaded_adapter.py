@@ -65,7 +65,7 @@ def file_of(folder: Path, tag: str) -> Path:
     """
     # The name is looked for among the files that are there; no path is made of it.
     files = {path.stem: path for path in sorted(folder.rglob("*.safetensors"))}
-    path = files.get(tag) or next((path for path in files.values() if _alias(path) == tag), None)
+    path = files.get(tag) or next((path for path in files.values() if alias_of(path) == tag), None)
     if path is None:
         there = nearest(tag, list(files)) if files else "it holds no safetensors file"
         raise InputError(f"<lora:{tag[:80]}>: no such file in {folder}; {there}")
@@ -80,7 +80,7 @@ def check_name(name: object, taken: Mapping[str, Any]) -> None:
         raise InputError(f"name={name!r}: such an adapter is loaded; remove it first, or set its weight with set")
 
 
-def _alias(path: Path) -> str | None:
+def alias_of(path: Path) -> str | None:
     """The name that kohya's trainer gave a file."""
     try:
         return read_metadata(path).get("ss_output_name")
