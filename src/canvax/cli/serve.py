@@ -180,7 +180,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
     check_places(arguments.lora_rank or 1, arguments.lora_places, "all")
-    return AdapterSettings(folder, files, arguments.lora_rank, arguments.lora_places)
+    return AdapterSettings(folder, files, arguments.lora_rank, arguments.lora_places, arguments.lora_layers)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -45,6 +45,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are read at the start")
     adapters.add_argument("--lora-rank", type=int, metavar="N", help="the most that one may have (that of the files)")
     adapters.add_argument(
+        "--lora-layers",
+        choices=("attention", "transformer", "all"),
+        help="layers that they may change (as the files do)",
+    )
+    adapters.add_argument(
         "--lora-places", type=int, default=4, metavar="N",
         help="LoRAs in use at a time; each costs memory and work in every step (4)",
     )  # fmt: skip

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
 from canvax.families.base import Model
-from canvax.models.beside import ADAPTERS, Places
+from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
 from canvax.pipelines.adapter_shares import per_image, plain_weight, share_rows
 from canvax.pipelines.adapter_weights import Weights
@@ -26,7 +26,7 @@ from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
 from canvax.pipelines.loaded_adapter import alias_of, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Refused, invalid
-from canvax.weights.adapter_names import split_name
+from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.adapter_source import LORA_FILES, AdapterSource
 from canvax.weights.lora import read_adapter
 from canvax.weights.safetensors import open_safetensors
@@ -46,12 +46,14 @@ class AdapterSettings:
         files: that are read before the first request.
         rank: of the places; None for the largest that the files have.
         places: adapters beside the weights at a time.
+        layers: that have places; None for those that the files change, as one of ``canvax.models.beside.LAYERS``.
     """
 
     folder: Path | None = None
     files: tuple[Path, ...] = ()
     rank: int | None = None
     places: int = COUNT
+    layers: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +104,9 @@ class Shelf:
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self.refresh()
-        rank = settings.rank or bucket(min(_MOST_RANK, max(map(_rank_of, self._files.values()), default=_USUAL_RANK)))
-        self.bank = Bank(model, mesh, Places(settings.places, rank))
+        ranks, layers = _looked_at(model, self._files.values())
+        rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
+        self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
         self._held: OrderedDict[Entry, int] = OrderedDict()  # the last used last
         self._pins: Counter[Entry] = Counter()
         self._first: Wanting | None = None
@@ -121,8 +124,8 @@ class Shelf:
         """For people: what there is, and what it costs."""
         places, size = self.bank.places, self.bank.bytes / (1 << 20)
         return (
-            f"{len(self._files)} adapters may be named; {places.count} places of rank {places.rank} beside the weights "
-            f"take up to {size:.0f} MB"
+            f"{len(self._files)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
+            f"{places.layers}, beside the weights take up to {size:.0f} MB"
         )
 
     def cards(self) -> list[AdapterCard]:
@@ -255,17 +258,23 @@ class Shelf:
             self.bank.put(place, entry.packed)
 
 
-def _rank_of(path: Path) -> int:
-    """The highest rank in a file, by its header; of one that cannot be read, what is usual."""
-    try:
-        entries = open_safetensors(path, plain_names=False)
-    except (CheckpointError, OSError):
-        return _USUAL_RANK
-    return max(_ranks(entries), default=_USUAL_RANK)
-
-
-def _ranks(entries: Iterable[Any]) -> Iterable[int]:
-    for entry in entries:
-        split = split_name(entry.name)
-        if split is not None and split.role == "down" and entry.shape:
-            yield entry.shape[0]
+def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
+    """The ranks of files and which layers they change, by their headers; without files, all."""
+    specs = {part: spec for part, spec in model.networks.specs().items() if part != "vae"}
+    table, ranks, changed = module_table(specs), set[int](), set[Module]()
+    for path in files:
+        try:
+            entries = open_safetensors(path, plain_names=False)
+        except (CheckpointError, OSError):
+            continue  # which is said when somebody names it
+        for entry in entries:
+            split = split_name(entry.name)
+            module = split and table.get(split.module.replace(".", "_"))
+            if split is not None and module is not None:
+                changed.add(module)
+                ranks |= {entry.shape[0]} if split.role == "down" and entry.shape else set()
+    for layers in LAYERS:  # the fewest first
+        there = {(part, name) for part, spec in specs.items() for name in slots(spec, Places(1, 1, layers))}
+        if changed and all((module.component, module.name) in there for module in changed):
+            return ranks, layers
+    return ranks, "all"
