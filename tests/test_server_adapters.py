@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import canvax
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
 from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import Ask, Refused
 from canvax.server.served import Warm
-from canvax.server.shelf import AdapterSettings
+from canvax.server.shelf import AdapterSettings, Shelf, Wanted
+from canvax.server.work import check
 from tests.serving import generating
 
 NAMES = ("ink", "clay", "wool")
@@ -154,3 +157,54 @@ def test_refusals(
     assert str(folder) not in answer.text
     if list(adapters) == ["inc"]:
         assert server[0].post("/sdapi/v1/txt2img", json=BODY | {"prompt": "<lora:inc>"}).status_code == 404
+
+
+@dataclass(eq=False)
+class Waits:
+    """An image, as far as a shelf sees it."""
+
+    adapters: Wanted
+    over: bool = False
+
+
+def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.StableDiffusion) -> None:
+    """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
+    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
+    assert (shelf.bank.places.layers, shelf.bank.places.rank) == ("attention", 8)  # as the files have it
+    ink, clay, wool = (Waits({shelf.read(name): {"": 1.0}}) for name in NAMES)
+    again, plain = Waits(ink.adapters), Waits({})
+    for one in (ink, clay):
+        assert shelf.may_begin(one)
+        shelf.begin(one)
+        shelf.shares(one.adapters)
+    held = dict(shelf._held)
+    assert not shelf.may_begin(wool)
+    assert not shelf.may_begin(again)  # there is a place for it; it would keep wool out
+    assert shelf.may_begin(plain)
+    shelf.end(clay)
+    assert shelf.may_begin(wool)
+    shelf.begin(wool)
+    rows = shelf.shares(wool.adapters).weights["unet"]
+    (where,) = np.flatnonzero(rows[0])
+    assert where == next(place for entry, place in held.items() if entry.name == "clay")  # which nobody holds
+    assert shelf.may_begin(again)
+    assert not shelf.may_begin(clay)
+    clay.over = True  # who waited is not wanted any more
+    assert shelf.may_begin(again)
+
+
+def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A server that has none says so, and flags are checked before anything is loaded."""
+    from canvax.cli import main
+
+    model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
+    with pytest.raises(Refused, match="offers none; it was started without --lora-dir"):
+        check(Ask("a red apple", adapters={"ink": 1.0}), "emoji", model)
+    assert check(Ask("a <lora:ink> apple"), "emoji", model).request.prompts == ["a <lora:ink> apple"]
+    for flags, said in (
+        (["--lora-dir", str(tmp_path / "none")], "is not a folder"),
+        (["--lora", str(tmp_path / "none.safetensors")], "is not a safetensors file"),
+        (["--lora-dir", str(tmp_path), "--lora-places", "0"], "places=0"),
+    ):
+        assert main(["serve", *flags, "--port", "0"]) == 2
+        assert said in capsys.readouterr().err
