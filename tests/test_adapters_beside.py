@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, oft, write
+from control_files import controlnet
 from small_checkpoint import write_small_checkpoint
 from small_sdxl import build
 
@@ -306,3 +307,18 @@ def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
     pipe.adapters.load("ink", ink, beside=True)
     found = pipe(["a cat"] * 2, adapters=[{"ink": one} for one in own], seed=[1, 1], **STEPS).pixels
     np.testing.assert_allclose(found, np.stack(merged), atol=2e-4)
+
+
+@pytest.mark.slow
+def test_with_a_controlnet(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    """Adapters are beside the UNet's weights alone, in a pipeline that shares them with another one."""
+    steered = sd.with_controlnet(controlnet(tmp_path / "control", sd))
+    image = np.random.default_rng(0).random((64, 64, 3), np.float32)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.6)
+    merged = pixels(steered, control=image)
+    sd.adapters.remove()
+    plain = pixels(steered, control=image)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
+    np.testing.assert_allclose(pixels(steered, control=image), merged, atol=1e-4)
+    assert np.abs(merged - plain).max() > 1e-2
+    assert np.abs(merged - pixels(sd)).max() > 1e-2

@@ -189,6 +189,11 @@ def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Stabl
     assert where == next(place for entry, place in held.items() if entry.name == "clay")  # which nobody holds
     assert shelf.may_begin(again)
     assert not shelf.may_begin(clay)
+    before = jax.tree.map(np.asarray, shelf.bank.arrays)
+    shelf.take_off()  # as when another model needs the memory
+    assert not jax.tree.leaves(shelf.bank.arrays)
+    shelf.put_on()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, shelf.bank.arrays))
     clay.over = True  # who waited is not wanted any more
     assert shelf.may_begin(again)
 
