@@ -16,6 +16,7 @@ from PIL import Image
 from canvax.server.book import Book
 from canvax.server.jobs import (
     MEDIA_TYPES,
+    AdapterCard,
     Ask,
     Changed,
     Job,
@@ -60,6 +61,9 @@ class StubEngine:
 
     def models(self) -> Sequence[ModelCard]:
         return (CARD,)
+
+    def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
+        return (AdapterCard("ink", "ink-v1", "ink.safetensors"),)
 
     def submit(self, ask: Ask) -> Job:
         self.asks.append(ask)

@@ -273,7 +273,7 @@ def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monke
         exec(block, names)
         names["pipe"].adapters.remove("wool") if "wool" in names["pipe"].adapters.words else None
     images = [value.pixels for value in names.values() if isinstance(value, canvax.Result)]
-    assert len(images) == 4
+    assert len(images) == 6
     assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(images) for b in images[:i])
     assert names["lcm"].suggested["sampler"] == "LCM"
 

@@ -103,6 +103,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
         "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
         "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
+        "adapters": {"ink": 0.5, "clay": {"unet": 1.0}},
     }  # fmt: skip
     assert set(body) == set(own.NewJob.__struct_fields__)
     site.submit(**body)

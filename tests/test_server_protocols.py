@@ -565,9 +565,10 @@ def test_a1111_lists(site: Site) -> None:
     assert get("scripts") == {"txt2img": [], "img2img": []}
     assert get("embeddings")["loaded"] == {}
     assert [upscaler["name"] for upscaler in get("upscalers")] == ["None"]
-    for name in ("sd-vae", "sd-modules", "latent-upscale-modes", "loras", "hypernetworks", "prompt-styles",
+    for name in ("sd-vae", "sd-modules", "latent-upscale-modes", "hypernetworks", "prompt-styles",
                  "face-restorers", "realesrgan-models", "script-info"):  # fmt: skip
         assert get(name) == []
+    assert get("loras") == [{"name": "ink", "alias": "ink-v1", "path": "ink.safetensors", "metadata": {}}]
     assert get("cmd-flags") == {}
     assert get("memory").keys() == {"ram", "cuda"}
     assert site.post("/sdapi/v1/refresh-checkpoints").json() is None

@@ -93,6 +93,67 @@ def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, out
     return merged * ratio.astype(np.float32) - weight
 
 
+class NotLowRank(ValueError):
+    """A change of a weight that is no product of two small matrices."""
+
+
+def low_rank(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
+    """D as the product of two factors, exactly: ``down`` [r, in, kh, kw] and ``up`` [out, r], of a weight of ``shape``.
+
+    Raises:
+        NotLowRank: it is none: D depends on the weight, or is made of more than products.
+    """
+    factors = _FACTORS.get(part.kind)
+    if factors is None or any(role in part.arrays for role in DECOMPOSED):
+        raise NotLowRank(f"{KINDS[part.kind].name}{' with DoRA' if factors else ''} is no low-rank change")
+    down, up = factors(part, shape)
+    scale = part.scale * float(part.arrays["scalar"].reshape(())) if "scalar" in part.arrays else part.scale
+    return down.reshape(-1, *shape[1:]), up if scale == 1 else up * np.float32(scale)
+
+
+def _lora_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
+    up, down = _matrix(part.arrays["up"]), _matrix(part.arrays["down"])
+    if "mid" in part.arrays:  # sum over b of mid[a, b, kh, kw] down[b, in]
+        mid = part.arrays["mid"]
+        down = np.einsum("abk,bi->aik", mid.reshape(*mid.shape[:2], -1), down, optimize=True)
+    return _matrix(down), up
+
+
+def _loha_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
+    """(A B) * (C D) = (A and C by columns) (B and D by rows), of rank r1 r2: Hyeon-Woo et al. 2022, proposition 1."""
+    if {"hada_t1", "hada_t2"} & part.arrays.keys():
+        raise NotLowRank("LoHa with a core is no low-rank change")
+    a, b, c, d = (_matrix(part.arrays[f"hada_w{i}_{side}"]) for i in (1, 2) for side in "ab")
+    up = np.einsum("or,os->ors", a, c).reshape(len(a), -1)
+    return np.einsum("ri,si->rsi", b, d).reshape(up.shape[1], -1), up
+
+
+def _lokr_factors(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
+    """(A B) (x) (C D) = (A (x) C) (B (x) D), of rank r1 r2."""
+    (a, b), (c, d) = (_split(part.arrays, f"w{i}", f"t{i}") for i in (1, 2))
+    up = np.einsum("ar,cs->acrs", a, c).reshape(shape[0], -1)
+    kernel = math.prod(shape[2:])
+    down = np.einsum("rb,sdk->rsbdk", b, d.reshape(len(d), -1, kernel), optimize=True)
+    return down.reshape(up.shape[1], -1), up
+
+
+def _split(arrays: Arrays, name: str, core: str) -> tuple[HostArray, HostArray]:
+    """A factor [n, m] as a product; one that is whole as itself and ones, on its smaller side."""
+    if name not in arrays and core not in arrays:
+        return _matrix(arrays[f"{name}_a"]), _matrix(arrays[f"{name}_b"])
+    whole = _matrix(_factor(arrays, name, core))
+    rows, columns = whole.shape
+    one = np.eye(min(rows, columns), dtype=np.float32)
+    return (one, whole) if rows <= columns else (whole, one)
+
+
+_FACTORS: Mapping[str, Callable[[Part, Shape], tuple[HostArray, HostArray]]] = {
+    "lora": _lora_factors,
+    "loha": _loha_factors,
+    "lokr": _lokr_factors,
+}
+
+
 def faults(kind: str, shapes: Shapes, weight: Shape) -> list[str]:
     """What is wrong with the shapes of an adapter's arrays for a weight of shape (out, in, kh, kw)."""
     try:

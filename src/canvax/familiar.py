@@ -48,7 +48,8 @@ CALL: dict[str, Familiar] = {
     **_renamed("control_guidance_start guidance_start", "control_start"),
     **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
     **_same("ip_adapter_scale ip_adapter_masks", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
-    **_same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's: pipe.adapters.set({'name': 0.8})"),
+    **_same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's, "
+            "pipe.adapters.set({'name': 0.8}), or an image's, adapters={'name': 0.8}"),
     **_same("callback_steps", "options.callback is called after each evaluation of the network"),
     **_same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
     **_renamed("hr_scale", "hires"),
@@ -107,7 +108,9 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("load_lora_weights load_lora_into_unet load_lora_adapter load_attn_procs",
             "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
     **_same("set_adapters set_lora_device", "write pipe.adapters.set({'name': 0.8}), which leaves the others out"),
-    **_same("fuse_lora unfuse_lora enable_lora_hotswap", "adapters are merged into the weights, and come out to the "
+    **_same("enable_lora_hotswap",
+            "write pipe.adapters.beside(rank=16) and pipe.adapters.load('name', file, beside=True)"),
+    **_same("fuse_lora unfuse_lora", "adapters are merged into the weights, and come out to the "
             "last bit: drop this line; pipe.save writes a model with them in it"),
     **_same("unload_lora_weights delete_adapters disable_lora enable_lora", "write pipe.adapters.remove('name'), or "
             "pipe.adapters.remove() for all; pipe.adapters.set({}) lets them rest"),

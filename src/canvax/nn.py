@@ -21,7 +21,11 @@ from canvax.types import Array, DType
 
 LOW_RANK = "lora"
 """Name of a low-rank adapter beside ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], of a convolution
-[kh, kw, in, r], and ``up`` [r, out], which its scale is multiplied into."""
+[kh, kw, in, r], and ``up`` [r, out], which its scale is multiplied into. Where there is a ``share`` [B, r], each image
+has its own part of what lies between them: several adapters one behind the other along r are then mixed for each image
+as it wants them."""
+
+SHARE = "share"
 
 
 def linear_spec(
@@ -53,8 +57,39 @@ def linear(p: Params, x: Array) -> Array:
 def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
     """``y`` with what is beside the weight: a low-rank adapter, whose first half ``inner`` applies, and a bias."""
     if LOW_RANK in p:
-        y = y + matmul(inner(p[LOW_RANK]["down"]), p[LOW_RANK]["up"])
+        y = y + _low_rank(p[LOW_RANK], inner)
     return _biased(p, y)
+
+
+def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
+    """What a low-rank adapter adds; ``inner`` applies its first half."""
+    between = inner(factors["down"])
+    if SHARE in factors:
+        share = factors[SHARE]
+        between = between * share.reshape(share.shape[0], *[1] * (between.ndim - 2), share.shape[1])
+    return matmul(between, factors["up"])
+
+
+def without_shares(p: Params) -> tuple[Params, Array | None]:
+    """Parameters without what differs between the images of a batch, and that [B, r], which all layers have alike."""
+    found: list[Array] = []
+
+    def bare(tree: Params) -> Params:
+        if SHARE in tree:
+            found.append(tree[SHARE])
+        return {
+            name: bare(value) if isinstance(value, dict) else value for name, value in tree.items() if name != SHARE
+        }
+
+    return bare(p), found[0] if found else None
+
+
+def with_shares(p: Params, shares: Array | None) -> Params:
+    """The inverse of ``without_shares``."""
+    if shares is None:
+        return p
+    whole = {name: with_shares(value, shares) if isinstance(value, dict) else value for name, value in p.items()}
+    return {**whole, LOW_RANK: {**p[LOW_RANK], SHARE: shares}} if LOW_RANK in p else whole
 
 
 def _biased(p: Params, y: Array) -> Array:
@@ -72,6 +107,8 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
         return values, gate
     y = jnp.einsum("...c,cgo->...go", x, weight_of(p, x.dtype)) + p["bias"]
+    if LOW_RANK in p:
+        y = y + _low_rank(p[LOW_RANK], lambda down: matmul(x, down)).reshape(y.shape)
     return y[..., 0, :], y[..., 1, :]
 
 

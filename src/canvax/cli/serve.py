@@ -22,6 +22,7 @@ from canvax.errors import CanvaxError, InputError
 
 if TYPE_CHECKING:
     from canvax.server.engine import EngineSettings, ImageEngine
+    from canvax.server.shelf import AdapterSettings
 
 PORT = 7860
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -156,7 +157,30 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         memory=byte_count("--memory", arguments.memory) if arguments.memory else None,
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
+        adapters=_adapter_settings(arguments),
     )
+
+
+def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
+    """The adapters that requests may name.
+
+    Raises:
+        InputError: a folder or file is not there, or a number cannot be used.
+    """
+    if not (arguments.lora_dir or arguments.lora):
+        return None
+    from canvax.pipelines.beside import check_places
+    from canvax.server.shelf import AdapterSettings
+
+    folder = Path(arguments.lora_dir).expanduser() if arguments.lora_dir else None
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"--lora-dir {arguments.lora_dir} is not a folder")
+    files = tuple(Path(file).expanduser() for file in arguments.lora)
+    for file in files:
+        if not (file.is_file() and file.suffix == ".safetensors"):
+            raise InputError(f"--lora {file} is not a safetensors file")
+    check_places(arguments.lora_rank or 1, arguments.lora_places, "all")
+    return AdapterSettings(folder, files, arguments.lora_rank, arguments.lora_places, arguments.lora_layers)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

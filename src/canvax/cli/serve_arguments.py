@@ -40,6 +40,19 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_dtype(model)
     model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     add_source(model)
+    adapters = parser.add_argument_group("adapters, of which each request may name its own")
+    adapters.add_argument("--lora-dir", metavar="FOLDER", help="LoRAs for <lora:name:0.8> in prompts, and for adapters")
+    adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are read at the start")
+    adapters.add_argument("--lora-rank", type=int, metavar="N", help="the most that one may have (that of the files)")
+    adapters.add_argument(
+        "--lora-layers",
+        choices=("attention", "transformer", "all"),
+        help="layers that they may change (as the files do)",
+    )
+    adapters.add_argument(
+        "--lora-places", type=int, default=4, metavar="N",
+        help="LoRAs in use at a time; each costs memory and work in every step (4)",
+    )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="no words on stderr but errors")
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from canvax.guidance import Method
+from canvax.models.beside import Places
 from canvax.models.text import Conditions
 from canvax.samplers.table import Clip
 from canvax.types import Array
@@ -54,6 +55,7 @@ class Kinds(NamedTuple):
         controls: those of ``Networks.controls`` that read a control image.
         image_prompts: for each adapter that reads image prompts.
         sees: CLIP's image encoder is needed for them.
+        places: for adapters beside the weights; None for weights alone.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -69,6 +71,7 @@ class Kinds(NamedTuple):
     controls: tuple[str, ...] = ()
     image_prompts: tuple[PromptKind, ...] = ()
     sees: bool = False
+    places: Places | None = None
 
 
 class Ready(NamedTuple):

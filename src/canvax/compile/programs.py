@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from canvax.denoise import (
 )
 from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
+from canvax.models.beside import ADAPTERS, Places
 from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
@@ -49,7 +50,9 @@ from canvax.types import Array
 MOST_PROGRAMS = 64
 """Programs that stay in memory; of more, the one that was not used for longest goes."""
 
-_DENOISER_KINDS = ("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls", "image_prompts")
+_DENOISER_KINDS = (
+    *("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls", "image_prompts", "places"),
+)
 
 
 class _Answer(NamedTuple):
@@ -81,17 +84,27 @@ class Programs:
     _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
     def encode_text(
-        self, params: Params, batch: int, announce: BuildCallback | None = None
+        self,
+        params: Params,
+        batch: int,
+        announce: BuildCallback | None = None,
+        places: Places | None = None,
     ) -> Callable[..., Conditions]:
-        """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text."""
-        text = self.networks.text
+        """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text.
+
+        With ``places`` it is also given how much of each every image has: {component: [B, K] float32}.
+        """
+        text = replace(self.networks.text, places=places)
         ids = self._batched((batch, text.tokens), jnp.int32)
-        arguments = abstract_of(self.text_params(params)), dict.fromkeys(text.parts, ids), self._shared((), jnp.int32)
+        weights = abstract_of(self.text_params(params, places))
+        arguments: tuple[Any, ...] = weights, dict.fromkeys(text.parts, ids), self._shared((), jnp.int32)
+        if places is not None:
+            arguments += (dict.fromkeys(text.parts, self._batched((batch, places.count), jnp.float32)),)
         return self._get("text encoder", partial(encode_text, cfg=text), arguments, announce)
 
-    def text_params(self, params: Params) -> Params:
-        """The parameters of the text encoders."""
-        return {name: params[name] for name in self.networks.text.parts}
+    def text_params(self, params: Params, places: Places | None = None) -> Params:
+        """The parameters of the text encoders; with ``places`` those are among them."""
+        return {name: _with_places(params, name, places) for name in self.networks.text.parts}
 
     def text_dtypes(self, params: Params, batch: int, chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what ``batch`` prompts of so many chunks are encoded to."""
@@ -113,27 +126,30 @@ class Programs:
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
         image_prompts: tuple[PromptKind, ...] = (),
+        places: Places | None = None,
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(denoiser_params(params, controls), StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
         With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
         of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise, with ``controls`` and ``image_prompts`` read images.
+        with ``method`` and ``tuned`` guide otherwise, with ``controls`` and ``image_prompts`` read images, with
+        ``places`` have adapters.
         """
-        denoiser = self.networks.controlled(controls)
+        denoiser = self.networks.controlled(controls, places)
         static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
         static |= {"method": method} if method != "cfg" else {}
         more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned, "controls": controls}
-        more["image_prompts"] = image_prompts
+        more |= {"image_prompts": image_prompts, "places": places}
         inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
-        arguments = abstract_of(self.denoiser_params(params, controls)), inputs
+        arguments = abstract_of(self.denoiser_params(params, controls, places)), inputs
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
-    def denoiser_params(self, params: Params, controls: Sequence[str] = ()) -> Params:
+    def denoiser_params(self, params: Params, controls: Sequence[str] = (), places: Places | None = None) -> Params:
         """The parameters that ``denoise`` is given: the denoiser's, or with ``controls`` a dict of all networks'."""
         component = self.networks.denoiser.component
-        return {name: params[name] for name in (component, *controls)} if controls else params[component]
+        own = _with_places(params, component, places)
+        return {component: own, **{name: params[name] for name in controls}} if controls else own
 
     def encode_control(
         self, params: Params, name: str, shape: tuple[int, int, int, int], announce: BuildCallback | None = None
@@ -236,7 +252,7 @@ class Programs:
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
         same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
         return [
-            partial(self.encode_text, params, latents[0], announce),
+            partial(self.encode_text, params, latents[0], announce, kinds.places),
             partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
             partial(self.encode_images, params, pixels, announce, tiled=kinds.image_encoder == "tiled")
             if kinds.image_encoder
@@ -286,6 +302,7 @@ class Programs:
         tuned: tuple[str, ...] = (),
         controls: tuple[str, ...] = (),
         image_prompts: tuple[PromptKind, ...] = (),
+        places: Places | None = None,
     ) -> InFlight:
         encoded = self.text_dtypes(params, latents[0], chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
@@ -295,6 +312,8 @@ class Programs:
             conditions["masked"] = self._batched((*latents[:3], latents[3] + 1), jnp.float32)
         if self.networks.embeds_guidance:
             conditions["guidance"] = self._batched((latents[0],), jnp.float32)
+        if places:
+            conditions[ADAPTERS] = self._batched((latents[0], places.count), jnp.float32)
         for name, net in self.networks.controls:
             if name in controls:
                 dtype = _dtype(params, name)
@@ -423,6 +442,11 @@ def deep_features_shape(
     """Shape of ``DeepFeatures.features`` for latents [B, h, w, C]; before the first full row they are zeros."""
     batch, *deep = networks.denoiser.deep_shape(latents, deep_layers)
     return (2 * batch if guided else batch, 2, *deep)
+
+
+def _with_places(params: Params, component: str, places: Places | None) -> Params:
+    """The parameters of a network; with ``places`` those are among them."""
+    return params[component] if places is None else {**params[component], ADAPTERS: params[ADAPTERS][component]}
 
 
 def _silent(build: Build) -> None:

@@ -19,6 +19,7 @@ from canvax.compile.programs import Programs, deep_features_shape
 from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs, Tuning
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
+from canvax.models.beside import Places
 from canvax.models.controlled import ControlledDenoiser
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
@@ -113,6 +114,7 @@ class Batch:
         denoisers: the compiled denoisers. With both, rows of which no image needs guidance run at half the work; with
             the guided one alone, images without guidance have scale 1.
         controls: the networks that read control images, of which the denoisers know.
+        places: for adapters beside the weights, likewise.
 
     Attributes:
         denoised: D of every slot at the last row run [B, h, w, C] float32, on the devices; None before.
@@ -125,8 +127,9 @@ class Batch:
         latents: LatentShape,
         denoisers: Denoisers,
         controls: Sequence[str] = (),
+        places: Places | None = None,
     ) -> None:
-        self.latents, self._controls = latents, tuple(controls)
+        self.latents, self._controls, self._places = latents, tuple(controls), places
         self.denoised: Array | None = None
         self._programs, self._params, self._denoisers = programs, params, denoisers
         self._runs: list[Run | None] = [None] * latents[0]
@@ -261,7 +264,7 @@ class Batch:
         )
         if self._controls:
             inputs = self._with_control(inputs, active)
-        weights = self._programs.denoiser_params(self._params, self._controls)
+        weights = self._programs.denoiser_params(self._params, self._controls, self._places)
         state, self.denoised, self._features = self._denoisers[guided](weights, inputs)
         self._flight = flight._replace(state=jax.block_until_ready(state))
         for run in active.values():

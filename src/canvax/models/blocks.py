@@ -22,6 +22,8 @@ from canvax.nn import (
     linear_spec,
     norm_spec,
     upsample_nearest,
+    with_shares,
+    without_shares,
 )
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array
@@ -160,15 +162,16 @@ def _transformer_block(
         attended = jnp.where(last, linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended)
     x = x + attended
 
-    def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any) -> Array:
-        x, masks = rows
+    def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any, shares: Any) -> Array:
+        p, (x, masks) = with_shares(p, shares), rows
         beside = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
         x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, beside, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
     masks = [mask for *_, mask in images]
-    return by_rows(each_row, p, (x, masks), k, v, [kv for *kv, _ in images])
+    p, shares = without_shares(p)
+    return by_rows(each_row, p, (x, masks), k, v, [kv for *kv, _ in images], shares)
 
 
 def attention_spec(channels: int, context: int, *, heads: int, bias: bool = False) -> Spec:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from canvax.models.beside import ADAPTERS
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
@@ -88,7 +89,8 @@ class ControlledDenoiser:
         """As ``Denoiser.prepare``."""
         names = [name for name, _ in self.nets]
         told = {name: value for name, value in conditions.items() if name not in names}
-        own = {name: (net.prepare(p[name], told), conditions[name]) for name, net in self.nets}
+        others = {name: value for name, value in told.items() if name != ADAPTERS}  # which are beside the UNet's alone
+        own = {name: (net.prepare(p[name], others), conditions[name]) for name, net in self.nets}
         return {**own, self.base.component: self.base.prepare(p[self.base.component], told)}
 
     def apply(

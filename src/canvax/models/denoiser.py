@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.text import IMAGE_PROMPTS, Conditions
@@ -68,9 +69,16 @@ class Denoiser(Protocol):
 
 @dataclass(frozen=True)
 class UNetDenoiser:
-    """The UNet of Stable Diffusion 1.x, 2.x and XL as a ``Denoiser``."""
+    """The UNet of Stable Diffusion 1.x, 2.x and XL as a ``Denoiser``.
+
+    Attributes:
+        cfg: its config.
+        places: for adapters beside its weights: they are in the parameters then, and each image's part of each of them
+            is among its conditions.
+    """
 
     cfg: UNetConfig
+    places: Places | None = None
 
     @property
     def component(self) -> str:
@@ -88,20 +96,24 @@ class UNetDenoiser:
         return p["conv_in"]["weight"].dtype
 
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+        beside: dict[str, Any] = {}
+        if self.places is not None:
+            conditions = dict(conditions)
+            p = beside[ADAPTERS] = with_adapters(p, conditions.pop(ADAPTERS), self.spec, self.places)
         # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
         kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
-        prepared: dict[str, Any] = {**conditions, "text": kv}
+        prepared: dict[str, Any] = {**conditions, "text": kv, **beside}
         if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
             from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
 
             prepared["text"] = with_image_prompts(kv, prompts, self.cfg)
         return prepared
 
-    def _input(self, p: Params, x: Array, prepared: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
+    def _input(self, p: Params, x: Array, prepared: dict[str, Any]) -> tuple[Params, Array, dict[str, Any]]:
         """What the UNet is given: an inpainting one the mask and the masked image behind the latents."""
-        rest = {name: value for name, value in prepared.items() if name != "masked"}
+        rest = {name: value for name, value in prepared.items() if name not in ("masked", ADAPTERS)}
         x = jnp.concatenate([x, prepared["masked"]], axis=-1) if "masked" in prepared else x
-        return x.astype(self.dtype(p)), rest
+        return prepared.get(ADAPTERS, p), x.astype(self.dtype(p)), rest
 
     def apply(
         self,
@@ -114,14 +126,14 @@ class UNetDenoiser:
         freeu: Array | None = None,
         residuals: Residuals | None = None,
     ) -> Array:
-        x, prepared = self._input(p, x, prepared)
+        p, x, prepared = self._input(p, x, prepared)
         more = {"perturbed": perturbed, "freeu": freeu, "residuals": residuals}
         return unet(p, x, timestep, cfg=self.cfg, **more, **prepared)
 
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall
     ) -> tuple[Array, Any]:
-        x, prepared = self._input(p, x, prepared)
+        p, x, prepared = self._input(p, x, prepared)
         context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from canvax.models.beside import Places
 from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, ControlledDenoiser
 from canvax.models.decode import autoencoder_spec
@@ -48,10 +49,14 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def controlled(self, names: Sequence[str]) -> UNetDenoiser | ControlledDenoiser:
-        """The denoiser of a call with control images for some of ``controls``; the denoiser itself for none."""
+    def controlled(self, names: Sequence[str], places: Places | None = None) -> UNetDenoiser | ControlledDenoiser:
+        """The denoiser of a call with control images for some of ``controls``; the denoiser itself for none.
+
+        With ``places`` it has adapters beside its weights.
+        """
+        denoiser = replace(self.denoiser, places=places) if places else self.denoiser
         nets = tuple((name, net) for name, net in self.controls if name in names)
-        return ControlledDenoiser(self.denoiser, nets) if nets else self.denoiser
+        return ControlledDenoiser(denoiser, nets) if nets else denoiser
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from canvax.models.beside import Places, with_adapters
 from canvax.models.clip import hidden_states, pooled_text, text_encoder, text_encoder_spec
 from canvax.models.configs import ClipTextConfig
 from canvax.params import Params, Spec
@@ -37,10 +38,12 @@ class TextEncoders:
     Attributes:
         first: ``text_encoder``; None in SDXL's refiner.
         second: ``text_encoder_2``, the one with the pooled output; None in Stable Diffusion 1.x and 2.x.
+        places: for adapters beside their weights.
     """
 
     first: ClipTextConfig | None
     second: ClipTextConfig | None = None
+    places: Places | None = None
 
     @property
     def parts(self) -> dict[str, ClipTextConfig]:
@@ -84,18 +87,24 @@ class TextEncoders:
         return found
 
 
-def encode_text(p: Params, ids: dict[str, Array], skip: Array, *, cfg: TextEncoders) -> Conditions:
+def encode_text(
+    p: Params, ids: dict[str, Array], skip: Array, shares: dict[str, Array] | None = None, *, cfg: TextEncoders
+) -> Conditions:
     """Token ids -> what the UNet is told about a prompt.
 
     Args:
         p: parameters of each encoder, by component.
         ids: [B, T] for each encoder: SDXL's two have tokenizers of their own.
         skip: layers left out at the end, data; SDXL counts from the last but one, which it was trained with.
+        shares: with ``cfg.places``, how much of each every image has [B, K] float32, for each encoder.
         cfg: the configs.
 
     Returns:
         ``text`` [B, T, D] and, with a second encoder, ``pooled`` [B, P], in the dtype of the parameters.
     """
+    if cfg.places is not None and shares is not None:
+        specs = cfg.specs
+        p = {name: with_adapters(p[name], shares[name], specs[name], cfg.places) for name in cfg.parts}
     if cfg.first is not None and cfg.second is None:
         return {"text": text_encoder(p[FIRST], ids[FIRST], cfg.first, skip=skip)}
     features, pooled = [], {}

@@ -2,72 +2,32 @@
 
 The weights of a pipeline are the trained ones with all adapters merged in. What was there before is kept on the host,
 so that every change begins from it: weights are never taken off again, and without adapters the very bits are back.
+Adapters may also lie beside the weights (``canvax.pipelines.beside``): then each image has its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
+from canvax.errors import HintWarning, InputError, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
-from canvax.pipelines.adapter_weights import Weights, parse_weight
+from canvax.pipelines.adapter_weights import parse_weight
+from canvax.pipelines.beside import COUNT, Bank, bucket, check_places, parted, rank_of
+from canvax.pipelines.loaded_adapter import LoadedAdapter, check_name, file_of, sha256_of
 from canvax.pipelines.merging import Change, Merging
 from canvax.pipelines.prompt_tags import take_tags
 from canvax.types import HostArray
-from canvax.weights.adapter_info import suggested, trigger_words
 from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
-from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, token_widths
-from canvax.weights.safetensors import read_metadata
-
-MOST_NAME = 100
-
-
-@dataclass(eq=False)
-class LoadedAdapter:
-    """An adapter in a pipeline.
-
-    Attributes:
-        name: what it is called there.
-        source: the file, folder or Hub id, as it was given.
-        adapter: what it does.
-        weight: how strong it is, as it was given.
-        sha256: of the file.
-        words: textual inversions that came with it.
-    """
-
-    name: str
-    source: str
-    adapter: Adapter = field(repr=False)
-    weight: Any
-    sha256: str = field(repr=False)
-    words: tuple[str, ...] = ()
-    weights: Weights = field(default_factory=dict, repr=False)
-
-    @property
-    def suggested(self) -> dict[str, Any]:
-        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
-        return suggested(self.adapter.path.stem, self.adapter.metadata)
-
-    @property
-    def trigger_words(self) -> list[str]:
-        """Words that it was trained with, the most frequent first, where its file tells."""
-        return trigger_words(self.adapter.metadata)
-
-    def factor(self, key: Key) -> float:
-        """How strong it is for one parameter: by the longest name that leads there."""
-        path = ".".join(key)
-        found = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
-        return self.weights[max(found, key=len)] if found else 1.0
+from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
 
 
 class _Word(NamedTuple):
@@ -83,11 +43,17 @@ class _Word(NamedTuple):
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``."""
+    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``.
+
+    Attributes:
+        of_folder: those that prompts have put beside the weights, the last used last.
+    """
 
     def __init__(self, model: Model, mesh: Mesh, params: Callable[[], Params]) -> None:
         """``params`` gives the parameters that adapters are merged into, which are changed in place."""
-        self._model, self._params = model, params
+        self._model, self._mesh, self._params = model, mesh, params
+        self._bank: Bank | None = None
+        self.of_folder: dict[str, None] = {}
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
@@ -125,18 +91,20 @@ class Adapters(Mapping[str, LoadedAdapter]):
         source: str | Path,
         weight: float | Mapping[str, Any] = 1.0,
         *,
+        beside: bool = False,
         weight_name: str | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> LoadedAdapter:
-        """Load an adapter of the LoRA family and merge it into the weights.
+        """Load an adapter of the LoRA family and merge it into the weights, or put it beside them.
 
         Args:
             name: what to call it.
             source: a safetensors file, a folder, or a Hub id, ``owner/name`` or ``owner/name/file.safetensors``.
             weight: how strong; of parts of the model as in ``set``.
+            beside: leave the weights alone; calls may then give each image adapters of its own (``beside``).
             weight_name: which file of a folder or repository.
             revision: branch, tag or commit of a Hub id.
             token: Hub token; by default HF_TOKEN or the stored login.
@@ -149,18 +117,78 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 is as it was.
             HubError: the Hub cannot be reached or does not have it.
         """
-        _check_name(name, self._loaded)
+        check_name(name, self._loaded)
         parse_weight(weight, None)
         self._own()
         origin = AdapterSource(source, weight_name, revision, token, cache_dir, local_files_only)
         (path, *_), config = origin.find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(path, specs, config)
-        loaded = LoadedAdapter(name, str(source), adapter, weight, _sha256(path), weights=parse_weight(weight, adapter))
+        loaded = LoadedAdapter(
+            name, str(source), adapter, weight, sha256_of(path), weights=parse_weight(weight, adapter)
+        )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         words = self._placed(adapter.embeddings, str(source), None)
-        self._apply({**self._loaded, name: loaded}, {**self._words, **words}, set(adapter.parts))
+        if beside:
+            self._put_beside(loaded)
+        changed = set() if beside else set(adapter.parts)
+        self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
         return loaded
+
+    def beside(self, rank: int | None = 16, places: int = COUNT, layers: str = "all") -> None:
+        """Make places for adapters beside the weights, for which programs are compiled once; later ones fill them.
+
+        Args:
+            rank: the most that an adapter may have in one layer; None takes the places away, with all in them.
+            places: adapters at a time. Each costs memory, and work in every step, whether it is filled or not.
+            layers: which layers have places: "all", "transformer" or "attention".
+
+        Raises:
+            InputError: an argument cannot be used, or what is beside the weights now does not fit.
+        """
+        held = [one for one in self._loaded.values() if one.place is not None]
+        if rank is None:
+            self.remove(*(one.name for one in held)) if held else None
+            self._bank = None
+            return
+        bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
+        if len(held) > places:
+            raise InputError(
+                f"places={places} are too few for {', '.join(one.name for one in held)}; remove some first"
+            )
+        packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
+        for place, (one, arrays) in enumerate(zip(held, packed, strict=True)):
+            bank.put(place, arrays)
+            one.place = place
+        self._bank = bank
+
+    @property
+    def bank(self) -> Bank | None:
+        """The places beside the weights, if there are any."""
+        return self._bank
+
+    def _put_beside(self, loaded: LoadedAdapter) -> None:
+        """Into a free place; the first adapter makes places of its rank."""
+        bank = self._bank
+        if bank is None:
+            rank = bucket(rank_of(loaded.adapter, self._model))
+            bank = Bank(self._model, self._mesh, check_places(rank, COUNT, "all"))
+        taken = {one.place: one.name for one in self._loaded.values() if one.place is not None}
+        free = [k for k in range(bank.places.count) if k not in taken]
+        if not free:
+            raise InputError(
+                f"adapter {loaded.name!r}: all {bank.places.count} places are taken, by {', '.join(taken.values())}; "
+                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})"
+            )
+        bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
+        loaded.place, self._bank = free[0], bank
+
+    def _inner(self, loaded: LoadedAdapter, bank: Bank | None = None) -> Callable[[Key], float] | None:
+        """How strong an adapter is in its place: by block, where its weight is a table of these."""
+        bank = bank or self._bank
+        assert bank is not None
+        by_block, _ = parted(loaded.weights, bank.components)
+        return loaded.factor if by_block else None
 
     def load_embedding(
         self,
@@ -215,14 +243,23 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise InputError(f"weights={weights!r:.80} is not a table of weights by name: {{'style': 0.8}}")
         for name in weights:
             self._check_known(name)
-        loaded, changed = {}, set()
+        loaded, changed, before = {}, set(), self._loaded
         for name, one in self._loaded.items():
             weight = weights.get(name, 0.0)
             parsed = parse_weight(weight, one.adapter)
-            if parsed != one.weights:
+            if parsed != one.weights and one.place is None:
                 changed |= one.adapter.parts.keys()
-            loaded[name] = LoadedAdapter(name, one.source, one.adapter, weight, one.sha256, one.words, parsed)
+            loaded[name] = replace(one, weight=weight, weights=parsed)
         self._apply(loaded, self._words, changed)
+        for name, one in self._loaded.items():
+            self._weigh_beside(before[name], one)
+
+    def _weigh_beside(self, before: LoadedAdapter, now: LoadedAdapter) -> None:
+        """Write a place anew where the weights of blocks are others; other weights are numbers of each call."""
+        if now.place is None or self._bank is None:
+            return
+        if parted(before.weights, self._bank.components)[0] != parted(now.weights, self._bank.components)[0]:
+            self._bank.put(now.place, self._bank.pack(now.name, now.adapter, self._inner(now)))
 
     def remove(self, *names: str) -> None:
         """Remove adapters and textual inversions; without names, all of them.
@@ -234,7 +271,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         for name in gone - self._words.keys():
             self._check_known(name)
         with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
-        changed = {key for name in gone & self._loaded.keys() for key in self._loaded[name].adapter.parts}
+        merged = [one for name in gone & self._loaded.keys() if (one := self._loaded[name]).place is None]
+        changed = {key for one in merged for key in one.adapter.parts}
+        for name in gone:
+            self.of_folder.pop(name, None)
         self._apply(
             {name: one for name, one in self._loaded.items() if name not in gone},
             {name: word for name, word in self._words.items() if name not in gone | with_them},
@@ -279,29 +319,27 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def _loaded_for(self, tag: str) -> str:
         """The name of the adapter that a prompt means, which is loaded if it is not yet."""
-        if tag in self._loaded:
-            return tag
-        assert self._folder is not None
-        # The name is looked for among the files that are there; no path is made of it.
-        files = {path.stem: path for path in sorted(self._folder.rglob("*.safetensors"))}
-        path = files.get(tag) or next((path for path in files.values() if _alias(path) == tag), None)
-        if path is None:
-            there = nearest(tag, list(files)) if files else "it holds no safetensors file"
-            raise InputError(f"<lora:{tag[:80]}>: no such file in {self._folder}; {there}")
-        self.load(tag, path, 0.0)
+        if tag not in self._loaded:
+            assert self._folder is not None
+            self.load(tag, file_of(self._folder, tag), 0.0)
         return tag
 
     def recipe(self) -> list[tuple[Any, ...]]:
-        """What loads the same again: of adapters name, source and weight, of textual inversions source and token."""
+        """What loads the same again: of adapters name, source, weight and whether they are beside the weights, of
+        textual inversions source and token; and the places."""
         own = {word for one in self._loaded.values() for word in one.words}
         words = dict.fromkeys((word.source, word.token) for name, word in self._words.items() if name not in own)
-        return [*((one.name, one.source, one.weight) for one in self._loaded.values()), *words]
+        adapters = [(one.name, one.source, one.weight, one.place is not None) for one in self._loaded.values()]
+        places = self._bank and self._bank.places
+        return [*([(places.rank, places.count, places.layers)] if places else []), *adapters, *words]
 
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
         """Load what ``recipe`` tells of."""
         for entry in recipe:
             if len(entry) == 3:
-                self.load(*entry)
+                self.beside(*entry)
+            elif len(entry) == 4:
+                self.load(*entry[:3], beside=entry[3])
             else:
                 self.load_embedding(*entry)
 
@@ -310,7 +348,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         active = {
             one.name: {"file": one.source, "weight": one.weight, "sha256": one.sha256}
             for one in self._loaded.values()
-            if any(one.weights.values())
+            if one.place is None and any(one.weights.values())
         }
         found: dict[str, Any] = {"adapters": active} if active else {}
         return found | (
@@ -380,29 +418,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""
-        parts = [(one.adapter.parts[key], one.factor(key)) for one in loaded.values() if key in one.adapter.parts]
+        merged = [one for one in loaded.values() if one.place is None and key in one.adapter.parts]
+        parts = [(one.adapter.parts[key], one.factor(key)) for one in merged]
         rows: dict[int, HostArray] = {}
         for word in words.values():
             if key[1] == TABLE and key[0] in word.ids:
                 rows |= dict(zip(word.ids[key[0]], word.vectors[key[0]], strict=True))
         return Change([pair for pair in parts if pair[1]], rows)
-
-
-def _check_name(name: object, taken: Mapping[str, Any]) -> None:
-    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
-        raise InputError(f"name={str(name)[:80]!r} cannot be the name of an adapter; give a word")
-    if name in taken:
-        raise InputError(f"name={name!r}: such an adapter is loaded; remove it first, or set its weight with set")
-
-
-def _alias(path: Path) -> str | None:
-    """The name that kohya's trainer gave a file."""
-    try:
-        return read_metadata(path).get("ss_output_name")
-    except CheckpointError:
-        return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

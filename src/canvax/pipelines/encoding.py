@@ -153,13 +153,17 @@ def encode(
     """What each image is conditioned on and what it is guided away from, for each part of the run."""
     split = over_batch(programs.mesh)
     batch = padded_batch(len(request.prompts), programs.mesh)
-    text_params, skip = programs.text_params(params), np.int32(request.options.clip_skip)
+    beside, skip = request.beside, np.int32(request.options.clip_skip)
+    text_params = programs.text_params(params, beside.places if beside else None)
+    shares: tuple[Any, ...] = ()
+    if beside is not None:
+        shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
     rows = own_rows(put(np.zeros((batch, 1), np.float32), split), shared=True)[0]
 
     def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
-        return encoder(text_params, placed, skip)
+        return encoder(text_params, placed, skip, *shares)
 
     def one_pass(ids: Ids) -> dict[str, HostArray]:
         return {name: own_rows(array, shared=True)[1] for name, array in on_devices(ids).items()}

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, reading_arguments
+from canvax.errors import InputError, check_count, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
+from canvax.models.beside import ADAPTERS
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
@@ -84,7 +85,7 @@ class StableDiffusion(LoadedModel):
             keywords["ip_adapter"] = [one.name for one in model.ip_adapters], encoder
         keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
         keywords["safety_checker"] = self.safety_checker is not None
-        adapters = self.adapters.recipe() if self.model.merged else ()
+        adapters = self.adapters.recipe() if "adapters" in vars(self) else ()
         return _load_again, (files.name, keywords, dict(self.mesh.shape), adapters)
 
     @cached_property
@@ -165,6 +166,7 @@ class StableDiffusion(LoadedModel):
         strength: float | None = None,
         control: Any = None,
         image_prompt: Any = None,
+        adapters: Any = None,
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -196,6 +198,8 @@ class StableDiffusion(LoadedModel):
             image_prompt: what an IP-Adapter reads beside the prompt: an image, or a list of one for each image; a
                 ``canvax.ImagePrompt`` or a list of several for a strength, a mask, several at once
                 (docs/ip-adapter.md).
+            adapters: weights of adapters that are beside the model's, ``{"ink": 0.8}``, or a list of one such table for
+                each image, None for an image without; by default as they are set (docs/adapters.md).
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -205,21 +209,30 @@ class StableDiffusion(LoadedModel):
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
-        if params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
+        loaded = vars(self).get("adapters")  # an empty one is false
+        bank = None if loaded is None else loaded.bank
+        if bank is None and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
             with self.adapters.named_in(prompt) as words:
                 return self(
                     words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                    seed, sampler, latents, options, params, image, mask, strength, control, image_prompt,
+                    seed, sampler, latents, options, params, image, mask, strength, control, image_prompt, adapters,
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
-            params = self._params(params)
+            own, params = params, self._params(params)
+            shares = None
+            if bank is not None or adapters is not None:
+                from canvax.pipelines.adapter_shares import shares_of  # which most pipelines never need
+
+                count = check_count("num_images_per_prompt", num_images_per_prompt)
+                prompt, shares = shares_of(self.adapters, prompt, adapters, count, as_set=own is None)
             request = make_request(
                 self.model, prompt, negative_prompt, num_images_per_prompt, size=(height, width),
                 steps=num_inference_steps, guidance=guidance_scale, seed=seed, sampler=sampler, latents=latents,
                 options=options, image=(image, mask, strength), control=control, image_prompt=image_prompt,
             )  # fmt: skip
+            request = replace(request, beside=shares) if shares else request
         return self._generate(request, params, seed)
 
     def _names_adapters(self, prompt: Any) -> bool:
@@ -246,6 +259,7 @@ class StableDiffusion(LoadedModel):
             run = two_passes if request.options.hires > 1 else text_to_image
             # Parameters of the caller's have no adapters, so that their images tell of none.
             model = self.model if params is self.params else replace(self.model, merged={})
+            params = {**params, ADAPTERS: request.beside.arrays} if request.beside else params
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 

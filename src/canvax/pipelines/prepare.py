@@ -13,6 +13,7 @@ from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
+from canvax.models.beside import ADAPTERS
 from canvax.models.text import IMAGE_PROMPTS
 from canvax.noise import seed_keys
 from canvax.parallel.mesh import over_batch, padded_batch
@@ -79,6 +80,12 @@ def prepare(
             halves: list[Any] = told.halves
             for half in halves:
                 half[IMAGE_PROMPTS] = reading.negative if half is told.negative else reading.positive
+    places = request.beside.places if request.beside else None
+    if request.beside is not None:
+        own = request.beside.weights[model.networks.denoiser.component]
+        shares = put(filled(own, latents[0]), over_batch(programs.mesh))
+        for half in (half for told in (texts, *later.values()) for half in told.halves):
+            half[ADAPTERS] = shares
     noise = noise_of(request) if request.latents is None else request.latents
     keep = None
     if known is not None and request.options.mask_blend == "renoised":
@@ -86,7 +93,7 @@ def prepare(
     if images is not None:
         images = start(request, images, noise, model.vae.factor)
     controls = request.control.names if request.control else ()
-    batch = Batch(programs, params, latents, ready.denoisers, controls)
+    batch = Batch(programs, params, latents, ready.denoisers, controls, places)
     batch.fill(
         noise,
         texts.conditions,

@@ -38,12 +38,14 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
     plain = model.zeros_for_no_negative and not request.zeros
     negatives = [negative if plain else negative or None for negative in request.negatives]
+    beside = request.beside.records if request.beside else [{}] * len(request.prompts)
     return [
         {
             "prompt": prompt,
             "negative_prompt": negative,
             "seed": seed,
             **shared,
+            **({"adapters": {**shared.get("adapters", {}), **beside[i]}} if beside[i] else {}),
             **_given(request, i),
             **_control(model, request, i),
             **({"image_prompts": request.image_prompts.record(i)} if request.image_prompts else {}),

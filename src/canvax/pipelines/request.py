@@ -31,6 +31,7 @@ from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
+    from canvax.pipelines.beside import Shares
     from canvax.pipelines.image_prompts import ImagePrompts
 
 
@@ -62,15 +63,17 @@ class Request:
     given: Given | None = None
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
+    beside: Shares | None = None
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts")
+        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
         image += [self.image_prompts and self.image_prompts.fingerprint()]
+        image += [self.beside and (self.beside.places, self.beside.records)]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property

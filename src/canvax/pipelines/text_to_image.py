@@ -113,6 +113,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         controls=request.control.names if request.control else (),
         image_prompts=request.image_prompts.kinds if request.image_prompts else (),
         sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
+        places=request.beside.places if request.beside else None,
     )
     return table, deep, kinds
 

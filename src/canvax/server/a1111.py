@@ -52,7 +52,6 @@ _EMPTY: dict[str, Any] = {
     "sd-vae": [],
     "sd-modules": [],
     "latent-upscale-modes": [],
-    "loras": [],
     "embeddings": {"loaded": {}, "skipped": {}},
     "hypernetworks": [],
     "prompt-styles": [],
@@ -196,6 +195,15 @@ class _Desk:
             self.chosen[client] = card.id
         return await json_answer({})
 
+    async def adapters(self, request: Request) -> Response:
+        cards = self.engine.adapters(self.card(client_of(request)).id)
+        told = [{"name": one.name, "alias": one.alias, "path": one.file, "metadata": {}} for one in cards]
+        return await json_answer(told)
+
+    async def refresh_adapters(self, request: Request) -> Response:
+        await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
+        return await json_answer(None)
+
     async def models(self, _: Request) -> Response:
         return await json_answer([_described(card) for card in self.engine.models()])
 
@@ -208,6 +216,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "progress": desk.progress,
         "options": desk.options,
         "sd-models": desk.models,
+        "loras": desk.adapters,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
@@ -218,7 +227,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "skip": desk.interrupt,
         "options": desk.choose,
         "png-info": _png_info,
-        **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-loras", "refresh-embeddings"), nothing),
+        **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
+        "refresh-loras": desk.refresh_adapters,
     }
     return [
         Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])

@@ -18,13 +18,14 @@ import jax
 from canvax.errors import CanvaxError, InputError
 from canvax.server.book import Book, reason
 from canvax.server.group import Group
-from canvax.server.jobs import Ask, Changed, Job, ModelCard, Refused, State, Status
+from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.model_set import ModelSet
 from canvax.server.policy import PATIENCE, Queue
 from canvax.server.served import Announcer, Loaded, Served, Warm
-from canvax.server.work import Checked, GroupKey, Item, check
+from canvax.server.shelf import AdapterSettings
+from canvax.server.work import Checked, GroupKey, Item, check, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
 
@@ -54,6 +55,7 @@ class EngineSettings:
         batching: "steps"; for comparisons also "requests", in which a batch ends before the next one begins, and
             "none", one image after the other.
         log_prompts: whether the log holds prompts.
+        adapters: that requests may name; None for none.
     """
 
     warm: tuple[Warm, ...] = (Warm(),)
@@ -65,6 +67,7 @@ class EngineSettings:
     memory: int | None = None
     batching: Batching = "steps"
     log_prompts: bool = False
+    adapters: AdapterSettings | None = None
 
 
 class ImageEngine:
@@ -104,6 +107,7 @@ class ImageEngine:
             chunks=settings.chunks,
             on_demand=settings.compile_on_demand,
             memory=settings.memory,
+            adapters=settings.adapters,
             say=say,
             announce=Announcer(say, metrics.compiled),
         )
@@ -127,6 +131,13 @@ class ImageEngine:
         if not self._models.cards:
             self._check_state()
         return self._models.cards
+
+    def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
+        """See ``Engine``."""
+        shelf = self._models.named(model).shelf if self.models() else None
+        if shelf is not None and refresh:
+            shelf.refresh()
+        return shelf.cards() if shelf else ()
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""
@@ -173,7 +184,7 @@ class ImageEngine:
         if earlier := self._book.earlier(ask):
             return earlier
         served = self._models.named(ask.model)
-        checked = check(ask, served.name, served.model)
+        checked = check(ask, served.name, served.model, served.shelf)
         with self._wake:
             self._check_state()
             if earlier := self._book.earlier(ask):
@@ -230,8 +241,13 @@ class ImageEngine:
     def _ended(self, job: Job) -> None:
         """A job is over: its images leave."""
         for item in self._items.pop(job.id, []):
-            self._queue.remove(item)
+            self._remove(item)
         self._wake.notify_all()
+
+    def _remove(self, item: Item) -> None:
+        """An image is over; others may want the places of its adapters."""
+        self._queue.remove(item)
+        item.let_go()
 
     # The engine's own thread.
 
@@ -267,7 +283,8 @@ class ImageEngine:
     def _resume(self, job: Job) -> None:
         """Go on with a job of a server that was killed."""
         try:
-            checked = check(job.ask, job.model, self._models.named(job.model).model)
+            served = self._models.named(job.model)
+            checked = check(job.ask, job.model, served.model, served.shelf)
             own = self._models.expected(checked, self._built)
         except Refused as refused:
             self._book.fail(job, refused.code, str(refused))
@@ -286,7 +303,7 @@ class ImageEngine:
 
     def _leader(self) -> Item | None:
         """The image that decides what is done next."""
-        return self._queue.first(self._models.groups())
+        return self._queue.first(self._models.groups(), may_begin)
 
     def _queued(self) -> list[Item]:
         return list(self._queue)
@@ -312,7 +329,7 @@ class ImageEngine:
             chosen = whole or [leader, *(one for one in self._queue.ranked(begun) if one is not leader)][:size]
             if leader.turn is None and leader in chosen:
                 self._start(leader)
-            while not whole and len(chosen) < size and (item := self._queue.next(group.key)) is not None:
+            while not whole and len(chosen) < size and (item := self._queue.next(group.key, may_begin)) is not None:
                 chosen.append(item)
                 self._start(item)
         ready = [item for item in chosen if self._encoded(group, item)]
@@ -322,6 +339,7 @@ class ImageEngine:
     def _start(self, item: Item) -> None:
         """A waiting image begins."""
         self._queue.begin(item, time.monotonic())
+        item.hold()
         item.picture.status = item.shown.status = Status.RUNNING
         self._metrics.waited(time.time() - item.job.created)
         if item.job.status is Status.QUEUED:
@@ -356,7 +374,7 @@ class ImageEngine:
             item.job.tell(told)
         with self._wake:
             for item, _ in finished:
-                self._queue.remove(item)
+                self._remove(item)
         self._to_decode += finished
 
     def _preview(self, group: Group, served: Served, item: Item) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -76,7 +76,12 @@ class Group:
     """
 
     def __init__(
-        self, key: GroupKey, model: Model, programs: Programs, params: Callable[[], Params], batches: Sequence[int]
+        self,
+        key: GroupKey,
+        model: Model,
+        programs: Programs,
+        params: Callable[[], Params],
+        batches: Sequence[int],
     ) -> None:
         self.key = key
         self.timings = Timings()
@@ -100,7 +105,7 @@ class Group:
     def measure(self, carry: Carried, rounds: int = 3) -> None:
         """Time a row at each batch and forget batches that are no faster than smaller ones."""
         for batch in self.batches:
-            one = Batch(self._programs, self._params(), self._latents(batch), self._denoisers[batch])
+            one = self._new_batch(batch)
             one.join(dict.fromkeys(range(batch), carry))
             one.step()  # the first call of a program is slower
             rows = min(4, max(1, (len(carry.run.table) - 1) // rounds))
@@ -117,7 +122,7 @@ class Group:
 
     def draw(self, carry: Carried, rows: int) -> tuple[HostArray, bool]:
         """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
-        one = Batch(self._programs, self._params(), self._latents(self.alone), self._denoisers[self.alone])
+        one = self._new_batch(self.alone)
         one.join({0: carry})
         done: list[int] = []
         for _ in range(rows):
@@ -128,6 +133,8 @@ class Group:
         """Encode what an item was given; it can be seated then."""
         if item.carried is None:
             assert self._ready is not None
+            if item.shelf is not None:
+                item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
             prepared = prepare(
                 self._model, self._programs, self._params(), item.request, self._ready._replace(decode=None), item.table
             )
@@ -173,7 +180,7 @@ class Group:
                 if item is not None and (item in leaving or resized):
                     item.carried = held[slot]
         if resized:
-            self._batch = Batch(self._programs, self._params(), self._latents(size), self._denoisers[size])
+            self._batch = self._new_batch(size)
             self._seats = [None] * size
             coming = [*staying, *coming]
         else:
@@ -255,6 +262,11 @@ class Group:
         rows = max(1, int(AT_ONCE / max(self.timings.row[len(self._seats)], 1e-6)))
         steps = [(item.picture.step, item.previews) for item in self.seated]
         return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
+
+    def _new_batch(self, size: int) -> Batch:
+        """An empty batch of a size that there are programs for."""
+        denoisers, places = self._denoisers[size], self.key.kinds.places
+        return Batch(self._programs, self._params(), self._latents(size), denoisers, places=places)
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None

@@ -62,6 +62,7 @@ class Ask:
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
+        adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
         previews: of each image on its way, at most; 0 for none.
@@ -86,6 +87,7 @@ class Ask:
     strength: float | None = None
     upscale: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "png"
     quality: int | None = None
     previews: int = 0
@@ -313,6 +315,21 @@ class ModelCard:
     sha256: str
 
 
+@dataclass(frozen=True)
+class AdapterCard:
+    """What is told of an adapter that requests may name.
+
+    Attributes:
+        name: that of its file.
+        alias: what its trainer called it.
+        file: without the folders above it.
+    """
+
+    name: str
+    alias: str
+    file: str
+
+
 class State(StrEnum):
     """Of an engine."""
 
@@ -330,6 +347,14 @@ class Engine(Protocol):
 
         Raises:
             Refused: they are not loaded yet.
+        """
+        ...
+
+    def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
+        """The adapters that a model's requests may name; ``refresh``: look at the folder again.
+
+        Raises:
+            Refused: there is no such model.
         """
         ...
 

@@ -12,6 +12,7 @@ from canvax.parallel.memory import free_bytes
 from canvax.server.group import Group
 from canvax.server.jobs import ModelCard, Refused
 from canvax.server.served import MOST_GROUPS, Announcer, Loaded, Served, Warm
+from canvax.server.shelf import AdapterSettings
 from canvax.server.work import Checked, GroupKey, Item, sample
 
 log = logging.getLogger("canvax.server")
@@ -35,6 +36,7 @@ class ModelSet:
         chunks: of prompts, likewise.
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
+        adapters: that requests may name.
         say: told what is done.
         announce: told of programs that are compiled.
 
@@ -51,11 +53,13 @@ class ModelSet:
         chunks: Sequence[int],
         on_demand: bool,
         memory: int | None,
+        adapters: AdapterSettings | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
+        self._adapters = adapters
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, Served] = {}
         self._ready: dict[GroupKey, Group] = {}
@@ -67,14 +71,16 @@ class ModelSet:
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = Served(name, self._load)
+            served = Served(name, self._load, self._adapters)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
+            if served.shelf:
+                self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
                 for chunks in self._chunks:
-                    asked = sample(name, served.model, *size, chunks=chunks)
+                    asked = sample(name, served.model, *size, chunks=chunks, shelf=served.shelf)
                     group = served.build(asked.group, batches, self._announce)
                     served.time(asked, group)
                     self._ready[asked.group] = group

@@ -101,6 +101,7 @@ class Generation(Struct):
     width: Side | None = None
     height: Side | None = None
     options: dict[str, Any] | None = None
+    adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
 
 
 BODIES = {"/v1/images/generations": Generation, "/v1/images/edits": Generation}
@@ -197,6 +198,7 @@ def _ask(
         mask=mask,
         strength=body.strength,
         options=body.options or {},
+        adapters=body.adapters or {},
         format=kind,
         # 100 is the least compression, which others call the best quality
         quality=max(1, body.output_compression) if body.output_compression is not None and kind != "png" else None,
@@ -227,8 +229,9 @@ def _edit(
     """The parts of a form; files are decoded here, so this is done off the event loop."""
     values: dict[str, Any] = dict(fields)
     try:
-        if "options" in values:
-            values["options"] = msgspec.json.decode(values["options"])
+        for name in ("options", "adapters"):
+            if name in values:
+                values[name] = msgspec.json.decode(values[name])
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
         raise wrong_field(problem) from None

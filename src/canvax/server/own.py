@@ -84,6 +84,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     metadata: bool = True
     seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     options: dict[str, Any] | None = None
+    adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
@@ -102,6 +103,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
             if spec.name not in _NOT_FOR_TEXT
         ]
         return await json_answer({"models": cards, "samplers": samplers})
+
+    async def adapters(request: Request) -> Response:
+        cards = engine.adapters(request.query_params.get("model"))
+        return await json_answer({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
@@ -140,6 +145,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     endpoints = [
         ("/api/models", models, ["GET"]),
+        ("/api/adapters", adapters, ["GET"]),
         ("/api/jobs", submit, ["POST"]),
         ("/api/jobs/{name}", one, ["GET", "DELETE"]),
         ("/api/jobs/{name}/images/{index}", image, ["GET"]),
@@ -224,6 +230,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         strength=body.strength,
         upscale=body.upscale,
         options=body.options or {},
+        adapters=body.adapters or {},
         format=body.format,
         quality=body.quality,
         previews=PREVIEWS if body.previews else 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -139,13 +139,15 @@ class Queue(Generic[WorkT]):
             if not self._active:
                 self._given.clear()
 
-    def first(self, groups: Mapping[Any, bool]) -> WorkT | None:
+    def first(self, groups: Mapping[Any, bool], may: Callable[[WorkT], bool] = lambda work: True) -> WorkT | None:
         """The image that decides what is done next, of groups that can run; None if there is none.
 
         Args:
             groups: those that can run, with whether something has to be loaded before.
+            may: whether one that waits can begin.
         """
         heads = [line.works[line.order[0]] for (_, group), line in self._lines.items() if group in groups]
+        heads = [work for work in heads if may(work)]
         works = [work for work in (*self.begun, *heads) if work.group in groups]
         if not works:
             return None
@@ -153,10 +155,10 @@ class Queue(Generic[WorkT]):
         hasty = [work for work in works if work is not leader and self._interrupts(work, leader, groups)]
         return min(hasty, key=self._rank) if hasty else leader
 
-    def next(self, group: Hashable) -> WorkT | None:
-        """The one of a group that waits and comes first."""
+    def next(self, group: Hashable, may: Callable[[WorkT], bool] = lambda work: True) -> WorkT | None:
+        """The one of a group that waits and comes first; ``may``: whether it can begin."""
         heads = [line.works[line.order[0]] for (_, name), line in self._lines.items() if name == group]
-        return min(heads, key=self._rank, default=None)
+        return min((work for work in heads if may(work)), key=self._rank, default=None)
 
     def waiting(self, group: Hashable) -> int:
         """How many of a group wait."""

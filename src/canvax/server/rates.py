@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from canvax.server.jobs import Ask, Engine, Job, ModelCard, Refused
+from canvax.server.jobs import AdapterCard, Ask, Engine, Job, ModelCard, Refused
 
 
 class Rates:
@@ -59,6 +59,10 @@ class Rated:
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         return self._engine.models()
+
+    def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
+        """See ``Engine``."""
+        return self._engine.adapters(model, refresh=refresh)
 
     def submit(self, ask: Ask) -> Job:
         """See ``Engine``."""

@@ -18,6 +18,7 @@ from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.errors import InputError
 from canvax.families.base import Model
+from canvax.models.beside import ADAPTERS
 from canvax.parallel.multihost import is_spread
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
@@ -26,6 +27,7 @@ from canvax.pipelines.safety import SafetyChecker
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, ModelCard, Refused
+from canvax.server.shelf import AdapterSettings, Shelf
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey
 
 MOST_GROUPS = 32
@@ -91,8 +93,10 @@ class Served:
     Args:
         name: what it is called in requests.
         load: loads it.
+        adapters: that requests may name; None for none.
 
     Attributes:
+        shelf: the adapters.
         model: everything but its weights.
         groups: by key, those whose programs are ready or are being made.
         colours: for previews.
@@ -101,7 +105,7 @@ class Served:
         load_seconds: what loading it took.
     """
 
-    def __init__(self, name: str, load: Callable[[str], Loaded]) -> None:
+    def __init__(self, name: str, load: Callable[[str], Loaded], adapters: AdapterSettings | None = None) -> None:
         self.name = name
         self.groups: dict[GroupKey, Group] = {}
         self.used = 0.0
@@ -115,6 +119,7 @@ class Served:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
+        self.shelf = Shelf(self.model, self.programs.mesh, adapters) if adapters else None
 
     @property
     def loaded(self) -> bool:
@@ -133,23 +138,28 @@ class Served:
     def _shapes(self) -> Params:
         """Shapes, dtypes and shardings of its weights."""
         mesh = self.programs.mesh
-        return {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
+        shapes = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
+        return {**shapes, ADAPTERS: self.shelf.bank.shapes} if self.shelf else shapes
 
     def put_on(self) -> None:
         """Load its weights."""
         if self.params is None:
             self.params = self._load(self.name).params
+            if self.shelf:
+                self.shelf.put_on()
 
     def take_off(self) -> None:
         """Free what it holds on the devices; images on their way can go on later."""
         for group in list(self.groups.values()):
             group.park()
+        if self.shelf:
+            self.shelf.take_off()
         self.params = None
 
     def own_params(self) -> Params:
         """Its weights, which are there."""
         assert self.params is not None
-        return self.params
+        return self.shelf.beside(self.params) if self.shelf else self.params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
         """Width, height and batches to warm.

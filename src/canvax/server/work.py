@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import re
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from canvax.compile.kinds import Kinds
@@ -23,6 +24,7 @@ from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerTable
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Ask, Job, Picture, Stepped, invalid
+from canvax.server.shelf import Shelf, Wanted
 
 MOST_IMAGES, MOST_STEPS = 64, 250
 """Of one job."""
@@ -94,6 +96,8 @@ class Item:
         carried: where it stands, while it has no slot; None before it is encoded.
         faults: of the devices, that it met.
         whole: what it is a tile of; None where it is an image by itself. ``picture`` is its own then, not the job's.
+        adapters: beside the model's weights, for this image.
+        shelf: that these are from; None where the server has none.
     """
 
     job: Job
@@ -110,6 +114,21 @@ class Item:
     carried: Carried | None = None
     faults: int = 0
     whole: Enlarged | None = None
+    adapters: Wanted = field(default_factory=dict)
+    shelf: Shelf | None = None
+    _holds: bool = False
+
+    def hold(self) -> None:
+        """It begins: its adapters stay in their places."""
+        if self.shelf is not None and not self._holds:
+            self._holds = True
+            self.shelf.begin(self)
+
+    def let_go(self) -> None:
+        """It is over."""
+        if self.shelf is not None and self._holds:
+            self._holds = False
+            self.shelf.end(self)
 
     @property
     def left(self) -> float:
@@ -140,6 +159,11 @@ class Item:
         return self.whole.metadata(own) if self.whole else own
 
 
+def may_begin(item: Item) -> bool:
+    """Whether there are places for the adapters of an image."""
+    return item.turn is not None or item.shelf is None or item.shelf.may_begin(item)
+
+
 class Checked(NamedTuple):
     """An ask that can be carried out."""
 
@@ -148,6 +172,8 @@ class Checked(NamedTuple):
     group: GroupKey
     seeds: list[int]
     tiles: Tiles | None = None
+    adapters: Wanted = MappingProxyType({})
+    shelf: Shelf | None = None
 
     @property
     def images(self) -> int:
@@ -171,7 +197,7 @@ class Checked(NamedTuple):
         whole = Enlarged(self.tiles, picture, self.request, previews=job.ask.previews)
         requests = [tile_request(self.request, self.tiles, i) for i in range(len(self.tiles))]
         return [
-            Item(job, part, request, self.table, self.group, job.ask.client, whole=whole)
+            Item(job, part, request, self.table, self.group, job.ask.client, whole=whole, **self._beside)
             for part, request in zip(whole.parts, requests, strict=True)
         ]
 
@@ -184,11 +210,15 @@ class Checked(NamedTuple):
         rows = len(self.table)
         count = min(job.ask.previews, rows - 1)
         previews = tuple(sorted({round(rows * (i + 1) / (count + 1)) for i in range(count)}))
-        return Item(job, picture, request, self.table, self.group, job.ask.client, previews=previews)
+        return Item(job, picture, request, self.table, self.group, job.ask.client, previews=previews, **self._beside)
+
+    @property
+    def _beside(self) -> dict[str, Any]:
+        return {"adapters": self.adapters, "shelf": self.shelf}
 
 
-def check(ask: Ask, name: str, model: Model) -> Checked:
-    """What a model is asked for; ``name`` is what it is called here.
+def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Checked:
+    """What a model is asked for; ``name`` is what it is called here, ``shelf`` its adapters.
 
     Raises:
         Refused: naming the field and the cure.
@@ -197,12 +227,18 @@ def check(ask: Ask, name: str, model: Model) -> Checked:
         raise invalid("n", f"n={ask.n} is not in 1..{MOST_IMAGES}; send several jobs")
     if ask.steps is not None and ask.steps > MOST_STEPS:
         raise invalid("steps", f"steps={ask.steps} is more than {MOST_STEPS}")
-    for field in ("prompt", "negative_prompt"):
-        if len(getattr(ask, field) or "") > LONGEST_PROMPT:
-            raise invalid(field, f"{field} is longer than {LONGEST_PROMPT} characters; shorten it")
+    for name_of in ("prompt", "negative_prompt"):
+        if len(getattr(ask, name_of) or "") > LONGEST_PROMPT:
+            raise invalid(name_of, f"{name_of} is longer than {LONGEST_PROMPT} characters; shorten it")
     for option in ask.options:
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
+    adapters: Wanted = {}
+    if shelf is not None:
+        prompt, adapters = shelf.wanted(ask.prompt, ask.adapters)
+        ask = dataclasses.replace(ask, prompt=prompt)
+    elif ask.adapters:
+        raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
     seed = _seed(ask) if ask.seed in (None, -1) else ask.seed
     try:
         seeds, tiles = image_seeds(seed, ask.n), None
@@ -229,10 +265,11 @@ def check(ask: Ask, name: str, model: Model) -> Checked:
         guided=(True,) if kinds.parts else (True, False),
         known=not model.networks.inpaints,
         image_encoder=kinds.decoder,
+        places=shelf.bank.places if shelf else None,
     )
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
-    return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles)
+    return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles, adapters, shelf)
 
 
 def _seed(ask: Ask) -> int:
@@ -242,7 +279,16 @@ def _seed(ask: Ask) -> int:
     return int.from_bytes(hashlib.sha256(f"{ask.client}\n{ask.once}".encode()).digest()[:4], "big")
 
 
-def sample(name: str, model: Model, width: int, height: int, *, chunks: int = 1, steps: int = 12) -> Checked:
+def sample(
+    name: str,
+    model: Model,
+    width: int,
+    height: int,
+    *,
+    chunks: int = 1,
+    steps: int = 12,
+    shelf: Shelf | None = None,
+) -> Checked:
     """What most people ask for at a size, with a prompt of so many chunks."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
@@ -250,7 +296,7 @@ def sample(name: str, model: Model, width: int, height: int, *, chunks: int = 1,
     if chunks > 1:
         prompt, options = "apple " * (75 * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
-    return check(Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options), name, model)
+    return check(Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options), name, model, shelf)
 
 
 def _options(ask: Ask) -> Options:

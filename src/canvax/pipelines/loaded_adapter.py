@@ -1,0 +1,94 @@
+"""An adapter in a pipeline, its name and its file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import CheckpointError, InputError, nearest
+from canvax.pipelines.adapter_weights import Weights
+from canvax.weights.adapter_info import suggested, trigger_words
+from canvax.weights.lora import Adapter, Key
+from canvax.weights.safetensors import read_metadata
+
+MOST_NAME = 100
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in a pipeline.
+
+    Attributes:
+        name: what it is called there.
+        source: the file, folder or Hub id, as it was given.
+        adapter: what it does.
+        weight: how strong it is, as it was given.
+        sha256: of the file.
+        words: textual inversions that came with it.
+        place: where it lies beside the weights; None of one that is merged.
+    """
+
+    name: str
+    source: str
+    adapter: Adapter = field(repr=False)
+    weight: Any
+    sha256: str = field(repr=False)
+    words: tuple[str, ...] = ()
+    weights: Weights = field(default_factory=dict, repr=False)
+    place: int | None = None
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
+        return suggested(self.adapter.path.stem, self.adapter.metadata)
+
+    @property
+    def trigger_words(self) -> list[str]:
+        """Words that it was trained with, the most frequent first, where its file tells."""
+        return trigger_words(self.adapter.metadata)
+
+    def factor(self, key: Key) -> float:
+        """How strong it is for one parameter: by the longest name that leads there."""
+        path = ".".join(key)
+        found = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
+        return self.weights[max(found, key=len)] if found else 1.0
+
+
+def file_of(folder: Path, tag: str) -> Path:
+    """The file of the folder that a prompt means.
+
+    Raises:
+        InputError: there is none.
+    """
+    # The name is looked for among the files that are there; no path is made of it.
+    files = {path.stem: path for path in sorted(folder.rglob("*.safetensors"))}
+    path = files.get(tag) or next((path for path in files.values() if alias_of(path) == tag), None)
+    if path is None:
+        there = nearest(tag, list(files)) if files else "it holds no safetensors file"
+        raise InputError(f"<lora:{tag[:80]}>: no such file in {folder}; {there}")
+    return path
+
+
+def check_name(name: object, taken: Mapping[str, Any]) -> None:
+    """Refuse what is no name, or is taken."""
+    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
+        raise InputError(f"name={str(name)[:80]!r} cannot be the name of an adapter; give a word")
+    if name in taken:
+        raise InputError(f"name={name!r}: such an adapter is loaded; remove it first, or set its weight with set")
+
+
+def alias_of(path: Path) -> str | None:
+    """The name that kohya's trainer gave a file."""
+    try:
+        return read_metadata(path).get("ss_output_name")
+    except CheckpointError:
+        return None
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

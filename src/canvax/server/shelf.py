@@ -1,0 +1,280 @@
+"""The adapters of a server: files that clients may name, and which of them lie beside a model's weights at the moment.
+
+A file is read in the thread of whoever asks for it first, and kept as places have it. An image that begins has its
+adapters put into places; there they stay until it is over, then until another image needs the place. So nothing is
+compiled, and images with different adapters are in one batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jax.sharding import Mesh
+
+from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
+from canvax.families.base import Model
+from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
+from canvax.params import Params
+from canvax.pipelines.adapter_shares import per_image, plain_weight, share_rows
+from canvax.pipelines.adapter_weights import Weights
+from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
+from canvax.pipelines.loaded_adapter import alias_of, sha256_of
+from canvax.pipelines.prompt_tags import tags_of, without_networks
+from canvax.server.jobs import AdapterCard, Refused, invalid
+from canvax.weights.adapter_names import Module, module_table, split_name
+from canvax.weights.adapter_source import LORA_FILES, AdapterSource
+from canvax.weights.lora import read_adapter
+from canvax.weights.safetensors import open_safetensors
+
+KEPT = 2 << 30
+"""Bytes of adapters that are kept on the host though no image wants them."""
+
+_USUAL_RANK, _MOST_RANK = 16, 128
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What an operator decides.
+
+    Attributes:
+        folder: of files that clients may name; None for ``files`` alone.
+        files: that are read before the first request.
+        rank: of the places; None for the largest that the files have.
+        places: adapters beside the weights at a time.
+        layers: that have places; None for those that the files change, as one of ``canvax.models.beside.LAYERS``.
+    """
+
+    folder: Path | None = None
+    files: tuple[Path, ...] = ()
+    rank: int | None = None
+    places: int = COUNT
+    layers: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """An adapter that was read.
+
+    Attributes:
+        name: in requests.
+        file: its file's name, without the folder.
+        sha256: of the file.
+        packed: as places have it.
+    """
+
+    name: str
+    file: str
+    sha256: str
+    packed: Packed = field(repr=False)
+
+    @property
+    def bytes(self) -> int:
+        """On the host."""
+        return sum(array.nbytes for array in self.packed.values())
+
+
+Wanted = Mapping[Entry, Weights]
+"""The adapters of an image."""
+
+
+class Wanting(Protocol):
+    """An image, as far as adapters matter; ``over``: it is not wanted any more."""
+
+    adapters: Wanted
+
+    @property
+    def over(self) -> bool: ...
+
+
+class Shelf:
+    """The adapters of one model.
+
+    Places are the engine's thread's; the rest may be called in any.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
+        self._model, self._settings = model, settings
+        self._files: dict[str, Path] = {}
+        self._aliases: dict[str, str] = {}
+        self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
+        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self.refresh()
+        ranks, layers = _looked_at(model, self._files.values())
+        rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
+        self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
+        self._held: OrderedDict[Entry, int] = OrderedDict()  # the last used last
+        self._pins: Counter[Entry] = Counter()
+        self._first: Wanting | None = None
+        for path in settings.files:
+            self.read(path.stem)
+
+    def refresh(self) -> None:
+        """Look into the folder again."""
+        folder = self._settings.folder
+        found = sorted(folder.rglob("*.safetensors")) if folder else []
+        self._files = {path.stem: path for path in (*found, *self._settings.files)}
+        self._aliases = {alias: name for name, path in self._files.items() if (alias := alias_of(path))}
+
+    def summary(self) -> str:
+        """For people: what there is, and what it costs."""
+        places, size = self.bank.places, self.bank.bytes / (1 << 20)
+        return (
+            f"{len(self._files)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
+            f"{places.layers}, beside the weights take up to {size:.0f} MB"
+        )
+
+    def cards(self) -> list[AdapterCard]:
+        """What is told of the files."""
+        aliases = {name: alias for alias, name in self._aliases.items()}
+        return [AdapterCard(name, aliases.get(name, name), path.name) for name, path in self._files.items()]
+
+    def read(self, name: str) -> Entry:
+        """An adapter by its name, or the one that its trainer gave it. No path is made of a name.
+
+        Raises:
+            Refused: there is none, or it cannot be beside the weights of this model.
+        """
+        path = self._files.get(self._aliases.get(name, name) if name not in self._files else name)
+        if path is None:
+            there = nearest(name[:100], list(self._files)) if self._files else "this server has none"
+            raise Refused(404, "adapter_not_found", f"adapters: {name!r:.100} is not there; {there}", param="adapters")
+        with self._reading:
+            try:
+                changed = path.stat().st_mtime
+                before = self._entries.pop(path, None)
+                entry = before[1] if before and before[0] == changed else self._read(path)
+            except (CanvaxError, OSError) as fault:
+                told = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+                raise Refused(400, "adapter_unusable", f"adapters: {told}", param="adapters") from None
+            self._entries[path] = changed, entry
+            while sum(one.bytes for _, one in self._entries.values()) > KEPT and len(self._entries) > 1:
+                self._entries.popitem(last=False)
+            return entry
+
+    def _read(self, path: Path) -> Entry:
+        """From its file.
+
+        Raises:
+            CheckpointError, InputError: it cannot be used.
+        """
+        (found, *_), config = AdapterSource(path).find(LORA_FILES)
+        specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
+        adapter = read_adapter(found, specs, config)
+        if adapter.embeddings:
+            raise InputError(f"{path}: brings textual inversions, which a server does not take")
+        return Entry(path.stem, path.name, sha256_of(found), self.bank.pack(path.stem, adapter))
+
+    def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
+        """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
+
+        Raises:
+            Refused: naming the field and the cure.
+        """
+        components = self.bank.components
+        try:
+            tags: dict[str, Any] = {
+                name: {part: w for part, w in weight.items() if part in components}
+                if isinstance(weight, dict)
+                else weight
+                for name, weight in tags_of(prompt).items()
+            }
+            weights = {name: per_image(name, weight, components) for name, weight in {**tags, **adapters}.items()}
+        except InputError as fault:
+            raise invalid("adapters", str(fault)) from None
+        if twice := tags.keys() & adapters.keys():
+            raise invalid("adapters", f"adapters: {min(twice)!r:.100} is in the prompt as well; name it once")
+        if len(weights) > self.bank.places.count:
+            count = self.bank.places.count
+            raise invalid("adapters", f"adapters: {len(weights)} are more than an image can have here, {count}")
+        return without_networks(prompt) if tags else prompt, {self.read(name): one for name, one in weights.items()}
+
+    # What follows is the engine's.
+
+    def may_begin(self, image: Wanting) -> bool:
+        """Whether there are places for the adapters of an image. One that waits for places comes before later ones."""
+        if not image.adapters:
+            return True
+        with self._lock:
+            if self._first is not None and self._first is not image and not self._first.over:
+                return False
+            fits = len({*self._pins, *image.adapters}) <= self.bank.places.count
+            self._first = self._first if fits else image
+            return fits
+
+    def begin(self, image: Wanting) -> None:
+        """An image begins: its adapters stay until it is over."""
+        with self._lock:
+            self._pins.update(image.adapters.keys())
+            self._first = None if self._first is image else self._first
+
+    def end(self, image: Wanting) -> None:
+        """It is over."""
+        with self._lock:
+            self._pins.subtract(image.adapters.keys())
+            self._pins += Counter()  # without those that are not pinned any more
+
+    def shares(self, wanted: Wanted) -> Shares:
+        """How much of each place an image has, whose adapters are put there if they are not yet."""
+        for entry in wanted:
+            if entry in self._held:
+                self._held.move_to_end(entry)
+                continue
+            free = set(range(self.bank.places.count)) - set(self._held.values())
+            if not free:
+                with self._lock:
+                    pinned = {*self._pins, *wanted}
+                oldest = next(one for one in self._held if one not in pinned)
+                free = {self._held.pop(oldest)}
+            self._held[entry] = place = min(free)
+            self.bank.put(place, entry.packed)
+        weights = share_rows(
+            [{entry.name: one for entry, one in wanted.items()}],
+            {entry.name: self._held[entry] for entry in wanted},
+            self.bank,
+        )
+        told = {
+            entry.name: {"file": entry.file, "weight": plain_weight(one), "sha256": entry.sha256}
+            for entry, one in wanted.items()
+        }
+        return Shares(self.bank.places, self.bank.arrays, weights, [told])
+
+    def beside(self, params: Params) -> Params:
+        """Parameters with the places, for the programs."""
+        return {**params, ADAPTERS: self.bank.arrays}
+
+    def take_off(self) -> None:
+        """Free what the places hold on the devices."""
+        self.bank.clear()
+
+    def put_on(self) -> None:
+        """Fill the places again."""
+        self.bank.fill()
+        for entry, place in self._held.items():
+            self.bank.put(place, entry.packed)
+
+
+def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
+    """The ranks of files and which layers they change, by their headers; without files, all."""
+    specs = {part: spec for part, spec in model.networks.specs().items() if part != "vae"}
+    table, ranks, changed = module_table(specs), set[int](), set[Module]()
+    for path in files:
+        try:
+            entries = open_safetensors(path, plain_names=False)
+        except (CheckpointError, OSError):
+            continue  # which is said when somebody names it
+        for entry in entries:
+            split = split_name(entry.name)
+            module = split and table.get(split.module.replace(".", "_"))
+            if split is not None and module is not None:
+                changed.add(module)
+                ranks |= {entry.shape[0]} if split.role == "down" and entry.shape else set()
+    for layers in LAYERS:  # the fewest first
+        there = {(part, name) for part, spec in specs.items() for name in slots(spec, Places(1, 1, layers))}
+        if changed and all((module.component, module.name) in there for module in changed):
+            return ranks, layers
+    return ranks, "all"

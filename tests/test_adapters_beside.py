@@ -1,0 +1,324 @@
+"""Adapters beside the weights: each image of a call with its own, and nothing compiles when they come and go."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, oft, write
+from control_files import controlnet
+from small_checkpoint import write_small_checkpoint
+from small_sdxl import build
+
+import canvax
+from canvax.compile.monitor import counting
+from canvax.errors import InputError
+from canvax.models.beside import Places
+
+STEPS = {"num_inference_steps": 2, "progress": False}
+RANK = 8
+Make = Callable[[Draw, tuple[int, ...]], Made]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+
+
+@pytest.fixture(scope="module")
+def sd(folder: Path) -> canvax.StableDiffusion:
+    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+
+
+def adapter(path: Path, pipe: canvax.StableDiffusion, seed: int, make: Make = lora, only: str = "") -> Path:
+    """A file for every layer whose name has ``only``."""
+    draw, arrays = Draw(seed), {}
+    for (component, module), shape in layers(pipe.model.networks.specs()).items():
+        if component != "vae" and only in f"{component}.{module}":
+            arrays |= {f"{component}.{module}{end}": a for end, a in make(draw, shape).arrays.items()}
+    return write(path, arrays)
+
+
+@pytest.fixture(scope="module")
+def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for i, name in enumerate(("ink", "clay", "wool")):
+        adapter(folder / f"{name}.safetensors", sd, i, only="" if name == "ink" else "attn")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def empty(sd: canvax.StableDiffusion) -> Any:
+    yield
+    sd.adapters.remove()
+    sd.adapters.folder = None
+    sd.adapters.beside(None)
+
+
+def pixels(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **more: Any) -> np.ndarray:
+    return pipe(prompt, **{"seed": 1, **STEPS, **more}).pixels
+
+
+def test_as_merged(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Beside the weights and merged into them is the same image, in both networks and in every layer."""
+    plain = pixels(sd)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.7)
+    sd.adapters.load("clay", loras / "clay.safetensors", {"unet": 0.5, "text_encoder": 1.0})
+    merged = pixels(sd)
+    sd.adapters.remove()
+    sd.adapters.beside(rank=RANK, places=3)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.7, beside=True)
+    sd.adapters.load("clay", loras / "clay.safetensors", {"unet": 0.5, "text_encoder": 1.0}, beside=True)
+    beside = pixels(sd)
+    assert np.abs(merged - plain).max() > 0.05
+    np.testing.assert_allclose(beside, merged, atol=1e-4)
+
+
+def test_each_image_has_its_own(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Images of one batch, guided, are what each is alone with its adapters, whatever its neighbours have."""
+    sd.adapters.beside(rank=RANK)
+    for name in ("ink", "clay", "wool"):
+        sd.adapters.load(name, loras / f"{name}.safetensors", 0.0, beside=True)
+    own: list[Any] = [{"ink": 0.8}, {"clay": 1.0, "wool": -0.5}, None, {"wool": {"unet": 0.0, "text_encoder": 1.0}}]
+    together = sd(["a cat"] * 4, adapters=own, seed=[1] * 4, **STEPS)
+    alone = [pixels(sd, adapters=one or {}) for one in own]
+    for i, image in enumerate(alone):
+        np.testing.assert_allclose(together.pixels[i], image[0], atol=1e-4)
+        assert all(np.abs(image - other).max() > 1e-2 for other in alone[:i])
+    np.testing.assert_array_equal(alone[2], pixels(sd))  # without adapters it is the plain program
+    told = [one.get("adapters", {}) for one in together.metadata]
+    assert [{name: entry["weight"] for name, entry in one.items()} for one in told] == [
+        {"ink": 0.8}, {"clay": 1.0, "wool": -0.5}, {}, {"wool": {"unet": 0.0, "text_encoder": 1.0}},
+    ]  # fmt: skip
+    assert told[0]["ink"]["file"].endswith("ink.safetensors")
+    assert len(told[0]["ink"]["sha256"]) == 64
+
+
+def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Loading, weighing, exchanging and removing, once images with adapters were made at all."""
+    sd.adapters.beside(rank=RANK, places=2)
+    sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
+    pixels(sd)
+    with counting() as counts:
+        sd.adapters.load("clay", loras / "clay.safetensors", 0.5, beside=True)
+        both = pixels(sd)
+        sd.adapters.set({"clay": {"unet.up_blocks.1": 0.25}})
+        blocks = pixels(sd)
+        sd.adapters.remove("ink")
+        sd.adapters.load("wool", loras / "wool.safetensors", beside=True)
+        other = pixels(sd)
+        mixed = pixels(sd, adapters=[{"clay": 0.5, "wool": 0.25}])
+    assert counts.compilations == 0
+    different = [both, blocks, other, mixed]
+    assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(different) for b in different[:i])
+
+
+def test_weights_of_blocks_are_those_of_merging(sd: canvax.StableDiffusion, loras: Path) -> None:
+    table = {"unet": {"up": 0.3}, "text_encoder": 0.5}
+    sd.adapters.load("ink", loras / "ink.safetensors", table)
+    merged = pixels(sd)
+    sd.adapters.remove()
+    sd.adapters.load("ink", loras / "ink.safetensors", beside=True)  # which makes places of its rank
+    assert sd.adapters.bank is not None
+    assert (sd.adapters.bank.places.rank, sd.adapters.bank.places.count) == (8, 4)
+    sd.adapters.set({"ink": table})
+    np.testing.assert_allclose(pixels(sd), merged, atol=1e-4)
+
+
+def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """``<lora:...>`` may differ; of a folder the one that was not used for longest makes room."""
+    sd.adapters.beside(rank=RANK, places=2)
+    sd.adapters.folder = loras
+    found = sd(["a cat <lora:ink:0.5>", "a cat <lora:clay:0:0.7>", "a cat"], seed=[1] * 3, **STEPS)
+    assert [one["prompt"] for one in found.metadata] == ["a cat"] * 3
+    assert set(sd.adapters) == {"ink", "clay"}
+    pixels(sd, "a cat <lora:ink>")
+    with counting() as counts:
+        wool = sd(["a cat <lora:wool:0.5>", "a cat <lora:ink:0.5>", "a cat"], seed=[1] * 3, **STEPS)
+    assert counts.compilations == 0
+    assert set(sd.adapters) == {"ink", "wool"}
+    np.testing.assert_allclose(wool.pixels[1], found.pixels[0], atol=1e-4)
+    np.testing.assert_allclose(wool.pixels[2], found.pixels[2], atol=1e-4)
+    with pytest.raises(InputError, match="all 2 places are taken"):
+        pixels(sd, ["<lora:wool>", "<lora:ink>", "<lora:clay>"])
+    with pytest.raises(InputError, match="<lora:inc>: no such file"):
+        pixels(sd, "a cat <lora:inc>")
+    with pytest.raises(InputError, match="no such file"):
+        pixels(sd, "a cat <lora:../loras/ink>")
+
+
+@pytest.mark.slow
+def test_given_images_and_masks(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Image to image and inpainting, in two passes, with one guidance and with none, as merged ones."""
+    image, mask = np.full((64, 64, 3), 0.4, np.float32), np.zeros((64, 64), np.float32)
+    mask[:, 32:] = 1
+    hires = canvax.Options(hires=1.5)
+    several = canvax.Options(pag_scale=2.0, prompt_syntax="a1111")
+    kinds: list[dict[str, Any]] = [
+        {"image": image, "strength": 0.7},
+        {"image": image, "mask": mask},
+        {"guidance_scale": 1.0, "options": hires},
+        {"prompt": "a cat AND (a dog:1.2) :0.5", "options": several},
+    ]
+    sd.adapters.load("clay", loras / "clay.safetensors", 0.8)
+    merged = [pixels(sd, **kind) for kind in kinds]
+    sd.adapters.remove()
+    sd.adapters.load("clay", loras / "clay.safetensors", 0.8, beside=True)
+    for kind, wanted in zip(kinds, merged, strict=True):
+        # A second pass makes roundings large: merged ones in another batch are 4e-4 apart as well.
+        np.testing.assert_allclose(pixels(sd, **kind), wanted, atol=1e-3 if kind.get("options") is hires else 1e-4)
+
+
+@pytest.mark.slow
+def test_rows_at_a_time(sd: canvax.StableDiffusion, loras: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed-forward layers of large images go by rows of one image; its adapters go with them."""
+    monkeypatch.setattr("canvax.kernels.outline.LARGE_ROWS", 1)
+    monkeypatch.setattr("canvax.kernels.outline.ROWS", 16)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.0, beside=True)
+    size = {"height": 72, "width": 64}
+    both = sd(["a cat"] * 2, adapters=[{"ink": 1.0}, None], seed=[1, 1], **size, **STEPS).pixels
+    np.testing.assert_allclose(both[1], pixels(sd, **size)[0], atol=1e-4)
+    sd.adapters.remove()
+    sd.adapters.load("ink", loras / "ink.safetensors")
+    np.testing.assert_allclose(both[0], pixels(sd, **size)[0], atol=1e-4)
+
+
+EXACT: dict[str, Make] = {
+    "lora with a core": lora_tucker,
+    "loha": loha,
+    "lokr of wholes": lokr("whole", "whole"),
+    "lokr of a whole and a product": lokr("whole", "product"),
+    "lokr of products": lokr("product", "product"),
+    "lokr with a core": lokr("whole", "tucker"),
+}
+KERNEL = 4
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_of_low_rank(name: str) -> None:
+    """Factors are the change itself, for matrices, convolutions and 1x1 convolutions."""
+    from canvax.adapters import Part, change, low_rank
+
+    ends = {"hada_": "hada_", "lokr_": "", "lora_": ""}
+    for shape in ((32, 24), (32, 24, 3, 3), (32, 24, 1, 1)):
+        if "core" in name and len(shape) != KERNEL:
+            continue
+        made = EXACT[name](Draw(3), shape)
+        arrays = {}
+        for end, array in made.arrays.items():
+            role = end.strip(".").removesuffix(".weight")
+            start = next((start for start in ends if role.startswith(start)), "")
+            arrays[ends.get(start, "") + role.removeprefix(start)] = array
+        arrays.pop("alpha")
+        part = Part("lora" if "up" in arrays else "loha" if "hada_w1_a" in arrays else "lokr", arrays, scale=0.37)
+        wanted = change(np.zeros(shape, np.float32), part)
+        down, up = low_rank(part, shape)
+        assert len(down) == up.shape[1]
+        np.testing.assert_allclose(np.tensordot(up, down, 1).reshape(shape), wanted, atol=1e-5)
+
+
+def test_what_is_not(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Refused with the other way, and nothing is changed."""
+    for name, make, said in (("dora", dora(0), "LoRA with DoRA"), ("oft", oft, "OFT")):
+        path = adapter(tmp_path / f"{name}.safetensors", sd, 0, make, "attn1.to_q")
+        with pytest.raises(
+            InputError, match=f"cannot be beside the weights: .*{said} is no low-rank .* Load it merged"
+        ):
+            sd.adapters.load(name, path, beside=True)
+    assert not sd.adapters
+    sd.adapters.beside(rank=2, layers="attention")
+    ink = adapter(tmp_path / "ink.safetensors", sd, 0, only="attn1")
+    with pytest.raises(InputError, match=r"has a rank of [3-6], and places have 2; .*beside\(rank=[48]\)"):
+        sd.adapters.load("ink", ink, beside=True)
+    convolutions = adapter(tmp_path / "conv.safetensors", sd, 0, only="conv")
+    with pytest.raises(InputError, match="has no place"):
+        sd.adapters.load("conv", convolutions, beside=True)
+    assert not sd.adapters
+    with pytest.raises(InputError, match="layers='most' is not known"):
+        sd.adapters.beside(layers="most")
+
+
+def test_arguments(sd: canvax.StableDiffusion, loras: Path) -> None:
+    with pytest.raises(InputError, match="nothing is beside the weights"):
+        sd("a cat", adapters={"ink": 1.0}, **STEPS)
+    sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
+    sd.adapters.load("clay", loras / "clay.safetensors")
+    for asked, said in (
+        ({"inc": 1.0}, "'inc' is not loaded"),
+        ({"clay": 1.0}, "'clay' is merged"),
+        ({"ink": "much"}, "weight=much"),
+        ({"ink": {"unet.up_blocks": 1}}, "for 'unet.up_blocks'"),
+        (["ink"], "neither a table"),
+        ([None, None], "2 entries for 1 prompts"),
+    ):
+        with pytest.raises(InputError, match=said):
+            sd("a cat", adapters=asked, **STEPS)
+
+
+@pytest.mark.slow
+def test_a_pickled_pipeline_brings_them(sd: canvax.StableDiffusion, loras: Path) -> None:
+    sd.adapters.beside(rank=RANK, places=2)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
+    again = pickle.loads(pickle.dumps(sd))
+    assert again.adapters.bank.places == Places(2, RANK)
+    np.testing.assert_allclose(pixels(again), pixels(sd), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["mesh", "int8"])
+def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: canvax.StableDiffusion) -> None:
+    """On eight devices, the weights split over some; and beside weights of 8 bits, which keep their bits."""
+    mesh = {"mesh": canvax.make_mesh(jax.devices()[:8], data=4, model=2)}
+    more: dict[str, Any] = {"quantize": "int8"} if form == "int8" else mesh
+    pipe = canvax.load(folder, **more)
+    assert pipe.params is not None
+    before = jax.tree.map(np.asarray, pipe.params)
+    pipe.adapters.beside(rank=RANK, places=2)
+    pipe.adapters.load("ink", loras / "ink.safetensors", 0.0, beside=True)
+    pipe.adapters.load("clay", loras / "clay.safetensors", 0.0, beside=True)
+    own: list[Any] = [{"ink": 0.8}, {"clay": 1.0}, None]
+    found = pipe(["a cat"] * 3, adapters=own, seed=[1] * 3, **STEPS).pixels
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, pipe.params))
+    if form == "int8":
+        alone = [pixels(pipe, adapters=one or {})[0] for one in own]
+    else:
+        sd.adapters.beside(rank=RANK, places=2)
+        for name in ("ink", "clay"):
+            sd.adapters.load(name, loras / f"{name}.safetensors", 0.0, beside=True)
+        alone = [pixels(sd, adapters=one or {})[0] for one in own]
+    np.testing.assert_allclose(found, np.stack(alone), atol=2e-4)
+
+
+@pytest.mark.slow
+def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
+    pipe = canvax.load(build(tmp_path / "xl"), mesh=canvax.make_mesh(jax.devices()[:1]))
+    ink = adapter(tmp_path / "ink.safetensors", pipe, 0)
+    own: list[Any] = [{"text_encoder": 1, "text_encoder_2": 0, "unet": 0.5}, {"text_encoder_2": 0.7, "unet": 0}]
+    merged = []
+    for weight in own:
+        pipe.adapters.load("ink", ink, weight)
+        merged.append(pixels(pipe)[0])
+        pipe.adapters.remove()
+    pipe.adapters.load("ink", ink, beside=True)
+    found = pipe(["a cat"] * 2, adapters=[{"ink": one} for one in own], seed=[1, 1], **STEPS).pixels
+    np.testing.assert_allclose(found, np.stack(merged), atol=2e-4)
+
+
+@pytest.mark.slow
+def test_with_a_controlnet(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    """Adapters are beside the UNet's weights alone, in a pipeline that shares them with another one."""
+    steered = sd.with_controlnet(controlnet(tmp_path / "control", sd))
+    image = np.random.default_rng(0).random((64, 64, 3), np.float32)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.6)
+    merged = pixels(steered, control=image)
+    sd.adapters.remove()
+    plain = pixels(steered, control=image)
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
+    np.testing.assert_allclose(pixels(steered, control=image), merged, atol=1e-4)
+    assert np.abs(merged - plain).max() > 1e-2
+    assert np.abs(merged - pixels(sd)).max() > 1e-2

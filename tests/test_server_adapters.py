@@ -1,0 +1,215 @@
+"""Adapters of a server's clients: named by request, in one batch, and nothing compiles for them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import jax
+import numpy as np
+import pytest
+from adapter_files import Draw, layers, lora, write
+from PIL import Image
+
+import canvax
+from canvax.compile.monitor import counting
+from canvax.images.metadata import metadata_in
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import Ask, Refused
+from canvax.server.served import Warm
+from canvax.server.shelf import AdapterSettings, Shelf, Wanted
+from canvax.server.work import check
+from tests.serving import generating
+
+NAMES = ("ink", "clay", "wool")
+BODY = {"prompt": "a red apple", "seed": 3, "steps": 3}
+PLACES = 2
+
+
+@pytest.fixture(scope="module")
+def emoji() -> canvax.StableDiffusion:
+    return canvax.load("emoji", progress=False, mesh=canvax.make_mesh(jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def folder(emoji: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for i, name in enumerate(NAMES):
+        draw, arrays = Draw(i), {}
+        for (component, module), shape in layers(emoji.model.networks.specs()).items():
+            if component != "vae" and "attn" in module:
+                arrays |= {f"{component}.{module}{end}": a * 0.5 for end, a in lora(draw, shape).arrays.items()}
+        write(folder / f"{name}.safetensors", arrays, {"ss_output_name": f"{name}-v1"})
+    (folder / "broken.safetensors").write_bytes(b"{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[tuple[httpx.Client, ImageEngine]]:
+    adapters = AdapterSettings(folder, (folder / "ink.safetensors",), places=PLACES)
+    with (
+        generating(EngineSettings(warm=(Warm(None, (1, 4)),), adapters=adapters)) as (base, engine),
+        httpx.Client(base_url=base, timeout=120) as client,
+    ):
+        yield client, engine
+
+
+def drawn(client: httpx.Client, **more: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """An image of A1111's API and its metadata."""
+    answer = client.post("/sdapi/v1/txt2img", json=BODY | more)
+    assert answer.status_code == 200, answer.text
+    return opened(base64.b64decode(answer.json()["images"][0]))
+
+
+def opened(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
+    return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
+
+
+def test_each_request_has_its_own(
+    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.StableDiffusion
+) -> None:
+    """Six clients at once with three adapters in two places: all images as alone, and nothing compiled."""
+    client, _ = server
+    asked = ["", "<lora:ink:0.8>", "<lora:clay:1>", "<lora:wool-v1:0.5>", "<lora:ink:0.5><lora:clay:0.5>", ""]
+    with counting() as counts, ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda tags: drawn(client, prompt=f"a red apple {tags}"), asked))
+        alone = [drawn(client, prompt=f"a red apple {tags}") for tags in asked]
+    assert counts.compilations == 0
+    for (together, told), (single, _) in zip(found, alone, strict=True):
+        assert np.abs(together - single).max() <= 1
+        assert told["prompt"].strip() == "a red apple"
+    assert [{name: entry["weight"] for name, entry in told.get("adapters", {}).items()} for _, told in found] == [
+        {},
+        {"ink": 0.8},
+        {"clay": 1.0},
+        {"wool": 0.5},
+        {"ink": 0.5, "clay": 0.5},
+        {},
+    ]
+    assert found[1][1]["adapters"]["ink"]["file"] == "ink.safetensors"  # not where the operator keeps it
+    different = [pixels for pixels, _ in found[:5]]
+    assert all(np.abs(a - b).max() > 20 for i, a in enumerate(different) for b in different[:i])
+    emoji.adapters.load("ink", folder / "ink.safetensors", 0.8)
+    merged = np.asarray(emoji("a red apple", seed=3, num_inference_steps=3)[0], np.int16)
+    emoji.adapters.remove()
+    assert np.abs(found[1][0] - merged).max() <= 2
+
+
+def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
+    client, _ = server
+    wanted, _ = drawn(client, prompt="a red apple <lora:ink:0.8>")
+    body = {**BODY, "adapters": {"ink": 0.8}}
+    answer = client.post("/v1/images/generations", json=body | {"response_format": "b64_json"})
+    assert np.abs(opened(base64.b64decode(answer.json()["data"][0]["b64_json"]))[0] - wanted).max() <= 1
+    job = client.post("/api/jobs", json=body).json()
+    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
+        assert any("event: done" in line for line in events.iter_lines())
+    own = client.get(f"/api/jobs/{job['id']}/images/0").content
+    assert np.abs(opened(own)[0] - wanted).max() <= 1
+    half, _ = drawn(client, prompt="a red apple <lora:ink:0:0.8>")  # of the UNet alone
+    job = client.post("/api/jobs", json=body | {"adapters": {"ink": {"text_encoder": 0, "unet": 0.8}}}).json()
+    with client.stream("GET", f"/api/jobs/{job['id']}/events") as events:
+        assert any("event: done" in line for line in events.iter_lines())
+    assert np.abs(opened(client.get(f"/api/jobs/{job['id']}/images/0").content)[0] - half).max() <= 1
+    assert np.abs(half - wanted).max() > 5
+
+
+def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> None:
+    client, _ = server
+    told = {one["name"]: one for one in client.get("/sdapi/v1/loras").json()}
+    assert set(told) == {*NAMES, "broken"}
+    assert told["ink"] == {"name": "ink", "alias": "ink-v1", "path": "ink.safetensors", "metadata": {}}
+    (folder / "ink.safetensors").rename(folder / "tusche.safetensors")
+    try:
+        assert client.post("/sdapi/v1/refresh-loras").status_code == 200
+        assert {one["name"] for one in client.get("/api/adapters").json()["adapters"]} >= {"tusche", "clay"}
+        drawn(client, prompt="<lora:tusche>")
+    finally:
+        (folder / "tusche.safetensors").rename(folder / "ink.safetensors")
+        client.post("/sdapi/v1/refresh-loras")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "status", "said"),
+    [
+        ({"inc": 1.0}, 404, "'inc' is not there"),
+        ({"../ink": 1.0}, 404, "is not there"),
+        ({"/etc/passwd": 1.0}, 404, "is not there"),
+        ({"broken": 1.0}, 400, "broken.safetensors"),
+        ({"ink": 1.0, "clay": 1.0, "wool": 1.0}, 400, "3 are more than an image can have here, 2"),
+        ({"ink": {"unet.up_blocks.1": 1.0}}, 400, "for 'unet.up_blocks.1'"),
+        ({"ink": 1e9}, 400, "beyond 1000"),
+    ],
+)
+def test_refusals(
+    adapters: dict[str, Any], status: int, said: str, server: tuple[httpx.Client, ImageEngine], folder: Path
+) -> None:
+    answer = server[0].post("/api/jobs", json=BODY | {"adapters": adapters})
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "adapters"
+    assert str(folder) not in answer.text
+    if list(adapters) == ["inc"]:
+        assert server[0].post("/sdapi/v1/txt2img", json=BODY | {"prompt": "<lora:inc>"}).status_code == 404
+
+
+@dataclass(eq=False)
+class Waits:
+    """An image, as far as a shelf sees it."""
+
+    adapters: Wanted
+    over: bool = False
+
+
+def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.StableDiffusion) -> None:
+    """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
+    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
+    assert (shelf.bank.places.layers, shelf.bank.places.rank) == ("attention", 8)  # as the files have it
+    ink, clay, wool = (Waits({shelf.read(name): {"": 1.0}}) for name in NAMES)
+    again, plain = Waits(ink.adapters), Waits({})
+    for one in (ink, clay):
+        assert shelf.may_begin(one)
+        shelf.begin(one)
+        shelf.shares(one.adapters)
+    held = dict(shelf._held)
+    assert not shelf.may_begin(wool)
+    assert not shelf.may_begin(again)  # there is a place for it; it would keep wool out
+    assert shelf.may_begin(plain)
+    shelf.end(clay)
+    assert shelf.may_begin(wool)
+    shelf.begin(wool)
+    rows = shelf.shares(wool.adapters).weights["unet"]
+    (where,) = np.flatnonzero(rows[0])
+    assert where == next(place for entry, place in held.items() if entry.name == "clay")  # which nobody holds
+    assert shelf.may_begin(again)
+    assert not shelf.may_begin(clay)
+    before = jax.tree.map(np.asarray, shelf.bank.arrays)
+    shelf.take_off()  # as when another model needs the memory
+    assert not jax.tree.leaves(shelf.bank.arrays)
+    shelf.put_on()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, shelf.bank.arrays))
+    clay.over = True  # who waited is not wanted any more
+    assert shelf.may_begin(again)
+
+
+def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A server that has none says so, and flags are checked before anything is loaded."""
+    from canvax.cli import main
+
+    model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
+    with pytest.raises(Refused, match="offers none; it was started without --lora-dir"):
+        check(Ask("a red apple", adapters={"ink": 1.0}), "emoji", model)
+    assert check(Ask("a <lora:ink> apple"), "emoji", model).request.prompts == ["a <lora:ink> apple"]
+    for flags, said in (
+        (["--lora-dir", str(tmp_path / "none")], "is not a folder"),
+        (["--lora", str(tmp_path / "none.safetensors")], "is not a safetensors file"),
+        (["--lora-dir", str(tmp_path), "--lora-places", "0"], "places=0"),
+    ):
+        assert main(["serve", *flags, "--port", "0"]) == 2
+        assert said in capsys.readouterr().err
