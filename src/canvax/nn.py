@@ -72,16 +72,19 @@ def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
 
 def without_shares(p: Params) -> tuple[Params, Array | None]:
     """Parameters without what differs between the images of a batch, and that [B, r], which all layers have alike."""
-    found: list[Array] = []
+    shares = _share_in(p)
+    return (p, None) if shares is None else (_bare(p), shares)
 
-    def bare(tree: Params) -> Params:
-        if SHARE in tree:
-            found.append(tree[SHARE])
-        return {
-            name: bare(value) if isinstance(value, dict) else value for name, value in tree.items() if name != SHARE
-        }
 
-    return bare(p), found[0] if found else None
+def _share_in(p: Params) -> Array | None:
+    if SHARE in p:
+        return p[SHARE]
+    found = (_share_in(value) for value in p.values() if isinstance(value, dict))
+    return next((share for share in found if share is not None), None)
+
+
+def _bare(p: Params) -> Params:
+    return {name: _bare(value) if isinstance(value, dict) else value for name, value in p.items() if name != SHARE}
 
 
 def with_shares(p: Params, shares: Array | None) -> Params:
