@@ -525,7 +525,8 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
     PIPE.save(tmp_path / "copy")
     metrics, names = Metrics(), {"emoji": "emoji", "copy": str(tmp_path / "copy")}
     said: list[str] = []
-    settings = EngineSettings(warm=(Warm(None, (1,)),), memory=1 << 10)
+    one = sum(leaf.nbytes for leaf in jax.tree.leaves(PIPE.params))
+    settings = EngineSettings(warm=(Warm(None, (1,)),), memory=one * 3 // 2)
     engine = ImageEngine(list(names), settings, metrics, lambda name: load(names[name]), say=said.append)
     engine.start()
     until(lambda: engine.state is State.READY, 300)
