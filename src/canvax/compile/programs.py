@@ -37,7 +37,7 @@ from canvax.denoise import (
 )
 from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
-from canvax.models.beside import ADAPTERS, Places
+from canvax.models.beside import ADAPTERS, Places, with_places
 from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
@@ -84,11 +84,7 @@ class Programs:
     _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
     def encode_text(
-        self,
-        params: Params,
-        batch: int,
-        announce: BuildCallback | None = None,
-        places: Places | None = None,
+        self, params: Params, batch: int, announce: BuildCallback | None = None, places: Places | None = None
     ) -> Callable[..., Conditions]:
         """Program ``(text_params(params), {component: ids [B, 77] int32}, skip int32) -> text`` and pooled text.
 
@@ -104,7 +100,7 @@ class Programs:
 
     def text_params(self, params: Params, places: Places | None = None) -> Params:
         """The parameters of the text encoders; with ``places`` those are among them."""
-        return {name: _with_places(params, name, places) for name in self.networks.text.parts}
+        return {name: with_places(params, name, places) for name in self.networks.text.parts}
 
     def text_dtypes(self, params: Params, batch: int, chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what ``batch`` prompts of so many chunks are encoded to."""
@@ -148,7 +144,7 @@ class Programs:
     def denoiser_params(self, params: Params, controls: Sequence[str] = (), places: Places | None = None) -> Params:
         """The parameters that ``denoise`` is given: the denoiser's, or with ``controls`` a dict of all networks'."""
         component = self.networks.denoiser.component
-        own = _with_places(params, component, places)
+        own = with_places(params, component, places)
         return {component: own, **{name: params[name] for name in controls}} if controls else own
 
     def encode_control(
@@ -442,11 +438,6 @@ def deep_features_shape(
     """Shape of ``DeepFeatures.features`` for latents [B, h, w, C]; before the first full row they are zeros."""
     batch, *deep = networks.denoiser.deep_shape(latents, deep_layers)
     return (2 * batch if guided else batch, 2, *deep)
-
-
-def _with_places(params: Params, component: str, places: Places | None) -> Params:
-    """The parameters of a network; with ``places`` those are among them."""
-    return params[component] if places is None else {**params[component], ADAPTERS: params[ADAPTERS][component]}
 
 
 def _silent(build: Build) -> None:
