@@ -10,6 +10,7 @@ import numpy as np
 
 from canvax.models.configs import UNetConfig
 from canvax.models.controlnet import ControlNet, HintConfig
+from canvax.models.controlnet_union import UnionNet
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.params import flatten, init_params, unflatten
 from canvax.weights.load import Component
@@ -28,7 +29,7 @@ def config_of(unet: UNetConfig, channels: int, **changes: Any) -> dict[str, Any]
 def controlnet(folder: Path, pipe: Any, seed: int = 1, strength: float = 1.0, **changes: Any) -> Path:
     """A ControlNet for a pipeline's model; ``strength`` of what it adds."""
     config = config_of(pipe.model.unet, pipe.model.vae.latent_channels, **changes)
-    spec = ControlNet.from_dict(config).spec
+    spec = (UnionNet if "num_control_type" in changes else ControlNet).from_dict(config).spec
     params = dict(flatten(init_params(spec, seed)))
     rng = np.random.default_rng(seed)
     for name, leaf in params.items():
@@ -38,6 +39,13 @@ def controlnet(folder: Path, pipe: Any, seed: int = 1, strength: float = 1.0, **
             params[name] = strength * params[name]
     save_component(folder, Component("", spec, "diffusers"), unflatten(params), config)
     return folder
+
+
+def union(folder: Path, pipe: Any, seed: int = 3, types: int = 8, **changes: Any) -> Path:
+    """A ControlNet-Union for a pipeline's model."""
+    first = pipe.model.unet.block_out_channels[0]
+    sizes = {"num_control_type": types, "num_trans_channel": first, "num_proj_channel": first, "num_trans_head": 2}
+    return controlnet(folder, pipe, seed, _class_name="ControlNetUnionModel", **sizes | changes)
 
 
 def adapter(folder: Path, pipe: Any, seed: int = 2, **changes: Any) -> Path:

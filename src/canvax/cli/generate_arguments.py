@@ -140,7 +140,7 @@ def _control(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--control", "--control-image", action="append", metavar="FILE",
-        help="the image that it reads, such as edges; none for no image",
+        help="the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
     )  # fmt: skip
     group.add_argument("--control-from", metavar="KIND", help="make that of the image first: canny, invert, ...")
     group.add_argument("--control-scale", metavar="X", help="how strong it is (1); X,X for two networks; also below")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.control import Control, control_argument, control_of, read_control
+from canvax.cli.control import Control, control_argument, control_files, control_marks, control_of
 from canvax.cli.image_prompts import (
     FilePrompt,
     check_same,
@@ -29,7 +29,7 @@ from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
-from canvax.pipelines.control_images import ControlImages
+from canvax.pipelines.control_images import size_of
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
 from canvax.pipelines.prompt_tags import TAG
@@ -217,8 +217,8 @@ def _requests(
                 given = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
                 sizes[checked] = (height, width) if given is None or given.boxes else given.size
                 if control:  # each is read here, before anything is loaded
-                    read = {str(i): [read_control(one)] for i, one in enumerate(control) if one is not None}
-                    size = ControlImages(read, {}, ()).size((height, width), SIZE_STEP) if read else (height, width)
+                    read = control_files(control)
+                    size = size_of(read, (height, width), SIZE_STEP) if read else (height, width)
                     sizes[checked] = sizes[checked] if image is not None else size
             height, width = sizes[checked]
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
@@ -428,9 +428,9 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
             f"{path}: it was generated with control images; name each with --control and its network with --controlnet "
             f"(they were {', '.join(map(str, nets)) if isinstance(nets, list) else 'not named'})"
         )
-    for one, mark in zip(named, wanted, strict=True):
-        if (one and fingerprint(read_control(one))) != mark:
-            complain(f"--control {one and one[0]}: is not the one of {path}", label="warning: ")
+    for one, given, mark in zip(named, control_marks(named), wanted, strict=True):
+        if given != mark:
+            complain(f"--control {one and one[0][1]}: is not the one of {path}", label="warning: ")
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -99,7 +99,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
-        flags[f"--control {i}"] = "none" if mark is None else f"CONTROL{i + 1}"
+        types = [f"{label}=CONTROL{i + 1}" for label in mark] if isinstance(mark, dict) else [f"CONTROL{i + 1}"]
+        flags[f"--control {i}"] = "none" if mark is None else ",".join(types)
     flags |= image_prompt_flags(metadata)
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None

@@ -12,8 +12,9 @@ from canvax.families.base import Model
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.controlnet import ControlNet
+from canvax.models.controlnet_union import UnionNet
 from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
-from canvax.weights.controlnet import ControlFiles, Kind
+from canvax.weights.controlnet import ControlFiles, Kind, is_union
 
 _FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
 """By the width of their text."""
@@ -33,15 +34,18 @@ def control_of(name: str, kind: Kind, config: Mapping[str, Any], model: Model) -
         CheckpointError: it was made for another kind of model, or its config asks for what is not supported.
     """
     try:
-        made = ControlNet.from_dict(config) if kind == "controlnet" else T2IAdapter.from_dict(config, model.unet)
+        made: Control
+        if kind == "adapter":
+            made = T2IAdapter.from_dict(config, model.unet)
+        else:
+            made = (UnionNet if is_union(config) else ControlNet).from_dict(config)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     if isinstance(made, ControlNet):
-        check_family(name, made.unet, model)
-        if made.unet.upcast_attention != model.unet.upcast_attention:
-            # Trained beside this UNet; what its config leaves out is as there.
-            made = replace(made, unet=replace(made.unet, upcast_attention=model.unet.upcast_attention))
-    elif (fault := fault_for(made.cfg, model.unet)) is not None:
+        made = _beside(name, made, model)
+    elif isinstance(made, UnionNet):
+        made = replace(made, net=_beside(name, made.net, model))
+    elif isinstance(made, T2IAdapter) and (fault := fault_for(made.cfg, model.unet)) is not None:
         raise CheckpointError(f"{name}: is a T2I-Adapter for another kind of model than {model.name}: {fault}")
     if made.factor != model.vae.factor:
         raise CheckpointError(
@@ -49,6 +53,12 @@ def control_of(name: str, kind: Kind, config: Mapping[str, Any], model: Model) -
             f"{model.vae.factor} x {model.vae.factor}; it was made for another kind of model"
         )
     return made
+
+
+def _beside(name: str, net: ControlNet, model: Model) -> ControlNet:
+    """A ControlNet that was trained beside this UNet; what its config leaves out is as there."""
+    check_family(name, net.unet, model)
+    return replace(net, unet=replace(net.unet, upcast_attention=model.unet.upcast_attention))
 
 
 def read_control(files: ControlFiles, model: Model) -> Control:
@@ -136,7 +146,21 @@ def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
     if (added := shapes.get("add_embedding.linear_1.weight")) is not None:
         config |= {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": added[1]}
         config["addition_time_embed_dim"] = base.addition_time_embed_dim or 256
-    return config
+    return config | _union_config(shapes)
+
+
+def _union_config(shapes: Shapes) -> dict[str, Any]:
+    """What a ControlNet-Union has beside it."""
+    if "task_embedding" not in shapes:
+        return {}
+    types, width = shapes["task_embedding"]
+    return {
+        "num_control_type": types,
+        "num_trans_channel": width,
+        "num_trans_layer": _count(shapes, r"transformer_layes\.(\d+)\."),
+        "num_proj_channel": shapes["spatial_ch_projs.weight"][0],
+        "addition_time_embed_dim": shapes["control_add_embedding.linear_1.weight"][1] // types,
+    }
 
 
 def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:

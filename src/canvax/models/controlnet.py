@@ -14,6 +14,7 @@ from canvax.models.blocks import resnet_block_spec
 from canvax.models.configs import Config, Count, Levels, UNetConfig
 from canvax.models.text import Conditions
 from canvax.models.unet import (
+    Context,
     Residuals,
     cross_attention_kv,
     down_layers,
@@ -137,11 +138,7 @@ class ControlNet:
         """
         channels = self.unet.in_channels
         x = x[..., :channels].astype(dtype_of(p))
-        outputs = controlnet(p, x, timestep, features[0], self, **prepared)
-        if self.pools:
-            outputs = [output.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(x.dtype) for output in outputs]
-        *skips, middle = (scaled(output, scales[:, i]) for i, output in enumerate(outputs))
-        return Residuals(tuple(skips), middle)
+        return scaled_outputs(controlnet(p, x, timestep, features[0], self, **prepared), scales, self)
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
         """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
@@ -221,12 +218,25 @@ def controlnet(
         ``net.layers`` arrays [B, h', w', C'] in the dtype of ``x``.
     """
     context = unet_context(p, x, timesteps, text, net.unet, pooled, time_ids)
+    return outputs_of(p, conv2d(p["conv_in"], x) + hint, context, net)
+
+
+def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> list[Array]:
+    """As ``controlnet``, from what the way down begins with [B, h, w, C0]."""
     with jax.named_scope("controlnet"):
-        skips = [conv2d(p["conv_in"], x) + hint]
+        skips = [first]
         skips += unet_down(p, skips[0], context, net.unet)
         middle = unet_mid(p, skips[-1], context, net.unet)
         outputs = [linear(p["controlnet_down_blocks"][str(i)], skip) for i, skip in enumerate(skips)]
         return [*outputs, linear(p["controlnet_mid_block"], middle)]
+
+
+def scaled_outputs(outputs: list[Array], scales: Array, net: ControlNet) -> Residuals:
+    """The outputs of ``outputs_of``, each times its scale of [B, L]."""
+    if net.pools:
+        outputs = [one.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(one.dtype) for one in outputs]
+    *skips, middle = (scaled(output, scales[:, i]) for i, output in enumerate(outputs))
+    return Residuals(tuple(skips), middle)
 
 
 def scaled(output: Array, scale: Array) -> Array:

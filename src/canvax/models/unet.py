@@ -261,8 +261,9 @@ def unet_context(
     pooled: Array | None = None,
     time_ids: Array | None = None,
     guidance: Array | None = None,
+    added: Array | None = None,
 ) -> Context:
-    """What the blocks see beside the image; arguments are those of ``unet``."""
+    """What the blocks see beside the image; arguments are those of ``unet``, ``added`` [B, 4 C0] joins the time."""
     times = _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype)
     if guidance is not None and cfg.time_cond_proj_dim:
         # Meng et al. 2023 (guided distillation), section 3; released models embed 1000 (scale - 1).
@@ -274,8 +275,9 @@ def unet_context(
         # sinusoids.
         sizes = _sinusoids(time_ids.reshape(-1), cfg.addition_time_embed_dim or 0, cfg)
         sizes = sizes.reshape(time_ids.shape[0], -1)
-        added = jnp.concatenate([pooled.astype(x.dtype), sizes.astype(x.dtype)], axis=-1)
-        time = time + _embed(p["add_embedding"], added)
+        both = jnp.concatenate([pooled.astype(x.dtype), sizes.astype(x.dtype)], axis=-1)
+        time = time + _embed(p["add_embedding"], both)
+    time = time if added is None else time + added
     # Every residual block begins with this activation.
     return Context(jax.nn.silu(time), text if isinstance(text, dict) else cross_attention_kv(p, text, cfg))
 

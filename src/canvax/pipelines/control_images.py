@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from PIL import Image
 from canvax.compile.programs import Programs
 from canvax.errors import InputError
 from canvax.families.base import Model
-from canvax.images.given import fingerprint, read_images
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
+from canvax.models.controlnet_union import UnionNet
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
+from canvax.pipelines.control_types import Shown, mark_of, read_shown, read_typed
 from canvax.pipelines.options import Options
 from canvax.types import HostArray
 
@@ -30,14 +31,14 @@ class ControlImages:
     """The control images of a call.
 
     Attributes:
-        images: for each network that reads one, by the name of its component: RGB, one for all images of the call or
-            one for each, of whatever size.
-        fingerprints: likewise, of the images as they were given.
+        images: for each network that reads some, by the name of its component: what it is shown for all images of the
+            call, or for each.
+        fingerprints: likewise, of the images as they were given: a text, or of those with types a dict.
         places: which of the pipeline's networks these are.
     """
 
-    images: Mapping[str, list[Image.Image]]
-    fingerprints: Mapping[str, list[str]]
+    images: Mapping[str, list[tuple[Shown, ...]]]
+    fingerprints: Mapping[str, list[Any]]
     places: tuple[int, ...]
 
     @property
@@ -51,20 +52,27 @@ class ControlImages:
         Raises:
             InputError: they have several sizes, or one that cannot be generated.
         """
-        if None not in asked:
-            return asked
-        sizes = {one.size for images in self.images.values() for one in images}
-        if len(sizes) > 1:
-            raise InputError("the control images have several sizes; give height and width, which they are resized to")
-        ((width, height),) = sizes
-        for name, side, given in (("height", height, asked[0]), ("width", width, asked[1])):
-            if given is None and side % factor:
-                below = side // factor * factor
-                raise InputError(
-                    f"the control image has a {name} of {side} pixels, which is not a multiple of {factor}; give "
-                    f"{name}={below or factor} or {name}={below + factor}, which it is resized to"
-                )
-        return asked[0] or height, asked[1] or width
+        return size_of(
+            (one.image for images in self.images.values() for shown in images for one in shown), asked, factor
+        )
+
+
+def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
+    """As ``ControlImages.size``."""
+    if None not in asked:
+        return asked
+    sizes = {one.size for one in images}
+    if len(sizes) > 1:
+        raise InputError("the control images have several sizes; give height and width, which they are resized to")
+    ((width, height),) = sizes
+    for name, side, given in (("height", height, asked[0]), ("width", width, asked[1])):
+        if given is None and side % factor:
+            below = side // factor * factor
+            raise InputError(
+                f"the control image has a {name} of {side} pixels, which is not a multiple of {factor}; give "
+                f"{name}={below or factor} or {name}={below + factor}, which it is resized to"
+            )
+    return asked[0] or height, asked[1] or width
 
 
 def check_control(model: Model, control: Any, count: int, options: Options) -> ControlImages | None:
@@ -101,11 +109,11 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
             raise InputError(f"{name} has {len(value)} entries for {len(nets)} networks; give one, or one for each")
     images = {
-        name: read_images("control", value, count)
-        for (name, _), value in zip(nets, given, strict=True)
+        name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
+        for (name, net), value in zip(nets, given, strict=True)
         if value is not None
     }
-    marks = {name: [fingerprint(one) for one in found] for name, found in images.items()}
+    marks = {name: [mark_of(shown) for shown in found] for name, found in images.items()}
     return ControlImages(images, marks, tuple(i for i, (name, _) in enumerate(nets) if name in images))
 
 
@@ -157,14 +165,24 @@ def encode_controls(
     """What each network keeps of its image of each image of the call, on the devices; each image is read once."""
     split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
     batch = padded_batch(count, programs.mesh)
+    nets = dict(programs.networks.controls)
     found: dict[str, tuple[Any, ...]] = {}
     for name, images in control.images.items():
-        kept = []
-        for image in images:
+
+        def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
             pixels = as_floats(resized(image, *size))
             # Every device reads the same, so that each of several processes has it.
             outputs = encoders[name](params[name], put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
-            kept.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
+            return tuple(np.asarray(output.addressable_shards[0].data)[0] for output in outputs)
+
+        kept: list[tuple[HostArray, ...]] = []
+        for shown in images:
+            parts = [read(one.image) for one in shown]
+            net = nets[name]
+            if isinstance(net, UnionNet):
+                kept.append(net.together(parts, [one.slot for one in shown], [one.weight for one in shown]))
+            else:
+                kept.append(parts[0])
         whole = [np.stack([*parts, *[parts[-1]] * (batch - len(parts))]) for parts in zip(*kept, strict=True)]
         found[name] = tuple(put(part, split) for part in whole)
     return found

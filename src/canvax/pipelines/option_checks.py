@@ -111,6 +111,11 @@ def check_control_options(options: Any) -> None:
         object.__setattr__(options, name, values[0] if len(values) == 1 else values)
     modes = _listed(options.control_mode)
     for mode in modes or ("",):
+        if is_number(mode):
+            raise InputError(
+                f"control_mode={options.control_mode!r}: the type of a ControlNet-Union stands with its image, "
+                "control={'depth': image} or control={1: image}"
+            )
         if mode not in CONTROL_MODES:
             raise InputError(f"control_mode={options.control_mode!r} is not known; {nearest(str(mode), CONTROL_MODES)}")
     object.__setattr__(options, "control_mode", modes[0] if len(modes) == 1 else modes)

@@ -194,7 +194,8 @@ class StableDiffusion(LoadedModel):
             strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
             control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for
                 each. With several networks a list of such, None for one to leave out. Resized to what is generated,
-                whose size it gives if nothing else does (docs/controlnet.md).
+                whose size it gives if nothing else does. A ControlNet-Union takes a dict of types to images
+                (docs/controlnet.md).
             image_prompt: what an IP-Adapter reads beside the prompt: an image, or a list of one for each image; a
                 ``canvax.ImagePrompt`` or a list of several for a strength, a mask, several at once
                 (docs/ip-adapter.md).

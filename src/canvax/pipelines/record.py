@@ -63,7 +63,7 @@ def _given(request: Request, index: int) -> dict[str, str]:
     return {f"{name}_sha256": entry(values, index) for name, values in found.items()}
 
 
-def _control(model: Model, request: Request, index: int) -> dict[str, list[str | None]]:
+def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]:
     """By which pixels the control images of one image are known again, for each network; None for one without."""
     if request.control is None:
         return {}

@@ -28,12 +28,11 @@ Kind = Literal["controlnet", "adapter"]
 CLASSES: Mapping[str, Kind] = {
     "ControlNetModel": "controlnet",
     "FlaxControlNetModel": "controlnet",
+    "ControlNetUnionModel": "controlnet",
+    "ControlNetModel_Union": "controlnet",
     "T2IAdapter": "adapter",
 }
 """Classes of diffusers."""
-
-_UNION = "a ControlNet-Union, which has several kinds of control in one network; canvax does not have it yet"
-_REFUSED_CLASSES = {"ControlNetUnionModel": _UNION}
 
 _DIFFERENCE = "difference"
 _CONTROL_LORA = "lora_controlnet"
@@ -119,6 +118,11 @@ def open_control(source: Source, *, accept: Callable[[Kind, Mapping[str, Any]], 
     return ControlFiles(source.name, kind, config, arrays, revision=files.revision, variant=files.variant)
 
 
+def is_union(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a ControlNet-Union; its first files name the class of a plain ControlNet."""
+    return "Union" in str(config.get("_class_name")) or "num_control_type" in config
+
+
 def conversion(path: Path) -> str:
     """How to make a safetensors file of a pickle, where it is trusted."""
     new = path.with_suffix(".safetensors").name
@@ -157,10 +161,9 @@ def _kind_of(name: str, config: Mapping[str, Any]) -> Kind:
     cls = config.get("_class_name")
     if isinstance(cls, str) and cls in CLASSES:
         return CLASSES[cls]
-    if (what := _REFUSED_CLASSES.get(str(cls))) is not None:
-        raise CheckpointError(f"{name}: is {what}")
     raise CheckpointError(
-        f"{name}: its config.json is of the class {str(cls)[:80]!r}; canvax reads ControlNetModel and T2IAdapter"
+        f"{name}: its config.json is of the class {str(cls)[:80]!r}; canvax reads ControlNetModel, "
+        "ControlNetUnionModel and T2IAdapter"
     )
 
 
@@ -196,8 +199,6 @@ def _other(names: set[str]) -> str | None:
         return "empty"
     if any(one.startswith("lllite_") for one in names):
         return "a ControlLLLite, another method than ControlNet; canvax does not have it"
-    if any(one.endswith(("task_embedding", "control_add_embedding.linear_1.weight")) for one in names):
-        return _UNION
     if _CONTROL_LORA not in names and any("lora_down" in one or "lora_A" in one or ".lora." in one for one in names):
         return "a LoRA, no ControlNet"
     if any(one.startswith(("first_stage_model.", "model.diffusion_model.")) for one in names) and not any(

@@ -1,0 +1,235 @@
+"""ControlNet-Union (xinsir 2024): one ControlNet for several types of control image, alone or together.
+
+Each image is embedded as in a ControlNet. A small transformer sees a token of each, which is the mean of its features and
+what its type adds; what becomes of it is added everywhere. The types that there are join the time. A type without an image
+has the weight 0, so which types there are is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.models.configs import Config, Count, UNetConfig
+from canvax.models.controlnet import ControlNet, dtype_of, outputs_of, scaled_outputs
+from canvax.models.text import Conditions
+from canvax.models.unet import Residuals, timestep_embedding, unet_context
+from canvax.nn import conv2d, layer_norm, linear, linear_spec, norm_spec, quick_gelu
+from canvax.params import Param, Params, Spec
+from canvax.types import Array, DType, HostArray
+
+TYPES: Mapping[str, int] = {
+    "openpose": 0,
+    "depth": 1,
+    **dict.fromkeys(("softedge", "hed", "pidi", "scribble", "ted"), 2),
+    **dict.fromkeys(("canny", "lineart", "anime_lineart", "mlsd"), 3),
+    "normal": 4,
+    "segment": 5,
+    "tile": 6,
+    "repaint": 7,
+}
+"""Numbers of the types of the released networks; the last two are those of ProMax alone."""
+
+
+@dataclass(frozen=True)
+class UnionConfig(Config):
+    """What ``ControlNetUnionModel`` has beside a ControlNet: names and defaults are those of the diffusers config."""
+
+    num_control_type: Count = 6
+    num_trans_channel: Count = 320
+    num_trans_layer: Count = 1
+    num_proj_channel: Count = 320
+
+
+@dataclass(frozen=True)
+class UnionNet:
+    """A ControlNet-Union as a record, which is a ``canvax.models.controlled.Control``.
+
+    Attributes:
+        net: the ControlNet that it is beside.
+        union: sizes of what fuses the images.
+    """
+
+    net: ControlNet
+    union: UnionConfig
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """From a parsed ``config.json`` of diffusers.
+
+        Raises:
+            CheckpointError: naming every field whose value is not supported.
+        """
+        names = UnionConfig.__dataclass_fields__
+        unread = (*names, "num_trans_head")  # which a token that attends to itself alone has no use for
+        rest = {name: value for name, value in config.items() if name not in unread}
+        rest.setdefault("conditioning_embedding_out_channels", (48, 96, 192, 384))
+        union = UnionConfig.from_dict({name: config[name] for name in names if config.get(name) is not None})
+        net = ControlNet.from_dict(rest)
+        first = net.unet.block_out_channels[0]
+        faults = []
+        if net.unet.addition_time_embed_dim is None:
+            faults.append("no addition_time_embed_dim")
+        if {union.num_trans_channel, union.num_proj_channel} != {first}:
+            faults.append(
+                f"num_trans_channel {union.num_trans_channel} and num_proj_channel {union.num_proj_channel} beside "
+                f"block_out_channels that begin with {first}"
+            )
+        if faults:
+            raise CheckpointError("ControlNetUnionModel does not support " + "; ".join(faults))
+        return cls(net, union)
+
+    @property
+    def spec(self) -> Spec:
+        """Its parameters."""
+        return union_spec(self)
+
+    @property
+    def unet(self) -> UNetConfig:
+        """Sizes of the way down and of the middle."""
+        return self.net.unet
+
+    @property
+    def layers(self) -> int:
+        """As of a ControlNet."""
+        return self.net.layers
+
+    @property
+    def factor(self) -> int:
+        """As of a ControlNet."""
+        return self.net.factor
+
+    @property
+    def pools(self) -> bool:
+        """As of a ControlNet."""
+        return self.net.pools
+
+    @property
+    def types(self) -> int:
+        """T: how many types there are."""
+        return self.union.num_control_type
+
+    def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
+        """Features of images [B, H, W, 3] in 0..1, of whatever type: ([B, h, w, C0], their means [B, C0])."""
+        (hint,) = self.net.encode(p, images)
+        return hint, hint.mean((1, 2), dtype=jnp.float32).astype(hint.dtype)
+
+    def together(self, read: Sequence[tuple[HostArray, ...]], slots: Sequence[int], weights: Sequence[float]) -> Any:
+        """What is kept of the images of one image of a call, on the host; see ``features``, without B.
+
+        Args:
+            read: of each image what ``encode`` gives, without B.
+            slots: the number of its type.
+            weights: how strong it is beside the others.
+        """
+        hints, means = zip(*read, strict=True)
+        hint = sum(np.float32(w) * np.asarray(one, np.float32) for w, one in zip(weights, hints, strict=True))
+        tokens = np.zeros((self.types, *means[0].shape), means[0].dtype)
+        strong = np.zeros(self.types, means[0].dtype)
+        for slot, weight, mean in zip(slots, weights, means, strict=True):
+            tokens[slot], strong[slot] = mean, weight
+        return np.asarray(hint).astype(hints[0].dtype), tokens, strong
+
+    def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what is kept for latents [B, h, w, C].
+
+        The features of all images, weighed and summed [B, h, w, C0]; their means [B, T, C0]; their weights [B, T], 0 for
+        a type without an image.
+        """
+        (hint,) = self.net.features(latents)
+        return hint, (latents[0], self.types, hint[-1]), (latents[0], self.types)
+
+    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
+        """As of a ControlNet."""
+        return self.net.prepare(p, conditions)
+
+    def residuals(
+        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
+    ) -> Residuals:
+        """What is added to the UNet's features; see ``ControlNet.residuals``."""
+        net, told = self.net, dict(prepared)
+        hint, means, weights = features
+        x = x[..., : net.unet.in_channels].astype(dtype_of(p))
+        embedding = type_embedding(p, weights, self).astype(x.dtype)
+        context = unet_context(p, x, timestep, told.pop("text"), net.unet, **told, added=embedding)
+        first = conv2d(p["conv_in"], x)
+        first = first + hint + fused(p, means, weights, self)[:, None, None]
+        return scaled_outputs(outputs_of(p, first, context, net), scales, net)
+
+    def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
+        """As of a ControlNet."""
+        return self.net.nothing(shape, dtype)
+
+
+def union_spec(net: UnionNet) -> Spec:
+    """Parameters under the names of diffusers, which are those of the released files, the missing letter included."""
+    width, types = net.union.num_trans_channel, net.types
+    first = net.unet.block_out_channels[0]
+    layer: Spec = {
+        "attn": {
+            "in_proj_weight": Param((width, 3 * width), (None, None), layout="linear"),
+            "in_proj_bias": Param((3 * width,), (None,), init="zeros"),
+            "out_proj": linear_spec(width, width),
+        },
+        "ln_1": norm_spec(width),
+        "ln_2": norm_spec(width),
+        "mlp": {"c_fc": linear_spec(width, 4 * width), "c_proj": linear_spec(4 * width, width)},
+    }
+    return {
+        **net.net.spec,
+        "task_embedding": Param((types, width), (None, None), init="normal"),
+        "transformer_layes": {str(i): layer for i in range(net.union.num_trans_layer)},
+        "spatial_ch_projs": linear_spec(width, first),
+        "control_add_embedding": {
+            "linear_1": linear_spec(types * (net.unet.addition_time_embed_dim or 0), 4 * first),
+            "linear_2": linear_spec(4 * first, 4 * first),
+        },
+    }
+
+
+def type_embedding(p: Params, weights: Array, net: UnionNet) -> Array:
+    """What the types that have an image [B, T] add to the time embedding [B, 4 C0]."""
+    cfg = net.unet
+    present = (weights != 0).astype(jnp.float32).reshape(-1)
+    width = cfg.addition_time_embed_dim or 0
+    found = timestep_embedding(present, width, flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift)
+    inner = linear(p["control_add_embedding"]["linear_1"], found.reshape(weights.shape[0], -1).astype(weights.dtype))
+    return linear(p["control_add_embedding"]["linear_2"], jax.nn.silu(inner))
+
+
+def fused(p: Params, means: Array, weights: Array, net: UnionNet) -> Array:
+    """What the images add to all places [B, C0].
+
+    Args:
+        p: the parameters.
+        means: of the images' features [B, T, C0].
+        weights: of the images [B, T]; where it is 0 there is none.
+        net: the record.
+    """
+    with jax.named_scope("control_types"):
+        tokens = (means + p["task_embedding"]) * weights[..., None]
+        for i in range(net.union.num_trans_layer):
+            layer = p["transformer_layes"][str(i)]
+            tokens = tokens + _attention(layer["attn"], layer_norm(layer["ln_1"], tokens))
+            wide = quick_gelu(linear(layer["mlp"]["c_fc"], layer_norm(layer["ln_2"], tokens)))
+            tokens = tokens + linear(layer["mlp"]["c_proj"], wide)
+        added = linear(p["spatial_ch_projs"], tokens)
+        return (added * weights[..., None]).sum(1)
+
+
+def _attention(p: Params, x: Array) -> Array:
+    """Attention [B, T, C] of each token to itself alone, whose values are then all that matters.
+
+    So it is in diffusers: its attention expects the tokens first and is given the batch first. A token attends to those
+    of its own type in the batch. Both halves of guidance have the same ones, which for one image leaves itself. Other
+    images of a batch have no say here.
+    """
+    inner = x.shape[-1]
+    values = {"weight": p["in_proj_weight"][:, 2 * inner :], "bias": p["in_proj_bias"][2 * inner :]}
+    return linear(p["out_proj"], linear(values, x))

@@ -1,0 +1,188 @@
+"""Control images by type: what a call says of them, what compiles, company, files and the command.
+
+Numbers are held against PyTorch diffusers in ``parity/test_controlnet_union.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from control_files import controlnet, union
+from drawing import draw, far
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from small_sdxl import build
+
+import canvax
+from canvax.cli import BAD_INPUT, main
+from canvax.cli.control import control_of
+from canvax.cli.info import reproduce
+from canvax.parallel.mesh import make_mesh
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
+    return Image.fromarray(np.kron(lines, np.ones((8, 8))).astype(np.uint8) * 255).convert("RGB")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+    folder = build(tmp_path_factory.mktemp("model") / "base")
+    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def folder(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return union(tmp_path_factory.mktemp("nets") / "union", base)
+
+
+@pytest.fixture(scope="module")
+def pipe(base: canvax.StableDiffusion, folder: Path) -> canvax.StableDiffusion:
+    return base.with_controlnet(folder)
+
+
+def test_types_are_data(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+    found = [draw(base, height=64, width=64).latents]
+    draw(pipe, control={"depth": edges(1)})
+    for control in (
+        {"depth": edges(1)}, {"canny": edges(1)}, {0: edges(1)}, {"depth": edges(1), "canny": edges(2)},
+        {"depth:0.5": edges(1), "canny": edges(2)}, {"depth": edges(1), "tile": edges(2), "repaint": edges(3)},
+    ):  # fmt: skip
+        result = draw(pipe, control=control)
+        assert result.compilations == 0, control
+        assert all(far(result.latents, other) > 1e-4 for other in found), control
+        found.append(result.latents)
+    # Names of one type, and the order in which types are named, change nothing.
+    assert far(draw(pipe, control={"LineArt ": edges(1)}).latents, found[2]) < 1e-6
+    assert far(draw(pipe, control={"canny": edges(2), "1": edges(1)}).latents, found[4]) < 1e-5
+    assert far(draw(pipe, control={"depth": edges(1)}, control_scale=0).latents, found[0]) < 1e-4
+
+
+def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
+    """Images of one call with other images, other types and another number of them."""
+    shown: list[dict[Any, Any]] = [{"depth": edges(1)}, {"tile": edges(2), "depth": edges(3)}]
+    both = draw(pipe, ["a cat", "a dog"], control=shown, seed=[1, 2])
+    for i, prompt in enumerate(("a cat", "a dog")):
+        alone = draw(pipe, prompt, control=shown[i], seed=i + 1)
+        assert far(both.latents[i], alone.latents[0]) < 1e-4
+        assert both.metadata[i]["control_sha256"] == alone.metadata[0]["control_sha256"]
+    lists = draw(pipe, ["a cat", "a dog"], control={"depth": [edges(1), edges(3)]}, seed=[1, 2])
+    assert far(lists.latents[0], both.latents[0]) < 1e-4
+    assert list(both.metadata[1]["control_sha256"][0]) == ["tile", "depth"]
+
+
+def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
+    mixed = base.with_controlnet([controlnet(tmp_path / "plain", base, 1), folder])
+    want = draw(pipe, control={"depth": edges(1)}).latents
+    assert far(draw(mixed, control=[None, {"depth": edges(1)}]).latents, want) < 1e-4
+    assert far(draw(mixed, control=[edges(2), {"depth": edges(1)}]).latents, want) > 1e-3
+    with pytest.raises(canvax.InputError, match="no ControlNet-Union, which alone takes images by type"):
+        draw(mixed, control=[{"depth": edges(1)}, None])
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"control": edges(1)}, "names the type of each image, control=.*0 openpose, 1 depth, 2 softedge = hed"),
+    ({"control": [edges(1)]}, "names the type of each image"),
+    ({"control": {}}, "names no type of control image"),
+    ({"control": {"dpeth": edges(1)}}, "did you mean 'depth'.*its types are 0 openpose"),
+    ({"control": {8: edges(1)}}, "is no type of this network; its types are 0 openpose"),
+    ({"control": {-1: edges(1)}}, "is no type of this network"),
+    ({"control": {1.5: edges(1)}}, "is no type of"),
+    ({"control": {None: edges(1)}}, "is no type of"),
+    ({"control": {"depth:": edges(1)}}, "is no type of control image"),
+    ({"control": {"depth:much": edges(1)}}, "'much' is no weight; write depth:0.5"),
+    ({"control": {"depth:nan": edges(1)}}, "'nan' is no weight"),
+    ({"control": {"depth:0": edges(1)}}, "or leave the type out"),
+    ({"control": {"hed": edges(1), "scribble": edges(2)}}, "'hed' and 'scribble', which are one type"),
+    ({"control": {"depth": 5}}, "control=5 is not an image"),
+    ({"control": {"depth": [edges(1)] * 3}}, "control has 3 entries for 1 images"),
+    ({"control": [{"depth": edges(1)}] * 3}, "control has 3 entries for 1 images"),
+    ({"control": {"depth": edges(1), "tile": edges(2, (96, 64))}}, "several sizes"),
+    ({"control_image": [edges(1)], "control_mode": [1]}, "the type of a ControlNet-Union stands with its image"),
+])  # fmt: skip
+def test_bad_calls(changes: dict[str, Any], message: str, pipe: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.InputError, match=message):
+        draw(pipe, **changes)
+
+
+def test_six_types(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """The first released network has no tile and no repaint."""
+    pipe = base.with_controlnet(union(tmp_path / "six", base, types=6))
+    with pytest.raises(canvax.InputError, match=r"no type of this network.*5 segment$"):
+        draw(pipe, control={"tile": edges(1)})
+
+
+def test_files(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
+    want = draw(pipe, control={"depth": edges(1)}).latents
+    one = tmp_path / "net.safetensors"
+    one.write_bytes((folder / WEIGHTS).read_bytes())
+    assert far(draw(base.with_controlnet(one), control={"depth": edges(1)}).latents, want) == 0
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"_class_name": "ControlNetModel"}, None),  # as the first released files have it
+        ({"num_trans_channel": 16}, "num_trans_channel 16 and num_proj_channel 8 beside block_out_channels that begin"),
+        ({"num_control_type": 7}, r"task_embedding.*\(8, 8\)"),
+        ({"num_control_type": "all"}, "num_control_type"),
+        ({"addition_time_embed_dim": None}, "addition_time_embed_dim"),
+    ):
+        changed = tmp_path / str(message)[:12].replace(" ", "_").replace("\\", "")
+        changed.mkdir()
+        (changed / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes())
+        (changed / "config.json").write_text(json.dumps(config | change))
+        if message is None:
+            assert far(draw(base.with_controlnet(changed), control={"depth": edges(1)}).latents, want) == 0
+            continue
+        with pytest.raises(canvax.CheckpointError, match=message):
+            base.with_controlnet(changed)
+    arrays = load_file(folder / WEIGHTS)
+    save_file({k: v for k, v in arrays.items() if not k.startswith("transformer")}, tmp_path / "part.safetensors")
+    with pytest.raises(canvax.CheckpointError):
+        base.with_controlnet(tmp_path / "part.safetensors")
+
+
+@pytest.mark.slow
+def test_other_dtypes(base: canvax.StableDiffusion, folder: Path) -> None:
+    mesh = make_mesh(jax.devices()[:1])
+    changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int8"}]
+    for keywords in changes:
+        pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folder, **keywords)
+        steered = draw(pipe, control={"depth": edges(1), "tile": edges(2)})
+        assert far(steered.pixels, draw(pipe, height=64, width=64).pixels) > 1e-3
+        assert pipe.compile(control=True, progress=False) is not None
+
+
+def test_flags() -> None:
+    assert control_of({"control": "a.png"}) == ((("", "a.png", None),),)
+    assert control_of({"control": "./a=b.png"}) == ((("", "./a=b.png", None),),)
+    typed = control_of({"control": ["depth=a, b.png,canny:0.5=c.png", "none"], "control_from": "blur,none"})
+    assert typed == ((("depth", "a, b.png", "blur"), ("canny:0.5", "c.png", "blur")), None)
+
+
+def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: pipe)
+    for i in (1, 2):
+        edges(i).save(f"{i}.png")
+    shown = ["--controlnet", "net", "--control", "depth=1.png,tile:0.5=2.png", "-q"]
+    assert main(["generate", "a cat", *shown, "--steps", "4", "-s", "1", "-o", "one.png"]) == 0
+    want = draw(pipe, control={"depth": edges(1), "tile:0.5": edges(2)})
+    with Image.open("one.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(want.images[0]))
+    assert [*want.metadata[0]["control_sha256"][0]] == ["depth", "tile:0.5"]
+    assert "--control depth=CONTROL1,tile:0.5=CONTROL1" in reproduce(want.metadata[0])
+    assert main(["generate", "--from-image", "one.png", *shown, "-o", "two.png"]) == 0
+    assert Path("one.png").read_bytes() == Path("two.png").read_bytes()
+    capsys.readouterr()
+    assert main(["generate", "--from-image", "one.png", *shown[:3], "depth=1.png", "-q", "-o", "three.png"]) == 0
+    assert "is not the one of one.png" in capsys.readouterr().err
+    for flag, message in (("depth=nowhere.png", "cannot be read"), ("1.png", "names the type of each image"),
+                          ("hed=1.png,ted=2.png", "one type"), ("tile=1.png,tile=2.png", "a type twice")):  # fmt: skip
+        assert main(["generate", "a cat", *shown[:3], flag, "-q", "-o", "no.png"]) == BAD_INPUT
+        assert message in capsys.readouterr().err
