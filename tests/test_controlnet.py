@@ -385,7 +385,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config of an SDXL net": (configured(**XL), "is a ControlNet for Stable Diffusion XL.*text of width 2048"),
     "config of an SD 1.x net": (configured(cross_attention_dim=768), "ControlNet for Stable Diffusion 1.x"),
     "other levels": (configured(block_out_channels=[64, 64]), "made for another kind|is a ControlNet for another kind"),
-    "another class": (configured(_class_name="UNet2DConditionModel"), "canvax reads ControlNetModel, ControlNetUnionModel and T2IAdapter"),
+    "another class": (
+        configured(_class_name="UNet2DConditionModel"),
+        "canvax reads ControlNetModel, ControlNetUnionModel and T2IAdapter",
+    ),
     "no class": (configured(_class_name=None), "canvax reads ControlNetModel"),
     "a union": (configured(_class_name="ControlNetUnionModel"), "does not support no addition_time_embed_dim"),
     "unknown field": (configured(magic=3), "magic = 3"),

@@ -198,9 +198,11 @@ def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Stabl
     assert shelf.may_begin(again)
 
 
-def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has none says so, and flags are checked before anything is loaded."""
     from canvax.cli import main
+
+    monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
 
     model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
     with pytest.raises(Refused, match="offers none; it was started without --lora-dir"):

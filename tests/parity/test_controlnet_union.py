@@ -1,4 +1,4 @@
-"""ControlNet-Union against PyTorch diffusers: what it adds, and whole SDXL pipelines with one image and with several."""
+"""ControlNet-Union against PyTorch diffusers: what it adds, and whole SDXL pipelines with one and several images."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ControlNet-Union (xinsir 2024): one ControlNet for several types of control image, alone or together.
 
-Each image is embedded as in a ControlNet. A small transformer sees a token of each, which is the mean of its features and
-what its type adds; what becomes of it is added everywhere. The types that there are join the time. A type without an image
-has the weight 0, so which types there are is data.
+Each image is embedded as in a ControlNet. A small transformer sees a token of each, which is the mean of its features
+and what its type adds; what becomes of it is added everywhere. The types that there are join the time. A type without
+an image has the weight 0, so which types there are is data.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class UnionNet:
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Shapes of what is kept for latents [B, h, w, C].
 
-        The features of all images, weighed and summed [B, h, w, C0]; their means [B, T, C0]; their weights [B, T], 0 for
-        a type without an image.
+        The features of all images, weighed and summed [B, h, w, C0]; their means [B, T, C0]; their weights [B, T], 0
+        for a type without an image.
         """
         (hint,) = self.net.features(latents)
         return hint, (latents[0], self.types, hint[-1]), (latents[0], self.types)

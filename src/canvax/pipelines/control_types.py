@@ -41,8 +41,8 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
     """
     if isinstance(value, Mapping):
         raise InputError(
-            f"control={{{', '.join(map(repr, value))}}}: the network is no ControlNet-Union, which alone takes images by "
-            "type; give the image itself"
+            f"control={{{', '.join(map(repr, value))}}}: the network is no ControlNet-Union, which alone takes images "
+            "by type; give the image itself"
         )
     return [(Shown(image),) for image in read_images("control", value, count)]
 
@@ -60,13 +60,13 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         InputError: a type is unknown or there twice, or an image is none.
     """
     if isinstance(value, Mapping):
-        own = {str(key): (*_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
+        own = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
         if not own:
             raise InputError(f"control={{}} names no type of control image; {_known(net)}")
         _check_once(own)
-        several = max(len(images) for *_, images in own.values())
+        several = max(len(images) for _, images in own.values())
         return [
-            tuple(Shown(images[i % len(images)], label, *kind) for label, (*kind, images) in own.items())
+            tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in own.items())
             for i in range(several)
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
@@ -108,7 +108,7 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
 
 def _check_once(own: Mapping[str, tuple[Any, ...]]) -> None:
     first: dict[int, str] = {}
-    for label, (slot, *_) in own.items():
+    for label, ((slot, _), _) in own.items():
         if slot in first:
             raise InputError(f"control has {first[slot]!r} and {label!r}, which are one type of the network; give one")
         first[slot] = label
