@@ -9,7 +9,6 @@ import math
 import re
 import signal
 import socket
-import sys
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -208,12 +207,12 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 
 def _log_to_stderr(*, quiet: bool) -> None:
-    from canvax.server.logs import JsonLines
+    from canvax.server.logs import JsonLines, Stderr
 
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Stderr()
     handler.setFormatter(JsonLines())
     logger = logging.getLogger("canvax.server")
-    logger.addHandler(handler)
+    logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id

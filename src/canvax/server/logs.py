@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 
 
 def now() -> str:
     """The time as it stands in a line."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+class Stderr(logging.StreamHandler):
+    """To what ``sys.stderr`` is when something is written: it may have been replaced, and the old one closed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler``."""
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class JsonLines(logging.Formatter):
