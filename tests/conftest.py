@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import canvax
 
-AS_FOR_USERS = {"test_kernels", "test_pipeline"}
+AS_FOR_USERS = {"test_image_to_image", "test_kernels", "test_pipeline"}
 """Modules whose programs are compiled as users' are; so are those of the processes that tests start."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
