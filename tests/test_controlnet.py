@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_files import adapter, config_of, controlnet
+from control_files import adapter, config_of, controlnet, union
 from drawing import draw, far
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
 from small_checkpoint import write_small_checkpoint
+from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -481,21 +482,27 @@ def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> No
 
 
 @pytest.mark.slow
-def test_the_page_runs(base: canvax.StableDiffusion, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(
+    base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every block of docs/controlnet.md, with small random networks in place of those it names."""
     page = (Path(__file__).parent.parent / "docs" / "controlnet.md").read_text(encoding="utf-8")
 
     given = canvax.StableDiffusion.with_controlnet
+    sdxl = canvax.load(build(tmp_path / "sdxl"), dtype="float32", mesh=base.mesh)
+    typed = given(sdxl, union(tmp_path / "union", sdxl))
 
     def with_controlnet(self: canvax.StableDiffusion, controlnet: Any) -> canvax.StableDiffusion:
         return given(self, folders[: 1 if isinstance(controlnet, str) else len(controlnet)])
 
     def load(model: str, controlnet: Any = None) -> canvax.StableDiffusion:
-        return with_controlnet(base, controlnet) if controlnet else base
+        if controlnet is None:
+            return base
+        return typed if "union" in controlnet else with_controlnet(base, controlnet)
 
     monkeypatch.setattr(canvax, "load", load)
     monkeypatch.setattr(canvax.StableDiffusion, "with_controlnet", with_controlnet)
-    names: dict[str, Any] = {"photo": draw(base).images[0], "edges": edges(1), "depth": edges(2)}
+    names: dict[str, Any] = {"photo": draw(base).images[0], "edges": edges(1), "depth": edges(2), "pose": edges(3)}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         if "canvax.flax_api" not in block:
             exec(block, names)
