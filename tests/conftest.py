@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -17,7 +16,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinning: 15 times as long on busy processors
 # Containers set it. Each process that a test starts would then compile all of canvax's Python anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
 os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
 
