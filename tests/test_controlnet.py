@@ -27,6 +27,7 @@ from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, Carried
 from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
@@ -175,7 +176,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
-    program = pipe.programs.denoise(pipe.params, latents, guided=True, controls=names)
+    program = pipe.programs.denoise(pipe.params, latents, Kinds(controls=names), guided=True)
     batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
 
     def carried(seed: int, steps: int, **options: Any) -> Carried:
