@@ -94,6 +94,7 @@ def test_hub(tmp_path: Path) -> None:
         assert "is not in the cache" in message
 
 
+@pytest.mark.slow
 def test_several_devices(tmp_path: Path) -> None:
     """Weights that devices share lie as before, and are those of one device."""
     folder = write_small_checkpoint(tmp_path / "small")
