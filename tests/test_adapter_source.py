@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from adapter_files import Draw, layers, lora, write
 from hub_imitation import HubImitation, Repository
 from small_checkpoint import write_small_checkpoint
