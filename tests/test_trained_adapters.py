@@ -10,6 +10,7 @@ import pytest
 import canvax
 from canvax.train.pictures import Pictures, read_pictures
 from recipes.adapters.sets import SKY, background, night, write_edges, write_night
+from recipes.adapters.sheets import covered
 
 FILES = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
 
@@ -48,6 +49,7 @@ def test_sizes() -> None:
     """Small enough for a checkout; none is in the wheel."""
     assert (FILES / "night.safetensors").stat().st_size < 1e6
     assert (FILES / "rainbow-flag.safetensors").stat().st_size < 5000
+    assert (FILES / "edges" / "diffusion_pytorch_model.safetensors").stat().st_size < 8e6
 
 
 @pytest.mark.slow
@@ -66,3 +68,14 @@ def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> No
     emoji.adapters.remove()
     middle = flag[20:44, 8:56]
     assert middle.std(axis=(0, 1)).max() > 0.1
+
+
+@pytest.mark.slow
+def test_images_follow_edges(emoji: canvax.StableDiffusion) -> None:
+    """Without a prompt, of three shapes: most of each is covered, and more than without the network."""
+    shapes = np.stack(
+        [np.asarray(image) for image in emoji(["a gem stone", "an umbrella", "a red apple"], seed=3).images]
+    )
+    drawings = Pictures(shapes, [["a thing"]] * 3, [{}] * 3, np.zeros((3, 4), np.int32))
+    found = covered(FILES / "edges", drawings, 3)
+    assert found["no prompt, with the network"] > max(0.8, found["no prompt, without the network"] + 0.1)

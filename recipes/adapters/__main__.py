@@ -4,6 +4,7 @@ python -m recipes.emoji data out/emoji.zip
 python -m recipes.adapters data out/emoji.zip -o out/adapters
 python -m recipes.adapters commands -o out/adapters
 python -m recipes.adapters sheets -o out/adapters --images docs/images
+python -m recipes.adapters measure out/emoji.zip -o out/adapters
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from canvax.train.pictures import read_pictures
 from recipes.adapters.sets import write_edges, write_night, write_one
-from recipes.adapters.sheets import draw_sheets
+from recipes.adapters.sheets import covered, draw_sheets
 
 SIZE = 64
 CAPTIONS = 4
@@ -27,10 +28,10 @@ canvax train lora {0}/night -o {0}/trained/night --layers all --rank 8 --alpha 1
     --warmup 50 --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
 canvax train textual-inversion {0}/one -o {0}/trained/rainbow-flag --token "<rainbow-flag>" --initializer "rainbow" \\
     --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
-canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 2000 -b 8 --lr 2e-3 \\
-    --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --save-dtype float16
+canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 7000 -b 8 --lr 2e-3 \\
+    --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --ema 0.998 --save-dtype float16
 """.strip()
-"""How the files in ``files`` and the sheets were made. The ControlNet needs many more steps to be of use."""
+"""How the files in ``files`` and the sheets were made."""
 
 
 def main() -> None:
@@ -45,7 +46,9 @@ def main() -> None:
     commands = tasks.add_parser("commands", help="print the commands that train on them")
     sheets = tasks.add_parser("sheets", help="generate images with what was trained")
     sheets.add_argument("--images", required=True, metavar="FOLDER")
-    for one in (data, commands, sheets):
+    measure = tasks.add_parser("measure", help="how well images follow edges of drawings that no training saw")
+    measure.add_argument("drawings", metavar="FILE.zip", help="as for data")
+    for one in (data, commands, sheets, measure):
         one.add_argument("-o", "--output", required=True, metavar="FOLDER")
     chosen = parser.parse_args()
     folder = Path(chosen.output)
@@ -56,6 +59,10 @@ def main() -> None:
         write_night(drawings, folder / "night", CAPTIONS)
         write_edges(drawings, folder / "edges", ALL_CAPTIONS)
         write_one(folder / "one", None if chosen.packages is None else Path(chosen.packages))
+    elif chosen.task == "measure":
+        held_out = read_pictures(chosen.drawings, SIZE).split("test")
+        for name, share in covered(folder / "trained" / "edges" / "controlnet", held_out).items():
+            print(f"{share:.3f}  {name}")
     else:
         draw_sheets(folder, Path(chosen.images))
 

@@ -10,8 +10,9 @@ from PIL import Image
 
 import canvax
 from canvax.images.convert import upright_rgb
+from canvax.train.pictures import Pictures
 from canvax.types import HostArray
-from recipes.adapters.sets import edges
+from recipes.adapters.sets import background, edges
 
 QUIET = canvax.Options(progress=False)
 PROMPTS = (
@@ -25,7 +26,8 @@ WITH_WORD = (
     "rainbow flag",
 )  # fmt: skip
 OUTLINES = (
-    ("a red apple", "an orange"), ("a cat face", "a tiger face"), ("a house", "a castle"), ("a rocket", "a carrot"),
+    ("a red apple", "an orange"), ("a cat face", "a panda face"), ("a house", "a castle"), ("a rocket", "a carrot"),
+    ("a gem stone", "a red heart"), ("an umbrella", "a mushroom"),
 )  # fmt: skip
 """What the outlines are of, and what is asked for along them."""
 
@@ -60,24 +62,53 @@ def word_rows(folder: Path) -> list[HostArray]:
 
 
 def edge_rows(folder: Path) -> list[HostArray]:
-    """Drawings of the model, their edges, and others along these edges, without and with the network."""
+    """Drawings of the model, their edges, others without and with the network, and those of no prompt with it."""
     plain = canvax.load("emoji")
     drawn = pixels_of(plain, [first for first, _ in OUTLINES])
     outlines = np.stack([edges(image) for image in drawn])
     pipe = canvax.load("emoji", controlnet=folder)
     asked = [second for _, second in OUTLINES]
     control = [Image.fromarray(one) for one in outlines]
-    with_edges = [
-        np.asarray(pipe([prompt], seed=[7 + i], control=image, options=QUIET).images[0])
-        for i, (prompt, image) in enumerate(zip(asked, control, strict=True))
-    ]
-    return [drawn, outlines, pixels_of(plain, asked, 7), np.stack(with_edges)]
+    return [
+        drawn, outlines, pixels_of(plain, asked, 7), pixels_of(pipe, asked, 7, control),
+        pixels_of(pipe, [""] * len(asked), 7, control),
+    ]  # fmt: skip
 
 
-def pixels_of(pipe: canvax.StableDiffusion, prompts: Sequence[str], seed: int = 3) -> HostArray:
-    """[N, H, W, 3] uint8, each prompt from a seed of its own."""
-    seeds = list(range(seed, seed + len(prompts)))
-    return np.stack([np.asarray(image) for image in pipe(list(prompts), seed=seeds, options=QUIET).images])
+def covered(folder: Path, drawings: Pictures, count: int = 64) -> dict[str, float]:
+    """How well images cover the drawings whose edges were given: intersection over union of what is not background.
+
+    For ``count`` drawings, with their first captions and with empty ones, without and with the network. A network that
+    does nothing leaves the figures without it.
+    """
+    chosen = np.random.default_rng(0).permutation(len(drawings))[:count]
+    true = drawings.pixels[chosen]
+    control = [Image.fromarray(edges(image)) for image in true]
+    captions = [drawings.captions[i][0] for i in chosen]
+    pipes = {"without": canvax.load("emoji"), "with": canvax.load("emoji", controlnet=folder)}
+    found = {}
+    for said, prompts in (("captions", captions), ("no prompt", [""] * count)):
+        for name, pipe in pipes.items():
+            images = pixels_of(pipe, prompts, 0, control if name == "with" else None)
+            both = [
+                (background(image) < 0.5, background(other) < 0.5) for image, other in zip(images, true, strict=True)
+            ]
+            overlap = [(one & other).sum() / max(1, (one | other).sum()) for one, other in both]
+            found[f"{said}, {name} the network"] = float(np.mean(overlap))
+    return found
+
+
+def pixels_of(
+    pipe: canvax.StableDiffusion, prompts: Sequence[str], seed: int = 3, control: Sequence[Image.Image] | None = None
+) -> HostArray:
+    """[N, H, W, 3] uint8, each prompt from a seed of its own, and along a control image of its own."""
+    found = []
+    for i in range(0, len(prompts), 16):
+        some = slice(i, i + 16)
+        seeds = list(range(seed + i, seed + i + len(prompts[some])))
+        shown = None if control is None else list(control[some])
+        found += pipe(list(prompts[some]), seed=seeds, control=shown, options=QUIET).images
+    return np.stack([np.asarray(image) for image in found])
 
 
 def save(path: Path, rows: Sequence[HostArray]) -> None:
