@@ -21,6 +21,8 @@ _NOT_WITH = {
     "mask": "all of the image is gone over",
     "width": "the size is that of the image, so many times",
     "height": "the size is that of the image, so many times",
+    "control": "it is of the whole image, and each tile is a part",
+    "image_prompt": "it is of the whole image, and each tile is a part",
 }
 _OPTIONS = ("outpaint", "padding_mask_crop", "variation_strength", "seed_size")
 
