@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -22,11 +23,15 @@ from PIL import Image
 from small_checkpoint import UNET, write_small_checkpoint
 
 import canvax
+from canvax.cli.arguments import parse
+from canvax.cli.serve import _load
 from canvax.compile.monitor import counting
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in
+from canvax.scale.serve import Images, Wanted
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of
 from canvax.server.book import Book
+from canvax.server.control import cards
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Ask, ControlCard, Job, ModelCard, Picture, PromptImage, Refused, Status
 from canvax.server.journal import Journal
@@ -59,9 +64,13 @@ def b64(image: Image.Image) -> str:
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def pipe(root: Path) -> canvax.StableDiffusion:
     """A small random model with a ControlNet, a T2I-Adapter and two IP-Adapters."""
-    root = tmp_path_factory.mktemp("model")
     base = canvax.load(write_small_checkpoint(root / "base"), mesh=canvax.make_mesh(jax.devices()[:1]))
     nets = [controlnet(root / "edges", base, strength=0.5, sees=30.0), adapter(root / "colours", base)]
     encoder(root / "ip" / "image_encoder")
@@ -153,6 +162,18 @@ def test_what_is_there_is_told(server: tuple[httpx.Client, ImageEngine]) -> None
     assert card["ip_adapters"] == ["plain", "plus"]
     assert server[0].get("/controlnet/model_list").json() == {"model_list": ["edges", "colours", "plain", "plus"]}
     assert server[0].get("/sdapi/v1/scripts").json() == {"txt2img": ["controlnet"], "img2img": ["controlnet"]}
+
+
+def test_flags(root: Path, pipe: canvax.StableDiffusion) -> None:
+    """Of the command, and of a replica of Ray Serve."""
+    nets = [root / name for name in ("edges", "colours")]
+    prompts = [root / "ip" / f"{kind}.safetensors" for kind in ("plain", "plus")]
+    words = ["--controlnet", nets[0], "--controlnet", nets[1], "--ip-adapter", prompts[0], "--ip-adapter", prompts[1]]
+    arguments = parse(["serve", str(root / "base"), "--quiet", *map(str, words)])
+    listed = [",".join(map(str, names)) for names in (nets, prompts)]
+    replica: Any = SimpleNamespace(_wanted=Wanted.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
+    for loaded in (_load(str(root / "base"), arguments), Images._load(replica, str(root / "base"))):
+        assert cards(loaded.model) == cards(pipe.model)
 
 
 def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, ImageEngine]) -> None:

@@ -134,10 +134,7 @@ def _images(parser: argparse.ArgumentParser) -> None:
 
 def _control(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("from a control image (the first three once for each network)")
-    group.add_argument(
-        "--controlnet", "--control-net", action="append", metavar="NET",
-        help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
-    )  # fmt: skip
+    add_controlnet(group)
     group.add_argument(
         "--control", "--control-image", action="append", metavar="FILE",
         help="the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
@@ -151,15 +148,11 @@ def _control(parser: argparse.ArgumentParser) -> None:
 
 def _image_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with an image as a prompt (each flag once for each image or adapter)")
-    group.add_argument(
-        "--ip-adapter", action="append", metavar="FILE",
-        help="the IP-Adapter that reads it: a safetensors file, here or OWNER/NAME/FILE on the Hub",
-    )  # fmt: skip
+    add_ip_adapter(group)
     group.add_argument(
         "--ip-image", action="append", metavar="FILE[:X]", help="the image, and how strong it is (1): photo.png:0.6"
     )
     group.add_argument("--ip-mask", action="append", metavar="FILE", help="where it acts, white; none for everywhere")
-    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -311,6 +304,46 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def add_controlnet(group: Any) -> None:
+    """The flag that names networks of control images."""
+    group.add_argument(
+        "--controlnet", "--control-net", action="append", metavar="NET",
+        help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
+    )  # fmt: skip
+
+
+def add_ip_adapter(group: Any) -> None:
+    """Flags that name IP-Adapters and what they see with."""
+    group.add_argument(
+        "--ip-adapter", action="append", metavar="FILE",
+        help="an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+    )  # fmt: skip
+    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
+
+
+def with_networks(pipe: Any, arguments: Any) -> Any:
+    """A pipeline with the IP-Adapters of the flags; ``canvax.load`` is given the ControlNets.
+
+    Raises:
+        InputError: an encoder is named for none.
+    """
+    check_ip_encoder(arguments)
+    if not arguments.ip_adapter:
+        return pipe
+    hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, progress=not arguments.quiet, **hub)
+
+
+def check_ip_encoder(arguments: Any) -> None:
+    """Refuse an encoder that nothing sees with.
+
+    Raises:
+        InputError: so.
+    """
+    if arguments.ip_encoder is not None and not arguments.ip_adapter:
+        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
 
 
 def add_dtype(group: Any) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.control import Control, control_argument, control_files, control_marks, control_of
+from canvax.cli.generate_arguments import check_ip_encoder
 from canvax.cli.image_prompts import (
     FilePrompt,
     check_same,
@@ -169,8 +170,7 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
     beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
     zero_snr = source.zero_snr or arguments.zero_snr
-    if arguments.ip_encoder is not None and not beside["ip_adapter"]:
-        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
+    check_ip_encoder(arguments)
     source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder, zero_snr=zero_snr)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')

@@ -357,6 +357,8 @@ def _inspected(data: bytes) -> bytes:
         if isinstance(enlarged := one.get("upscale"), dict):  # its size is that of the image, so many times
             given = {name: value for name, value in given.items() if name not in ("width", "height")}
             given["upscale"] = enlarged.get("scale")
+        if isinstance(beside := one.get("adapters"), dict):
+            given["adapters"] = {name: told.get("weight") for name, told in beside.items() if isinstance(told, dict)}
         settings = {name: value for name, value in given.items() if _fits(name, value)}
         missing = [name for name in given if name not in settings]
         missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in one]
