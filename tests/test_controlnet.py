@@ -27,6 +27,7 @@ from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.cli.info import reproduce
 from canvax.engine.batch import Batch, Carried
 from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
@@ -245,6 +246,22 @@ def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
     np.testing.assert_array_equal(np.asarray(steered.images[0])[:, 32:], np.asarray(photo)[:, 32:])
     assert draw(pipe, control=edges(1), hires=2).images[0].size == (128, 128)
     assert draw(pipe, control=edges(1, (96, 64))).images[0].size == (96, 64)
+
+
+def test_larger_by_tiles(pipe: canvax.StableDiffusion, base: canvax.StableDiffusion) -> None:
+    """Each tile is its own control image."""
+    photo = draw(base).images[0]
+    given = {"strength": 0.5, "seed": 1, "num_inference_steps": 4, "options": QUIET}
+    alone = pipe.upscale(photo, "a cat", scale=1, batch=1, control=True, **given)
+    noise = initial_noise([1], LATENTS)
+    want = pipe("a cat", image=photo, control=photo, latents=noise, **given)
+    np.testing.assert_allclose(alone.pixels, want.pixels, atol=1e-5)
+    assert "control_sha256" not in alone.metadata[0]
+    assert "--controlnet CONTROLNET1" in reproduce(alone.metadata[0])
+    assert "--control " not in reproduce(alone.metadata[0])
+    assert far(pipe.upscale(photo, "a cat", scale=1, batch=1, **given).pixels, alone.pixels) > 1e-3
+    with pytest.raises(canvax.InputError, match="has no ControlNet"):
+        base.upscale(photo, control=True)
 
 
 def test_metadata_and_pickling(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
@@ -597,3 +614,13 @@ def test_command_line(
         assert message in capsys.readouterr().err
     assert main(["generate", "a cat", "--control", "edges.png", "-q", "-o", "no.png"]) == BAD_INPUT
     assert "--control without --controlnet" in capsys.readouterr().err
+    large = ["upscale", "photo.png", "--scale", "1", "-b", "1", "--strength", "0.5", "--steps", "4", "-s", "1", "-q"]
+    assert main([*large, "--controlnet", "net", "--control-scale", "0.5", "-o", "large.png"]) == 0
+    assert asked[-1] == ["net"]
+    scaled = dataclasses.replace(QUIET, control_scale=0.5)
+    given = {"scale": 1, "batch": 1, "strength": 0.5, "seed": 1, "num_inference_steps": 4, "options": scaled}
+    with Image.open("large.png") as image:
+        want = pipe.upscale("photo.png", control=True, **given).images[0]
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
+    assert main([*large, "--control-scale", "0.5", "-o", "no.png"]) == BAD_INPUT
+    assert "--control-scale without --controlnet" in capsys.readouterr().err

@@ -78,6 +78,18 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     assert list(both.metadata[1]["control_sha256"][0]) == ["tile", "depth"]
 
 
+def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(type(pipe), "__call__", lambda self, *_, control, **__: seen.append(control) or stop())
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.upscale(edges(1), scale=1, batch=1, control=True)
+    assert [list(one) for one in seen[0]] == [["tile"]]
+
+
 def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
     mixed = base.with_controlnet([controlnet(tmp_path / "plain", base, 1), folder])
     want = draw(pipe, control={"depth": edges(1)}).latents

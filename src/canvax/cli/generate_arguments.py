@@ -38,6 +38,11 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
     parser.add_argument("-N", "--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="(-1, the default: random)")
+    group = parser.add_argument_group(
+        "with a network for which each tile is a control image, such as a tile ControlNet"
+    )
+    add_controlnet(group)
+    _control_strength(group)
     for add in (_settings, _model, add_adapters, _devices, _where_to):
         add(parser)
 
@@ -140,6 +145,10 @@ def _control(parser: argparse.ArgumentParser) -> None:
         help="the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
     )  # fmt: skip
     group.add_argument("--control-from", metavar="KIND", help="make that of the image first: canny, invert, ...")
+    _control_strength(group)
+
+
+def _control_strength(group: Any) -> None:
     group.add_argument("--control-scale", metavar="X", help="how strong it is (1); X,X for two networks; also below")
     group.add_argument("--control-start", metavar="X", help="0..1, from which part of the run on (0)")
     group.add_argument("--control-end", metavar="X", help="0..1, up to which part (1)")
@@ -334,6 +343,18 @@ def with_networks(pipe: Any, arguments: Any) -> Any:
         return pipe
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, progress=not arguments.quiet, **hub)
+
+
+def networks_of(arguments: Any) -> dict[str, Any]:
+    """The networks that flags name, as fields of ``Source``; of a command that has these flags, or some of them.
+
+    Raises:
+        InputError: an encoder is named for none.
+    """
+    if getattr(arguments, "ip_encoder", None) is not None:
+        check_ip_encoder(arguments)
+    named = {name: tuple(getattr(arguments, name, None) or ()) for name in ("controlnet", "ip_adapter")}
+    return {**named, "ip_encoder": getattr(arguments, "ip_encoder", None)}
 
 
 def check_ip_encoder(arguments: Any) -> None:

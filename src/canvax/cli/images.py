@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.control import Control, control_argument, control_files, control_marks, control_of
-from canvax.cli.generate_arguments import check_ip_encoder
+from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import (
     FilePrompt,
     check_same,
@@ -145,7 +145,7 @@ class Source:
 def source_of(arguments: argparse.Namespace) -> Source:
     """The model that flags name."""
     own: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
-    return Source(arguments.model or "emoji", **own, zero_snr=arguments.zero_snr)
+    return Source(arguments.model or "emoji", **own, **networks_of(arguments), zero_snr=arguments.zero_snr)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -168,10 +168,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     if arguments.from_image is not None:
         base, source = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
-    beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
     zero_snr = source.zero_snr or arguments.zero_snr
-    check_ip_encoder(arguments)
-    source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder, zero_snr=zero_snr)
+    source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     if cells:

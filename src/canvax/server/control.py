@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from canvax.compile.kinds import Kinds, PromptKind
+from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried, Texts
 from canvax.families.base import Model
 from canvax.models.controlled import Control
@@ -22,6 +22,7 @@ from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.models.t2i_adapter import T2IAdapter
 from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.pipelines.image_prompts import ImagePrompt
+from canvax.pipelines.ip_adapters import usual_kinds
 from canvax.server.jobs import Ask, ControlCard, PromptImage, invalid
 
 
@@ -50,17 +51,11 @@ def with_networks(kinds: Kinds, model: Model) -> Kinds:
 
     Each IP-Adapter reads one image prompt, which may have a mask. Several for one adapter have programs of their own.
     """
-    networks = model.networks
-    kinds = kinds._replace(controls=tuple(name for name, _ in networks.controls))
-    if (encoder := networks.image_encoder) is None:
-        return kinds
-    own = {kind.component: kind for kind in kinds.image_prompts}
-    found = []
-    for name, net in networks.ip_adapters:
-        reads = (net.reads,) if net.kind == "plain" else (encoder.cfg.tokens, net.reads)
-        kind = own.get(name, PromptKind(name, 1, True, reads))
-        found.append(kind._replace(masked=kind.masked or kind.images == 1))
-    return kinds._replace(image_prompts=tuple(found), sees=True)
+    kinds = kinds._replace(controls=tuple(name for name, _ in model.networks.controls))
+    usual = usual_kinds(model.networks, masked=True)
+    several = {kind.component: kind for kind in kinds.image_prompts if kind.images > 1}
+    found = tuple(several.get(kind.component, kind) for kind in usual)
+    return kinds._replace(image_prompts=found, sees=bool(usual))
 
 
 def examples(model: Model, width: int, height: int) -> dict[str, Any]:
