@@ -20,9 +20,9 @@ from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.cli.control import control_of
 from canvax.cli.info import reproduce
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.control_files import control_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

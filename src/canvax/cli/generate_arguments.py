@@ -57,7 +57,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
-    for add in (_settings, _model, add_adapters, _devices):
+    for add in (_control, _image_prompts, _settings, _model, add_adapters, _devices):
         add(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")

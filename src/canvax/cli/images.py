@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.control import Control, control_argument, control_files, control_marks, control_of
 from canvax.cli.generate_arguments import networks_of
-from canvax.cli.image_prompts import (
-    FilePrompt,
-    check_same,
-    image_prompt_argument,
-    image_prompts_of,
-    read_all,
-    structure,
-)
+from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.control_files import Control, control_argument, control_files, control_marks, control_of
 from canvax.pipelines.control_images import size_of
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
+from canvax.pipelines.prompt_files import (
+    FilePrompt,
+    image_prompt_argument,
+    image_prompts_of,
+    read_all,
+    structure,
+)
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
