@@ -17,10 +17,12 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from control_files import adapter, controlnet
+from adapter_files import Draw, layers, lora, write
+from control_files import adapter, controlnet, union
 from ip_adapter_files import encoder, ip_adapter
 from PIL import Image
 from small_checkpoint import UNET, write_small_checkpoint
+from small_sdxl import build
 
 import canvax
 from canvax.cli.arguments import parse
@@ -37,6 +39,7 @@ from canvax.server.jobs import Ask, ControlCard, Job, ModelCard, Picture, Prompt
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
+from canvax.server.shelf import AdapterSettings
 from canvax.server.work import check
 from tests.server_stub import CARD as STUB
 from tests.serving import generating
@@ -154,6 +157,63 @@ def test_each_request_has_its_own(
     assert told["ip_adapter"] == ["plain", "plus"]
 
 
+def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.StableDiffusion) -> None:
+    """Each tile is its own control image."""
+    large = {"image": b64(picture(5, (72, 64))), "upscale": 1.25, "strength": 0.5, "width": None, "height": None}
+    with counting() as counts:
+        found, told = drawn(server[0], **large, control=True, control_scale=[0.7, 0.4])
+        plain, _ = drawn(server[0], **large)
+    assert counts.compilations == 0
+    call = {"scale": 1.25, "strength": 0.5, "seed": 3, "num_inference_steps": 4, "batch": 1}
+    options = canvax.Options(progress=False, control_scale=(0.7, 0.4))
+    wanted = pipe.upscale(picture(5, (72, 64)), "a cat", options=options, control=True, **call)
+    assert found.shape == (80, 90, 3)
+    assert np.abs(found - np.asarray(wanted[0], np.int16)).max() <= 3
+    assert np.abs(found - plain).max() > 8
+    assert "control_sha256" not in told
+
+
+@pytest.mark.slow
+def test_types_adapters_and_several_prompts(tmp_path: Path) -> None:
+    """SDXL with a ControlNet-Union beside LoRAs of clients; and what has no programs yet waits for them, if it may."""
+    base = canvax.load(build(tmp_path / "sdxl"), dtype="float32", mesh=canvax.make_mesh(jax.devices()[:1]))
+    net = union(tmp_path / "all", base, sees=30.0)
+    encoder(tmp_path / "ip" / "image_encoder")
+    prompts = ip_adapter(tmp_path / "ip" / "plus.safetensors", "plus", base.model.unet)
+    pipe = base.with_controlnet(net).with_ip_adapter(prompts)
+    draw, arrays = Draw(0), {}
+    for (component, module), shape in layers(base.model.networks.specs()).items():
+        if component == "unet" and "attn" in module:
+            arrays |= {f"{component}.{module}{end}": a * 0.5 for end, a in lora(draw, shape).arrays.items()}
+    (tmp_path / "loras").mkdir()
+    write(tmp_path / "loras" / "ink.safetensors", arrays)
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"control": {"depth": b64(ONE), "canny:0.5": b64(TWO)}}, {"control": {"depth": ONE, "canny:0.5": TWO}}),
+        ({}, {}),
+        ({"control": {"tile": b64(TWO)}, "adapters": {"ink": 0.8}},
+         {"control": {"tile": TWO}, "adapters": {"ink": 0.8}}),
+        ({"image_prompt": [{"image": b64(ONE)}, {"image": b64(TWO), "scale": 0.5}]},
+         {"image_prompt": [canvax.ImagePrompt(ONE), canvax.ImagePrompt(TWO, 0.5)]}),
+    ]  # fmt: skip
+    adapters = AdapterSettings(tmp_path / "loras", places=1)
+    settings = EngineSettings(warm=(Warm((64, 64), (1, 2)),), adapters=adapters, compile_on_demand=True)
+    with (
+        generating(settings, load=lambda name: pipe) as (url, engine),
+        httpx.Client(base_url=url, timeout=300) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        found = list(pool.map(lambda one: drawn(client, **one[0]), calls))
+        assert len(engine._models.groups()) == 2  # several image prompts of one adapter have programs of their own
+        told = client.get("/api/models").json()["models"][0]["controls"][0]
+        assert (told["name"], told["kind"], "tile" in told["types"]) == ("all", "union", True)
+        answer = client.post("/sdapi/v1/txt2img", json=units(unit(TWO, model="all", union_control_type="tile")))
+        assert answer.status_code == 200, answer.text
+    pipe.adapters.load("ink", tmp_path / "loras" / "ink.safetensors", beside=True)
+    for (pixels, _), (_, call) in zip(found, calls, strict=True):
+        wanted = called(pipe, **{"adapters": {}, **call})
+        assert np.abs(pixels - wanted).max() <= 3, call.keys()
+
+
 def test_what_is_there_is_told(server: tuple[httpx.Client, ImageEngine]) -> None:
     (card,) = server[0].get("/api/models").json()["models"]
     assert card["controls"] == [
@@ -195,6 +255,7 @@ def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, Image
         ({"control": [b64(ONE), None], "control_start": 0.5, "control_end": 0.5}, "control_start", "is not before"),
         ({"control_scale": 0.5}, "control_scale", "without a control image"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "upscale": 2}, "control", "does not go with upscale"),
+        ({"control": True}, "control", "is for upscale"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "mask": b64(left()), "options": {"padding_mask_crop": 4}},
          "control", "padding_mask_crop"),
         ({"image_prompt": {"image": b64(ONE), "adapter": 2}}, "image_prompt", "is not one of 0..1"),

@@ -57,8 +57,9 @@ def upscaled(
         some = list(range(begin, min(begin + batch, len(tiles))))
         filled = [tiles[i] for i in (*some, *[some[-1]] * (min(batch, len(tiles)) - len(some)))]
         images = [tile.image for tile in filled]
+        shown = tiles_shown(model, images) if control else None
         result = pipe(
-            [prompt] * len(filled), image=images, strength=strength, control=_shown(model, images) if control else None,
+            [prompt] * len(filled), image=images, strength=strength, control=shown,
             latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
@@ -77,7 +78,7 @@ def upscaled(
     )
 
 
-def _shown(model: Model, images: list[Image.Image]) -> Any:
+def tiles_shown(model: Model, images: list[Image.Image]) -> Any:
     """Tiles as the control images of every network."""
     nets = [net for _, net in model.networks.controls]
     shown = [[{"tile": one} for one in images] if isinstance(net, UnionNet) else images for net in nets]

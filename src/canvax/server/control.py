@@ -34,6 +34,8 @@ def check_has_networks(ask: Ask, model: Model) -> None:
     """
     if ask.control is not None and not model.networks.controls:
         raise invalid("control", "control: nothing here reads it; the server was started without --controlnet")
+    if ask.control is True and ask.upscale is None:
+        raise invalid("control", "control: true is for upscale, where each tile is its own; send the image itself")
     if ask.image_prompt and not model.networks.ip_adapters:
         raise invalid(
             "image_prompt", "image_prompt: nothing here reads it; the server was started without --ip-adapter"

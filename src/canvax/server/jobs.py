@@ -79,7 +79,8 @@ class Ask:
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
         control: control images: one, or of several types a dict; with several networks a list of one for each, None
-            for one that is left out. How strong they are is among the options.
+            for one that is left out. How strong they are is among the options. True with ``upscale``: each tile is its
+            own.
         image_prompt: images that IP-Adapters read; None for none.
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.

@@ -95,7 +95,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     mask: str | None = None
     strength: Annotated[float, Meta(ge=0, le=1)] | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
-    control: str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
+    control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_start: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_end: float | Annotated[list[float], Meta(max_length=8)] | None = None
@@ -278,11 +278,14 @@ def _control(value: Any, pixels: Pixels) -> Any:
         return [_control(one, pixels) for one in value]
     if isinstance(value, dict):
         return {label: pixels.read("control", text) for label, text in value.items()}
+    if isinstance(value, bool):
+        return value or None
     return None if value is None else pixels.read("control", value)
 
 
 def _first(control: Any) -> Image.Image | None:
     """The first control image, whose size is generated if nothing else says otherwise."""
+    control = None if control is True else control
     while isinstance(control, list | dict):
         control = next((one for one in (control.values() if isinstance(control, dict) else control) if one), None)
     return control
