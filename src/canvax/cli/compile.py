@@ -67,13 +67,15 @@ def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:
 
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     hub["progress"] = not arguments.quiet
+    model, programs, params = opened
     if arguments.controlnet:
-        nets = open_controls(opened[0], control_sources(arguments.controlnet, **hub))
-        opened = with_controls(*opened, nets, weights=False)
+        nets = open_controls(model, control_sources(arguments.controlnet, **hub))
+        model, programs, params = with_controls(model, programs, params, nets, weights=False)
     if arguments.ip_adapter:
-        sources = ip_adapter_sources(arguments.ip_adapter, arguments.ip_encoder, **hub)
-        opened = with_ip_adapters(*opened, sources, arguments.ip_encoder, weights=False)
-    return opened
+        named = ip_adapter_sources(arguments.ip_adapter, arguments.ip_encoder, **hub)
+        encoder = arguments.ip_encoder
+        model, programs, params = with_ip_adapters(model, programs, params, named, encoder, weights=False)
+    return model, programs, params
 
 
 def _size(text: str) -> tuple[int, int]:
