@@ -32,6 +32,7 @@ import canvax
 from canvax import ImagePrompt
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
+from canvax.images.given import clip_square
 from canvax.kernels import outline
 from canvax.kernels.target import compiling_for
 from canvax.models.blocks import _transformer_block, attention_spec, transformer_spec
@@ -322,6 +323,17 @@ def test_two_networks_of_images(pipe: canvax.StableDiffusion, tmp_path: Path) ->
     assert far(got, draw(both, control=photo(2), height=64, width=64).latents) > 1e-3
     names = [part.name for part in both.model.components]
     assert names[-4:] == ["controlnet", "ip_adapter", "ip_adapter_1", "image_encoder"]
+
+
+@pytest.mark.parametrize("size", [(2, 4_000_000), (4_000_000, 2), (33, 3000)])
+def test_a_long_image_is_seen_in_its_middle(size: tuple[int, int]) -> None:
+    """Without the rest of it, which would be gigabytes."""
+    image = Image.new("RGB", size, "white")
+    reach = 20 * min(size)
+    image.paste((0, 0, 255), (size[0] // 2 - reach, size[1] // 2 - reach, size[0] // 2 + reach, size[1] // 2 + reach))
+    seen = clip_square(image, 28)
+    assert seen.shape == (28, 28, 3)
+    np.testing.assert_allclose(seen.mean((0, 1)), [0, 0, 1], atol=0.01)
 
 
 def test_rows_of_a_file(pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -409,6 +409,19 @@ def test_bad_units(args: list[Any], param: str, said: str) -> None:
     assert (caught.value.param, caught.value.status) in ((param, 422), (param, 400))
 
 
+def test_units_of_a_size_that_is_not_ready() -> None:
+    """Nothing is made that large."""
+    for size, card, said in (
+        ({"width": 16384, "height": 16384}, CARD, "16384x16384 is not ready here; ask for 64x64 or 96x64"),
+        ({"width": 16384, "height": 512}, replace(CARD, any_size=True), "more than 4194304 pixels"),
+    ):
+        with pytest.raises(Refused, match=said):
+            asked(units(unit(), **size), card=card)
+    large = {"init_images": [b64(ONE)], "resize_mode": 1, "width": 16384, "height": 16384}
+    with pytest.raises(Refused, match="more than 16777216 pixels"):
+        asked({"prompt": "x", **large}, ImageToImage)
+
+
 def test_units_and_only_masked() -> None:
     """AUTOMATIC1111 generates the masked part alone unless told otherwise; a control image is of the whole."""
     body = units(unit(), init_images=[b64(TWO)], mask=b64(left()))

@@ -36,7 +36,7 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
             raise InputError("ip_mask without ip_image: name the image with --ip-image as well")
         return ()
     if not adapters:
-        raise InputError("ip_image without an IP-Adapter: name the adapter that reads the image, with --ip-adapter")
+        raise InputError("--ip-image without --ip-adapter: name the adapter that reads the image")
     if adapters > 1 and len(files) != adapters:
         raise InputError(
             f"{len(files)} --ip-image for {adapters} --ip-adapter: give one image for each, in their order"

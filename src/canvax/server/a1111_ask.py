@@ -18,7 +18,7 @@ from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.specs import SamplerSpec
 from canvax.server.a1111_control import Scripts, controlled, units_of
 from canvax.server.answers import encoded, without_none
-from canvax.server.images_in import colours, image_of_text, white_mask
+from canvax.server.images_in import MOST_PIXELS, colours, image_of_text, white_mask
 from canvax.server.jobs import Ask, Job, ModelCard, Picture, Refused
 
 PREVIEWS = 6
@@ -192,6 +192,8 @@ def _given(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
         raise _refused("resize_mode", "2 and 3 are not offered by this server; send 0 to stretch or 1 to crop")
     if body.resize_mode == 1 and body.width and body.height:
         size = body.width, body.height
+        if size[0] * size[1] > MOST_PIXELS:
+            raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_PIXELS} pixels; ask for fewer")
         image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
         mask = mask and ImageOps.fit(mask, size, Image.Resampling.LANCZOS)
     return image, mask

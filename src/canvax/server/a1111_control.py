@@ -25,6 +25,10 @@ VERSION = 3
 """Of the extension's API, whose fields these are."""
 
 MOST_UNITS = 10
+
+MOST_MAPPED = 1 << 22
+"""Pixels of the largest image whose control image is made here, 2048 x 2048: edges take a hundred bytes for each."""
+
 _RESIZE = ("just resize", "crop and resize", "resize and fill")
 _MODES = {"balanced": "balanced", "my prompt is more important": "prompt", "controlnet is more important": "control"}
 _TYPES = {
@@ -149,6 +153,7 @@ def controlled(units: Sequence[Unit], card: ModelCard, size: tuple[int, int], us
     """
     if not units:
         return Controlled()
+    _check_size(card, size)
     pixels = Pixels()
     shown: dict[str, Any] = {}
     steers: dict[str, _Steer] = {}
@@ -180,6 +185,15 @@ def controlled(units: Sequence[Unit], card: ModelCard, size: tuple[int, int], us
     each = [steers.get(net.name, _Steer()) for net in card.controls]
     options = {f"control_{name}": [getattr(one, name) for one in each] for name in ("scale", "start", "end", "mode")}
     return Controlled([shown.get(net.name) for net in card.controls], prompts or None, options)
+
+
+def _check_size(card: ModelCard, size: tuple[int, int]) -> None:
+    """Refuse what the engine would, before images are brought to such a size and maps are made of them."""
+    if size not in card.sizes and not card.any_size:
+        ready = " or ".join(f"{width}x{height}" for width, height in card.sizes)
+        raise Refused(400, "size_not_ready", f"{size[0]}x{size[1]} is not ready here; ask for {ready}", param="width")
+    if size[0] * size[1] > MOST_MAPPED:
+        raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_MAPPED} pixels, too many for controlnet")
 
 
 def _image_of(unit: Unit, pixels: Pixels, usual: Image.Image | None) -> Image.Image:
