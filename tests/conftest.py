@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinning: 15 times as long on busy processors
+# Containers set it. Each process that a test starts would then compile all of canvax's Python anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
 os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from adapter_files import Draw, layers, lora, write
 from hub_imitation import HubImitation, Repository
 from small_checkpoint import write_small_checkpoint
@@ -94,6 +95,7 @@ def test_hub(tmp_path: Path) -> None:
         assert "is not in the cache" in message
 
 
+@pytest.mark.slow
 def test_several_devices(tmp_path: Path) -> None:
     """Weights that devices share lie as before, and are those of one device."""
     folder = write_small_checkpoint(tmp_path / "small")

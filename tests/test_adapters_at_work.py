@@ -260,6 +260,7 @@ def test_room_for_words_ends(sd: canvax.StableDiffusion, tmp_path: Path) -> None
         sd.adapters.load_embedding(write(tmp_path / "v.safetensors", {"emb_params": Draw()(1, 48)}), "cat")
 
 
+@pytest.mark.slow
 def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of docs/adapters.md runs, one after another, and generates different images."""
     page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")

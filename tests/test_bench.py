@@ -90,6 +90,7 @@ def without_site(folder: Path) -> str:
 # Measuring
 
 
+@pytest.mark.slow
 def test_alone(bench: Bench, small: Path) -> None:
     report = bench("unet", "--model", small, "--size", "64x32")
     one = report["contenders"]["canvax"]
@@ -200,6 +201,7 @@ def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
         measure(job, [Contender("torch")], 1, tell=lambda text: None)
 
 
+@pytest.mark.slow
 def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
     said: list[str] = []

@@ -95,6 +95,7 @@ def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "programs").iterdir())
 
 
+@pytest.mark.slow
 def test_compiled_beforehand(tmp_path: Path) -> None:
     """`canvax compile` reads no weights; drawing then needs neither a trace nor a compilation."""
     model = str(write_small_checkpoint(tmp_path / "sd"))

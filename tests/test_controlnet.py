@@ -28,6 +28,7 @@ from small_sdxl import build
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.info import reproduce
+from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, Carried
 from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
@@ -140,10 +141,10 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, m
     assert [bool(one) for one in seen[0]] == [True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"prompt": "a cat AND a dog", "prompt_syntax": "a1111", "pag_scale": 3.0},
-    *(pytest.param(one, marks=pytest.mark.slow) for one in (
-        {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0}, {"freeu": (1.2, 1.2, 0.9, 0.9)})),
+    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0}, {"freeu": (1.2, 1.2, 0.9, 0.9)},
 ])  # fmt: skip
 def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDiffusion) -> None:
     """The control of each image is that of all its halves."""
@@ -178,7 +179,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
-    program = pipe.programs.denoise(pipe.params, latents, guided=True, controls=names)
+    program = pipe.programs.denoise(pipe.params, latents, Kinds(controls=names), guided=True)
     batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
 
     def carried(seed: int, steps: int, **options: Any) -> Carried:
@@ -212,6 +213,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
         assert far(found[slot], alone.latents[0]) < 2e-4
 
 
+@pytest.mark.slow
 def test_several_networks(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
     both = base.with_controlnet(folders[:2])
     one = draw(pipe, control=edges(1)).latents

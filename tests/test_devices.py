@@ -104,6 +104,7 @@ def test_each_device_receives_its_part_alone(checkpoint: Path, tmp_path: Path) -
     jax.tree.map(np.testing.assert_array_equal, again, whole)
 
 
+@pytest.mark.slow
 def test_own_params(checkpoint: Path, alone: canvax.Result) -> None:
     """Parameters of the caller are put on the mesh, wherever they are; a fault of theirs is named."""
     _, params = canvax.StableDiffusion.from_pretrained(checkpoint, mesh=make_mesh(jax.devices()[:1]))

@@ -237,6 +237,7 @@ def test_noise_of_the_encoding_is_another(old: Old, folder: Path) -> None:
     assert np.abs(draw(wide, 1) - draw(wide, 2)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_another_size_than_that_of_the_image(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs("a fox", picture(1, (96, 64)))
@@ -373,6 +374,7 @@ def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) 
     np.testing.assert_array_equal(pipeline(ids[1], *many, params, jax.random.key(0), **args).images, few)
 
 
+@pytest.mark.slow
 def test_size_of_an_inpainted_image(old_inpaint: OldInpaint) -> None:
     """The model's own, as it was; masked image and mask are resized to it."""
     pipeline, params = old_inpaint

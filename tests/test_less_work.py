@@ -17,6 +17,7 @@ from bundled import LATENTS, TEXT_WIDTH
 
 import canvax
 from canvax.compile.inspect import collectives
+from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
@@ -264,7 +265,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
 
     monkeypatch.setattr(Programs, "_compile", lowered)
     programs = dataclasses.replace(pipe.programs, _compiled={}, _building={})
-    programs.denoise(pipe.params, (1, *LATENTS), guided=False, **flags)  # type: ignore[arg-type]
+    programs.denoise(pipe.params, (1, *LATENTS), Kinds(**flags), guided=False)  # type: ignore[arg-type]
     names = ("convolution", "dot_general", "case", "func.func", "while")
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
 

@@ -117,6 +117,7 @@ def test_tiny(name: str) -> None:
     np.testing.assert_allclose(decode_images(params, mean, cfg=cfg), np.clip(pixels, 0, 1), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile sees all that its middle is made of, so that nothing changes but rounding."""
     from canvax.models import decode
@@ -214,7 +215,9 @@ ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 
 @pytest.mark.parametrize(("prediction", "changes"), [
-    ("v_prediction", {}), ("v_prediction", ZERO), (None, {"timestep_spacing": "trailing"}),
+    ("v_prediction", ZERO),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("v_prediction", {}), (None, {"timestep_spacing": "trailing"}))),
 ])  # fmt: skip
 def test_schedule(prediction: str | None, changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     theirs = theirs_of(folder)
@@ -307,6 +310,7 @@ def test_bad_files(folder: Path, tmp_path: Path) -> None:
         load(folder, vae=tmp_path / "factor")
 
 
+@pytest.mark.slow
 def test_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     tiny().save_pretrained(tmp_path / "taesd")

@@ -266,6 +266,7 @@ def test_with_an_image(inpaint: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
 
 
+@pytest.mark.slow
 def test_inpainting_unet(nets: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A UNet of 9 channels, of which the ControlNet sees the first four."""
     folder = build(tmp_path / "model", "epsilon", in_channels=9)
@@ -361,10 +362,8 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiff
     return theirs, canvax.load(folder / "base", dtype="float32", mesh=mesh, controlnet=folder / "net")
 
 
-@pytest.mark.parametrize("changes", [
-    {"control_scale": 0.5},
-    pytest.param({"control_end": 0.6, "guess_mode": True}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"control_scale": 0.5}, {"control_end": 0.6, "guess_mode": True}])
 def test_xl(changes: dict[str, Any], xl: Any) -> None:
     theirs, ours = xl
     choice = {"num_inference_steps": 8, "guidance_scale": 5.0}
@@ -518,6 +517,7 @@ def ldm_of_lora(file: dict[str, Any]) -> dict[str, Any]:
     return renamed | {"lora_controlnet": torch.zeros(1)}
 
 
+@pytest.mark.slow
 def test_control_lora(tmp_path: Path) -> None:
     """Every array, for every kind of it: factors of matrices and convolutions, whole ones, those of the UNet."""
     parts = ldm_model("sd1")

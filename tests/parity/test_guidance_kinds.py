@@ -49,7 +49,11 @@ def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"pag_scale": 3.0}, {"pag_scale": 3.0, "guidance_scale": 1.0}, {"pag_scale": 3.0, "pag_adaptive_scale": 0.002}],
+    [
+        {"pag_scale": 3.0},
+        pytest.param({"pag_scale": 3.0, "guidance_scale": 1.0}, marks=pytest.mark.slow),
+        {"pag_scale": 3.0, "pag_adaptive_scale": 0.002},
+    ],
     ids=["guided", "alone", "adaptive"],
 )
 def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.StableDiffusion]) -> None:

@@ -127,6 +127,7 @@ def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monke
     assert psnr(got.pixels, images) >= 60
 
 
+@pytest.mark.slow
 def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
     """The bundled model, saved by canvax and loaded by PyTorch diffusers: the same real picture."""
     folder = emoji.save(tmp_path / "saved")

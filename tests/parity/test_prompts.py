@@ -109,6 +109,7 @@ def compel_prompt(rng: random.Random, depth: int = 0) -> str:
     return " ".join(pieces)
 
 
+@pytest.mark.slow
 def test_compel_reads_random_prompts_alike() -> None:
     rng = random.Random(0)
     for _ in range(200):

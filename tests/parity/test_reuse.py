@@ -111,12 +111,10 @@ def test_every_depth(layers: int) -> None:
     compare(SMALL_UNET, layers, 3, "ddim", (8, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reuse", "sampler"),
-    [
-        (2, "heun"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "dpmpp_2m"), (2, "ddim"), (3, "pndm"))),
-    ],
+    [(2, "heun"), (4, "dpmpp_2m"), (2, "ddim"), (3, "pndm")],
 )
 def test_schedules_and_samplers(reuse: int, sampler: str) -> None:
     compare(SMALL_UNET, 2, reuse, sampler, (8, 8))

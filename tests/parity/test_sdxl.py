@@ -448,9 +448,8 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
 @pytest.mark.parametrize(
     ("strength", "sampler"),
     [
-        (1.0, "DPM++ 2M"),
         *cases({(0.75, "Euler")}),
-        *(pytest.param(1.0, name, marks=pytest.mark.slow) for name in FURTHER if name != "DPM++ 2M"),
+        *(pytest.param(1.0, name, marks=pytest.mark.slow) for name in FURTHER),
     ],
 )
 def test_inpainting_unet(

@@ -35,7 +35,6 @@ from canvax.denoise import (
     Tuning,
     denoise,
 )
-from canvax.guidance import Method
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS, Places, with_places
 from canvax.models.controlled import ControlledDenoiser, encode_control
@@ -44,15 +43,13 @@ from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, Conditions, encode_text
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
-from canvax.samplers.table import SLOTS, Clip
+from canvax.samplers.table import SLOTS
 from canvax.types import Array
 
 MOST_PROGRAMS = 64
 """Programs that stay in memory; of more, the one that was not used for longest goes."""
 
-_DENOISER_KINDS = (
-    *("clip", "deep_layers", "known", "chunks", "parts", "method", "tuned", "controls", "image_prompts", "places"),
-)
+PLAIN = Kinds()
 
 
 class _Answer(NamedTuple):
@@ -111,34 +108,21 @@ class Programs:
         self,
         params: Params,
         latents: LatentShape,
+        kinds: Kinds = PLAIN,
         *,
         guided: bool,
-        clip: Clip | None = None,
-        deep_layers: int = 0,
-        known: bool = False,
-        chunks: int = 1,
-        parts: int = 0,
-        method: Method = "cfg",
-        tuned: tuple[str, ...] = (),
-        controls: tuple[str, ...] = (),
-        image_prompts: tuple[PromptKind, ...] = (),
-        places: Places | None = None,
         announce: BuildCallback | None = None,
     ) -> Callable[..., tuple[Array, Array, Array | None]]:
         """Program ``(denoiser_params(params, controls), StepInputs)`` for latents [B, h, w, C], of ``canvax.denoise``.
 
-        With ``deep_layers`` it can reuse what lies deeper (``canvax.denoise.DeepFeatures``), with ``known`` keep parts
-        of images (``canvax.denoise.Known``), with ``chunks`` read longer prompts, with ``parts`` several at once,
-        with ``method`` and ``tuned`` guide otherwise, with ``controls`` and ``image_prompts`` read images, with
-        ``places`` have adapters.
+        ``kinds`` says what else it can do; ``guided`` stands in place of theirs.
         """
-        denoiser = self.networks.controlled(controls, places)
-        static = {"denoiser": denoiser, "clip": clip} | ({"deep_layers": deep_layers} if deep_layers else {})
-        static |= {"method": method} if method != "cfg" else {}
-        more = {"known": known, "chunks": chunks, "parts": parts, "tuned": tuned, "controls": controls}
-        more |= {"image_prompts": image_prompts, "places": places}
-        inputs = self.step_inputs(params, latents, guided=guided, deep_layers=deep_layers, **more)
-        arguments = abstract_of(self.denoiser_params(params, controls, places)), inputs
+        denoiser = self.networks.controlled(kinds.controls, kinds.places)
+        static: dict[str, Any] = {"denoiser": denoiser, "clip": kinds.clip}
+        static |= {"deep_layers": kinds.deep_layers} if kinds.deep_layers else {}
+        static |= {"method": kinds.method} if kinds.method != "cfg" else {}
+        weights = abstract_of(self.denoiser_params(params, kinds.controls, kinds.places))
+        arguments = weights, self.step_inputs(params, latents, kinds, guided=guided)
         return self._get("denoiser", partial(denoise, **static), arguments, announce)
 
     def denoiser_params(self, params: Params, controls: Sequence[str] = (), places: Places | None = None) -> Params:
@@ -246,61 +230,39 @@ class Programs:
         """Text encoder, decoder, image encoder (None if not asked for), denoisers, other encoders: to be called."""
         factor, alone = self.networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
-        same = {name: getattr(kinds, name) for name in _DENOISER_KINDS}
         return [
             partial(self.encode_text, params, latents[0], announce, kinds.places),
             partial(self.decode, params, latents, announce, tiled=kinds.decoder == "tiled") if kinds.decoder else None,
             partial(self.encode_images, params, pixels, announce, tiled=kinds.image_encoder == "tiled")
             if kinds.image_encoder
             else None,
-            *(partial(self.denoise, params, latents, **same, guided=g, announce=announce) for g in kinds.guided),
+            *(partial(self.denoise, params, latents, kinds, guided=g, announce=announce) for g in kinds.guided),
             *(partial(self.encode_control, params, name, pixels, announce) for name in kinds.controls),
             *(partial(self.read_image_prompt, params, kind, announce) for kind in kinds.image_prompts),
             *([partial(self.encode_image_prompt, params, announce)] if kinds.sees else []),
         ]
 
-    def step_inputs(
-        self,
-        params: Params,
-        latents: LatentShape,
-        *,
-        guided: bool,
-        deep_layers: int = 0,
-        controls: tuple[str, ...] = (),
-        **more: Any,
-    ) -> StepInputs:
+    def step_inputs(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN, *, guided: bool) -> StepInputs:
         """Shapes, dtypes and shardings of what the denoiser is given."""
         batch = latents[0]
         rows = {name: self._batched((batch, *column.shape), column.dtype) for name, column in IDLE_ROWS.items()}
         needed = None
-        if isinstance(denoiser := self.networks.controlled(controls), ControlledDenoiser):
-            rows["control"] = self._batched((batch, WINDOW, len(controls), 2, denoiser.layers), jnp.float32)
-            needed = self._shared((WINDOW, len(controls)), jnp.bool_)
+        if isinstance(denoiser := self.networks.controlled(kinds.controls), ControlledDenoiser):
+            read = (WINDOW, len(kinds.controls))
+            rows["control"] = self._batched((batch, *read, 2, denoiser.layers), jnp.float32)
+            needed = self._shared(read, jnp.bool_)
         noisy, count = self._shared((WINDOW,), jnp.bool_), self._shared((), jnp.int32)
         deep = None
-        if deep_layers:
-            shape = deep_features_shape(self.networks, latents, deep_layers, guided=guided)
+        if kinds.deep_layers:
+            shape = deep_features_shape(self.networks, latents, kinds.deep_layers, guided=guided)
             dtype = self.networks.denoiser.dtype(params[self.networks.denoiser.component])
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
-        flight = self._in_flight(params, latents, guided=guided, controls=controls, **more)
+        flight = self._in_flight(params, latents, kinds, guided)
         return StepInputs(*flight[:3], rows, flight.keys, noisy, count, deep, *flight[4:], needed)
 
-    def _in_flight(
-        self,
-        params: Params,
-        latents: LatentShape,
-        *,
-        guided: bool,
-        known: bool = False,
-        chunks: int = 1,
-        parts: int = 0,
-        tuned: tuple[str, ...] = (),
-        controls: tuple[str, ...] = (),
-        image_prompts: tuple[PromptKind, ...] = (),
-        places: Places | None = None,
-    ) -> InFlight:
-        encoded = self.text_dtypes(params, latents[0], chunks)
+    def _in_flight(self, params: Params, latents: LatentShape, kinds: Kinds, guided: bool) -> InFlight:
+        encoded = self.text_dtypes(params, latents[0], kinds.chunks)
         conditions: Any = {name: self._batched(leaf.shape, leaf.dtype) for name, leaf in encoded.items()}
         if numbers := self.networks.size_numbers:
             conditions["time_ids"] = self._batched((latents[0], numbers), jnp.float32)
@@ -308,14 +270,14 @@ class Programs:
             conditions["masked"] = self._batched((*latents[:3], latents[3] + 1), jnp.float32)
         if self.networks.embeds_guidance:
             conditions["guidance"] = self._batched((latents[0],), jnp.float32)
-        if places:
-            conditions[ADAPTERS] = self._batched((latents[0], places.count), jnp.float32)
+        if kinds.places:
+            conditions[ADAPTERS] = self._batched((latents[0], kinds.places.count), jnp.float32)
         for name, net in self.networks.controls:
-            if name in controls:
+            if name in kinds.controls:
                 dtype = _dtype(params, name)
                 conditions[name] = tuple(self._batched(shape, dtype) for shape in net.features(latents))
-        if image_prompts:
-            told = {kind.component: self._image_kv(params, kind, latents) for kind in image_prompts}
+        if kinds.image_prompts:
+            told = {kind.component: self._image_kv(params, kind, latents) for kind in kinds.image_prompts}
             conditions[IMAGE_PROMPTS] = told
         return InFlight(
             self._batched((latents[0], SLOTS, *latents[1:]), jnp.float32),
@@ -327,10 +289,12 @@ class Programs:
                 self._batched(latents, jnp.float32),
                 self._batched((latents[0],), jnp.bool_),
             )
-            if known
+            if kinds.known
             else None,
-            Composed((conditions,) * (parts - 1), self._batched((latents[0], parts), jnp.float32)) if parts else None,
-            Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in tuned}),
+            Composed((conditions,) * (kinds.parts - 1), self._batched((latents[0], kinds.parts), jnp.float32))
+            if kinds.parts
+            else None,
+            Tuning(**{name: self._batched((latents[0], TUNING[name]), jnp.float32) for name in kinds.tuned}),
         )
 
     def _image_kv(self, params: Params, kind: PromptKind, latents: LatentShape) -> dict[str, Any]:

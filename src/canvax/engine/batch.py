@@ -37,7 +37,7 @@ class Texts(NamedTuple):
 
     conditions: Conditions
     negative: Conditions | None
-    composed: Composed | None
+    composed: Composed | None = None
 
     @property
     def halves(self) -> list[Conditions]:
@@ -141,14 +141,12 @@ class Batch:
     def fill(
         self,
         noise: HostArray,
-        conditions: Conditions,
-        negative: Conditions | None,
+        texts: Texts,
         keys: HostArray,
         tables: Sequence[SamplerTable],
         deep: DeepPlan | None = None,
         images: HostArray | None = None,
         known: Known | None = None,
-        composed: Composed | None = None,
         later: Mapping[int, Texts] | None = None,
         tuning: Tuning | None = None,
         control: Sequence[HostArray] | None = None,
@@ -158,20 +156,18 @@ class Batch:
         Args:
             noise: initial noise of unit variance [n, h, w, C] float32, n at most B; slots that are left over repeat
                 the last image.
-            conditions: each [B, ...], on the devices.
-            negative: the same of the negative prompts; None for a batch that is not guided.
+            texts: each [B, ...], on the devices; without negative prompts the batch is not guided.
             keys: threefry key words for step noise [n, 2] uint32.
             tables: one for each image, all with the same ``clip``.
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
-            composed: further prompts of each image, likewise, on the devices.
-            tuning: numbers of other kinds of guidance, [n, ...] each, likewise.
-            later: other texts from a row on, on the devices; all images have the same table then.
+            later: other texts from a row on, likewise; all images have the same table then.
+            tuning: numbers of other kinds of guidance, [n, ...] each.
             control: of each image, as in ``Run``.
         """
         self._check_clip(tables[0], tables)
-        runs = [Run(table, guided_rows(table, guided=negative is not None)) for table in tables]
+        runs = [Run(table, guided_rows(table, guided=texts.negative is not None)) for table in tables]
         for run, strengths in zip(runs, control or (), strict=bool(control)):
             run.control = strengths
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
@@ -181,11 +177,11 @@ class Batch:
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
         self._flight = InFlight(
             self._put(state),
-            conditions,
-            negative,
+            texts.conditions,
+            texts.negative,
             self._put(keys),
             known and Known(*map(self._put, known)),
-            composed,
+            texts.composed,
             Tuning(*(field if field is None else self._put(field) for field in tuning or Tuning())),
         )
         self._deep, self._features, self._later = deep, None, later or {}

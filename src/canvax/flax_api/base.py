@@ -22,7 +22,7 @@ from jax.core import Tracer
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW, StepInputs, denoise
-from canvax.engine.batch import Batch
+from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
@@ -338,7 +338,7 @@ class FlaxPipeline:
 
         batch = Batch(programs, params, latents, ready.denoisers, kinds.controls)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
-        batch.fill(inputs.noise, conditions, negative, inputs.words, tables, images=images, control=strengths)
+        batch.fill(inputs.noise, Texts(conditions, negative), inputs.words, tables, images=images, control=strengths)
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.state)[:, 0]

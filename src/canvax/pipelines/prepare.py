@@ -96,14 +96,12 @@ def prepare(
     batch = Batch(programs, params, latents, ready.denoisers, controls, places)
     batch.fill(
         noise,
-        texts.conditions,
-        texts.negative,
+        texts,
         seed_keys(request.seeds),
         tables or [table] * len(request.prompts),
         deep,
         images=images,
         known=known,
-        composed=texts.composed,
         later=later,
         tuning=tuning_of(request),
         control=request.control

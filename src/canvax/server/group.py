@@ -99,8 +99,7 @@ class Group:
     def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
         """Make all programs ready. May run in any thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
-        told = {"controls": kinds.controls, "image_prompts": kinds.image_prompts}
-        conditions = self._programs.step_inputs(params, shape, guided=False, **told).conditions
+        conditions = self._programs.step_inputs(params, shape, kinds, guided=False).conditions
         self._idle = Idle(conditions, self._programs.networks.controls)
         self._ready = self._programs.ready(params, shape, kinds, announce)
         self._denoisers = {self.alone: self._ready.denoisers}
