@@ -26,8 +26,10 @@ def config_of(unet: UNetConfig, channels: int, **changes: Any) -> dict[str, Any]
     return config | changes
 
 
-def controlnet(folder: Path, pipe: Any, seed: int = 1, strength: float = 1.0, **changes: Any) -> Path:
-    """A ControlNet for a pipeline's model; ``strength`` of what it adds."""
+def controlnet(
+    folder: Path, pipe: Any, seed: int = 1, strength: float = 1.0, sees: float = 1.0, **changes: Any
+) -> Path:
+    """A ControlNet for a pipeline's model; ``strength`` of what it adds, and of what it ``sees`` of its image."""
     config = config_of(pipe.model.unet, pipe.model.vae.latent_channels, **changes)
     spec = (UnionNet if "num_control_type" in changes else ControlNet).from_dict(config).spec
     params = dict(flatten(init_params(spec, seed)))
@@ -37,6 +39,8 @@ def controlnet(folder: Path, pipe: Any, seed: int = 1, strength: float = 1.0, **
             params[name] = 0.1 * rng.standard_normal(leaf.shape, np.float32)
         if name.startswith(("controlnet_down", "controlnet_mid")):
             params[name] = strength * params[name]
+        if name.startswith("controlnet_cond_embedding.conv_out"):
+            params[name] = sees * params[name]
     save_component(folder, Component("", spec, "diffusers"), unflatten(params), config)
     return folder
 

@@ -26,6 +26,7 @@ from canvax.server.jobs import (
     MEDIA_TYPES,
     Ask,
     Changed,
+    ControlCard,
     Event,
     Finished,
     Job,
@@ -124,15 +125,18 @@ class Stub:
         engine: that draws.
         key: which requests must bear, if not None.
         bodies: of the jobs asked for.
+        controls: the networks that read control images.
     """
 
     def __init__(self, engine: PaintedEngine, *, key: str | None = None) -> None:
         self.engine, self.key = engine, key
         self.bodies: list[dict[str, Any]] = []
+        self.controls: tuple[ControlCard, ...] = ()
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
             Route("/api/models", self.models),
+            Route("/api/adapters", self.adapters),
             Route("/api/jobs", self.submit, methods=["POST"]),
             Route("/api/jobs/{id}", self.job, methods=["GET", "DELETE"]),
             Route("/api/jobs/{id}/events", self.events),
@@ -161,21 +165,28 @@ class Stub:
 
     async def models(self, request: Request) -> Response:
         self.check(request)
-        cards = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(self.engine.models())]
-        return JSONResponse({"models": cards, "samplers": SAMPLERS})
+        cards = [replace(card, controls=self.controls) for card in self.engine.models()]
+        told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
+        return JSONResponse({"models": told, "samplers": SAMPLERS})
+
+    async def adapters(self, request: Request) -> Response:
+        self.check(request)
+        cards = self.engine.adapters(request.query_params.get("model"))
+        return JSONResponse({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
 
     async def submit(self, request: Request) -> Response:
         self.check(request)
         body = await request.json()
         self.bodies.append(dict(body))
         for name in body:
-            if name not in MAY_BE_ASKED:
+            if name not in MAY_BE_ASKED | {"control_scale"}:
                 raise Refused(422, "unknown_field", f"{name} is not a field of a job.", param=name)
         if not body.get("prompt") and not body.get("upscale"):
             raise Refused(422, "invalid_value", "prompt is empty; say what to show.", param="prompt")
         for name in ("image", "mask"):
             if body.get(name):
                 body[name] = opened(body[name])
+        body["options"] = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
         if body.get("seed") in (None, -1):
             body["seed"] = random.randrange(2**32)
         once = request.headers.get("idempotency-key")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -61,13 +62,15 @@ def until(true: object, seconds: float = 10.0) -> None:
 
 @contextmanager
 def generating(
-    settings: EngineSettings | None = None, web: Settings | None = None, journal: Journal | None = None
+    settings: EngineSettings | None = None,
+    web: Settings | None = None,
+    journal: Journal | None = None,
+    load: Callable[[str], Any] = lambda name: canvax.load(name, progress=False),
 ) -> Iterator[tuple[str, ImageEngine]]:
-    """The address of a whole server with the model in the package, and its engine."""
+    """The address of a whole server and its engine, by default with the model in the package."""
     metrics = Metrics()
     engine = ImageEngine(
-        ["emoji"], settings or EngineSettings(), metrics, lambda name: canvax.load(name, progress=False),
-        journal=journal,
+        ["emoji"], settings or EngineSettings(), metrics, load, journal=journal,
     )  # fmt: skip
     engine.start()
     until(lambda: engine.state is not State.STARTING, 300)

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from control_files import controlnet
+from ip_adapter_files import encoder, ip_adapter
 from jax.experimental import serialize_executable
 from PIL import Image
 from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
@@ -44,6 +46,8 @@ from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import init_params
+from canvax.pipelines import text_to_image
+from canvax.pipelines.request import make_request
 
 DRAW = """
 import hashlib, json, sys
@@ -790,9 +794,6 @@ def announced(shown: str) -> dict[str, set[str]]:
 def test_compile_returns_what_it_did(
     folder: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:
-        return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
-
     monkeypatch.setattr(Programs, "_compile", instant)
     pipe = dataclasses.replace(emoji, programs=dataclasses.replace(emoji.programs, _compiled={}))
     builds, three = pipe.compile(64, 72, 2), {"text encoder", "denoiser", "decoder"}
@@ -887,3 +888,35 @@ def test_cache_command_when_off(capsys: pytest.CaptureFixture[str]) -> None:
 def test_compile_command_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "emoji", *arguments]) == BAD_INPUT
     assert arguments[1].split("x")[0] in capsys.readouterr().err
+
+
+def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:
+    """In place of ``Programs._compile``."""
+    return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
+
+
+def test_the_command_knows_networks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``canvax compile`` stores for control images and image prompts is what their calls look for."""
+    monkeypatch.setattr(Programs, "_compile", instant)
+    model = write_small_checkpoint(tmp_path / "model")
+    base = canvax.load(model)
+    net = controlnet(tmp_path / "net", base)
+    encoder(tmp_path / "image_encoder")
+    prompts = ip_adapter(tmp_path / "ip.safetensors", "plus", UNET)
+    words = ["compile", str(model), "--controlnet", str(net), "--ip-adapter", str(prompts), "-q", "--json"]
+    assert main(words) == 0
+    made = [one["program"] for one in json.loads(capsys.readouterr().out)["programs"]]
+    assert sorted(set(made)) == ["control encoder", "decoder", "denoiser", "image prompt encoder", "text encoder"]
+    pipe = base.with_controlnet(net).with_ip_adapter(prompts)
+    image = Image.new("RGB", (64, 64))
+    request = make_request(pipe.model, "a cat", None, 1, size=(None, None), steps=None, guidance=None, seed=1,
+                           sampler=None, latents=None, options=None, control=image, image_prompt=image)  # fmt: skip
+    kinds = text_to_image.work(pipe.model, request)[2]
+    assert pipe.params is not None
+    batch = pipe.mesh.shape["data"]
+    assert pipe.programs.stored(pipe.params, (batch, *request.shape[1:]), kinds) is not None
+    assert pipe.programs.stored(pipe.params, (batch, *request.shape[1:]), kinds._replace(controls=())) is None
+    with pytest.raises(canvax.InputError, match="no IP-Adapter"):
+        base.compile(image_prompt=True)

@@ -88,6 +88,7 @@ WRONG = [
     (["--allow-host", "http://a.example"], "--allow-host http://a.example is not"),
     (["--allow-host", "a.example:80"], "--allow-host a.example:80 is not"),
     (["emoji", "emoji"], "there is a model 'emoji' already"),
+    (["--ip-encoder", "clip"], "--ip-encoder without --ip-adapter"),
     (["--nothing"], "is not a flag of canvax serve"),
 ]
 

@@ -27,6 +27,7 @@ from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.cli.info import reproduce
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, Carried
 from canvax.images.maps import canny, control_map
@@ -35,6 +36,8 @@ from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.control_images import check_control, layer_weights, strengths
+from canvax.scale.rows import Row
+from canvax.scale.work import Worker
 
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)
@@ -247,6 +250,62 @@ def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
     np.testing.assert_array_equal(np.asarray(steered.images[0])[:, 32:], np.asarray(photo)[:, 32:])
     assert draw(pipe, control=edges(1), hires=2).images[0].size == (128, 128)
     assert draw(pipe, control=edges(1, (96, 64))).images[0].size == (96, 64)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_of_a_file(
+    batch: int, pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ``canvax batch``: each row with its own control image, or none; a bad one is that row's error."""
+    monkeypatch.chdir(tmp_path)
+    edges(1).save("one.png")
+    edges(2, (200, 160)).save("two.png")
+    rows: dict[str, dict[str, Any]] = {
+        "one": {"control": "one.png"},
+        "two": {"control": "two.png", "height": 64, "width": 64, "steps": 3},
+        "weak": {"control": "one.png", "control_scale": 0.5, "seed": 7},
+        "made": {"control": ["one.png"], "control_from": "canny"},
+        "none": {},
+        "lost": {"control": "nowhere.png"},
+        "prompt": {"ip_image": "one.png"},
+        "alone": {"control_from": "canny"},
+    }
+    worker = Worker(pipe, batch=batch, defaults={"num_inference_steps": 4})
+    made = [one for _, some in worker.run(Row(name, {"prompt": "a cat", **row}) for name, row in rows.items())
+            for one in some]  # fmt: skip
+    errors = {one.row.id: one.error for one in made if one.error}
+    assert "cannot be read" in errors.pop("lost")
+    assert "name the adapter that reads the image" in errors.pop("prompt")
+    assert "control_from='canny' without control" in errors.pop("alone")
+    assert not errors
+    assert worker.compilations <= 6  # all rows with an image share their programs, and those without
+    found = {one.row.id: one for one in made if not one.error}
+    for name, image, changes in (
+        ("one", "one.png", {}), ("two", "two.png", {"num_inference_steps": 3}),
+        ("weak", "one.png", {"control_scale": 0.5}),
+        ("made", control_map("canny", edges(1)), {}), ("none", None, {}),
+    ):  # fmt: skip
+        record = found[name].record
+        call = {"control": image, "seed": record["seed"], "height": 64, "width": 64, **changes}
+        want = np.asarray(draw(pipe, **call).images[0], np.int16)
+        assert np.abs(np.asarray(found[name].image, np.int16) - want).max() <= 2, name
+        assert ("control_sha256" in record) is (image is not None)
+
+
+def test_larger_by_tiles(pipe: canvax.StableDiffusion, base: canvax.StableDiffusion) -> None:
+    """Each tile is its own control image."""
+    photo = draw(base).images[0]
+    given = {"strength": 0.5, "seed": 1, "num_inference_steps": 4, "options": QUIET}
+    alone = pipe.upscale(photo, "a cat", scale=1, batch=1, control=True, **given)
+    noise = initial_noise([1], LATENTS)
+    want = pipe("a cat", image=photo, control=photo, latents=noise, **given)
+    np.testing.assert_allclose(alone.pixels, want.pixels, atol=1e-5)
+    assert "control_sha256" not in alone.metadata[0]
+    assert "--controlnet CONTROLNET1" in reproduce(alone.metadata[0])
+    assert "--control " not in reproduce(alone.metadata[0])
+    assert far(pipe.upscale(photo, "a cat", scale=1, batch=1, **given).pixels, alone.pixels) > 1e-3
+    with pytest.raises(canvax.InputError, match="has no ControlNet"):
+        base.upscale(photo, control=True)
 
 
 def test_metadata_and_pickling(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
@@ -599,3 +658,13 @@ def test_command_line(
         assert message in capsys.readouterr().err
     assert main(["generate", "a cat", "--control", "edges.png", "-q", "-o", "no.png"]) == BAD_INPUT
     assert "--control without --controlnet" in capsys.readouterr().err
+    large = ["upscale", "photo.png", "--scale", "1", "-b", "1", "--strength", "0.5", "--steps", "4", "-s", "1", "-q"]
+    assert main([*large, "--controlnet", "net", "--control-scale", "0.5", "-o", "large.png"]) == 0
+    assert asked[-1] == ["net"]
+    scaled = dataclasses.replace(QUIET, control_scale=0.5)
+    given = {"scale": 1, "batch": 1, "strength": 0.5, "seed": 1, "num_inference_steps": 4, "options": scaled}
+    with Image.open("large.png") as image:
+        want = pipe.upscale("photo.png", control=True, **given).images[0]
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
+    assert main([*large, "--control-scale", "0.5", "-o", "no.png"]) == BAD_INPUT
+    assert "--control-scale without --controlnet" in capsys.readouterr().err

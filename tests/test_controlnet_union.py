@@ -20,9 +20,9 @@ from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.cli.control import control_of
 from canvax.cli.info import reproduce
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.control_files import control_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -76,6 +76,18 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     lists = draw(pipe, ["a cat", "a dog"], control={"depth": [edges(1), edges(3)]}, seed=[1, 2])
     assert far(lists.latents[0], both.latents[0]) < 1e-4
     assert list(both.metadata[1]["control_sha256"][0]) == ["tile", "depth"]
+
+
+def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(type(pipe), "__call__", lambda self, *_, control, **__: seen.append(control) or stop())
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe.upscale(edges(1), scale=1, batch=1, control=True)
+    assert [list(one) for one in seen[0]] == [["tile"]]
 
 
 def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import canvax
 from canvax import ImagePrompt
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
+from canvax.images.given import clip_square
 from canvax.kernels import outline
 from canvax.kernels.target import compiling_for
 from canvax.models.blocks import _transformer_block, attention_spec, transformer_spec
@@ -40,6 +41,8 @@ from canvax.models.presets import SD15_UNET, SDXL_UNET
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.image_prompts import layer_scales
+from canvax.scale.rows import Row
+from canvax.scale.work import Worker
 
 
 def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
@@ -320,6 +323,34 @@ def test_two_networks_of_images(pipe: canvax.StableDiffusion, tmp_path: Path) ->
     assert far(got, draw(both, control=photo(2), height=64, width=64).latents) > 1e-3
     names = [part.name for part in both.model.components]
     assert names[-4:] == ["controlnet", "ip_adapter", "ip_adapter_1", "image_encoder"]
+
+
+@pytest.mark.parametrize("size", [(2, 4_000_000), (4_000_000, 2), (33, 3000)])
+def test_a_long_image_is_seen_in_its_middle(size: tuple[int, int]) -> None:
+    """Without the rest of it, which would be gigabytes."""
+    image = Image.new("RGB", size, "white")
+    reach = 20 * min(size)
+    image.paste((0, 0, 255), (size[0] // 2 - reach, size[1] // 2 - reach, size[0] // 2 + reach, size[1] // 2 + reach))
+    seen = clip_square(image, 28)
+    assert seen.shape == (28, 28, 3)
+    np.testing.assert_allclose(seen.mean((0, 1)), [0, 0, 1], atol=0.01)
+
+
+def test_rows_of_a_file(pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``canvax batch``: each row with its own image prompts."""
+    monkeypatch.chdir(tmp_path)
+    photo(1).save("one.png")
+    photo(2).save("two.png")
+    rows = [Row("both", {"prompt": "a cat", "ip_image": ["one.png:0.5", "two.png"]}), Row("none", {"prompt": "a cat"}),
+            Row("few", {"prompt": "a cat", "ip_image": "one.png"})]  # fmt: skip
+    worker = Worker(pipe, batch=1, defaults={"num_inference_steps": 4, "seed": 1})
+    made = {one.row.id: one for _, some in worker.run(rows) for one in some}
+    assert "one image for each" in made["few"].error
+    prompts = [ImagePrompt(photo(1), 0.5), ImagePrompt(photo(2), adapter=1)]
+    for name, given in (("both", prompts), ("none", None)):
+        want = draw(pipe, image_prompt=given).images[0]
+        apart = np.abs(np.asarray(made[name].image, np.int16) - np.asarray(want, np.int16))
+        assert apart.max() <= 2, name
 
 
 def test_pickled_pipeline(pipe: canvax.StableDiffusion) -> None:

@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from canvax.server.jobs import Refused
+from canvax.server.jobs import ControlCard, Refused
 from tests.page_stub import PAGE, PaintedEngine, Stub
 
 HTML = (PAGE / "index.html").read_text()
@@ -124,6 +124,21 @@ class Site:
         if wait:
             self.page.wait_for_selector(".tile.busy", state="attached")
             self.idle()
+
+    def drop(self, selector: str, image: Image.Image) -> None:
+        """Drop an image file on an element."""
+        file = io.BytesIO()
+        image.save(file, "png")
+        drop = """([selector, data]) => {
+            const file = new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], "b.png", {type: "image/png"});
+            const dataTransfer = new DataTransfer();
+            dataTransfer.items.add(file);
+            for (const name of ["dragenter", "dragover", "drop"]) {
+                const event = new DragEvent(name, {dataTransfer, bubbles: true, cancelable: true});
+                document.querySelector(selector).dispatchEvent(event);
+            }
+        }"""
+        self.page.evaluate(drop, [selector, base64.b64encode(file.getvalue()).decode()])
 
     def idle(self) -> None:
         self.page.wait_for_selector(".tile.busy", state="detached")
@@ -285,8 +300,6 @@ def test_mask_undo_erase_and_keys(site: Site) -> None:
 
 @thorough
 def test_a_dropped_image_brings_its_settings(site: Site) -> None:
-    image, file = Image.new("RGB", (64, 64)), io.BytesIO()
-    image.save(file, "png")
     site.draw("a red apple")
     data = site.stub.engine.accepted[0].pictures[0].data
     site.page.fill("#prompt", "")
@@ -294,17 +307,61 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.page.wait_for_selector("text=Its settings stand in the form")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
-    drop = """data => {
-        const file = new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], "b.png", {type: "image/png"});
-        const dataTransfer = new DataTransfer();
-        dataTransfer.items.add(file);
-        for (const name of ["dragenter", "dragover", "drop"]) {
-            document.body.dispatchEvent(new DragEvent(name, {dataTransfer, bubbles: true, cancelable: true}));
-        }
-    }"""
-    site.page.evaluate(drop, base64.b64encode(file.getvalue()).decode())
+    site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()
+
+
+NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny")))
+
+
+@browser_only
+def test_adapters_and_a_control_image(site: Site) -> None:
+    page = site.page
+    assert page.locator("#control").is_hidden()
+    site.stub.controls = NETS
+    site.open()
+    page.click("#adapters summary")
+    page.select_option("#adapter-add", "ink")
+    page.fill("#adapter-ink", "0.6")
+    page.click("#control summary")
+    wide = io.BytesIO()
+    Image.new("RGB", (128, 64), "blue").save(wide, "png")
+    page.set_input_files("#control-file", {"name": "a.png", "mimeType": "image/png", "buffer": wide.getvalue()})
+    page.wait_for_selector("#control-remove", state="visible")
+    page.select_option("#control-network", "all")
+    page.select_option("#control-type", "canny")
+    page.fill("#control-scale", "0.5")
+    assert (page.inner_text("#adapters-text"), page.inner_text("#control-text")) == ("ink 0.6", "canny 0.5")
+    site.draw("a red apple")
+    body = site.stub.bodies[0]
+    assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
+    assert decoded(body["control"][1]["canny"]).size == (64, 64)  # cropped, as an input image is
+    page.click('[aria-label="Remove ink"]')
+    page.click("#control-remove")
+    site.draw("a pear")
+    assert not {"adapters", "control", "control_scale", "steered"} & site.stub.bodies[1].keys()
+    site.open()  # what is kept with an image outlives the page
+    page.locator(".tile .open").nth(1).click()
+    assert "ink 0.6" in page.inner_text("#viewer-settings")
+    page.click("#viewer-actions >> text=Take settings")
+    page.wait_for_selector("#control-remove", state="visible")
+    site.draw("a plum")
+    again = site.stub.bodies[2]
+    assert (again["adapters"], again["control_scale"]) == ({"ink": 0.6}, 0.5)
+    assert decoded(again["control"][1]["canny"]).size == (64, 64)
+
+
+@thorough
+def test_a_control_image_is_dropped_where_it_belongs(site: Site) -> None:
+    site.stub.controls = NETS[:1]
+    site.open()
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    site.page.wait_for_selector("#control-remove", state="visible")
+    assert site.page.locator("#input").is_hidden()
+    assert site.page.locator("#control-network-field").is_hidden()
+    site.draw("a red apple")
+    assert decoded(site.stub.bodies[0]["control"]).size == (64, 64)
 
 
 @thorough
@@ -532,10 +589,13 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page = site.page
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 800})
+    site.stub.controls = NETS
+    site.open()
     found = {"empty": findings(page, axe)}
     site.draw("a red apple")
     site.draw("a dog face")
-    page.evaluate("document.getElementById('more').open = document.getElementById('fold').open = true")
+    page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
+    page.select_option("#adapter-add", "ink")
     found["done"] = findings(page, axe)
     for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
         page.focus(".tile .open")

@@ -103,13 +103,21 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
         "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
         "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
-        "adapters": {"ink": 0.5, "clay": {"unet": 1.0}},
+        "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())},
+        "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
+        "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
     }  # fmt: skip
     assert set(body) == set(own.NewJob.__struct_fields__)
     site.submit(**body)
     ask = site.engine.asks[-1]
-    for name in set(body) - {"image", "mask", "previews"}:
+    control = {name: body[name] for name in ("control_scale", "control_start", "control_end", "control_mode")}
+    for name in set(body) - {"image", "mask", "previews", "options", "control", "image_prompt", *control}:
         assert getattr(ask, name) == body[name], name
+    assert ask.options == {"clip_skip": 1, **control}
+    assert ask.control["depth"].size == (64, 64)
+    (prompt,) = ask.image_prompt or ()
+    assert prompt.mask is not None
+    assert (prompt.image.size, prompt.scale, prompt.mask.mode, prompt.adapter) == ((64, 64), 0.5, "L", 1)
     assert ask.image is not None
     assert ask.mask is not None
     assert (ask.image.mode, ask.image.size, ask.mask.mode, ask.mask.size) == ("RGB", (64, 64), "L", (64, 64))

@@ -638,7 +638,10 @@ A1111_BAD = [
     ({"prompt": 5}, "prompt"), ({"steps": "many"}, "steps"), ({"steps": 0}, "steps"), ({"batch_size": 0}, "batch_size"),
     ({"cfg_scale": -1}, "cfg_scale"), ({"width": -8}, "width"), ({"seed": -2}, "seed"), ({"seed": 1.5}, "seed"),
     ({"enable_hr": True}, "enable_hr"), ({"tiling": True}, "tiling"), ({"script_name": "x"}, "script_name"),
-    ({"alwayson_scripts": {"ControlNet": {}}}, "alwayson_scripts"), ({"sampler_name": "Magic"}, "sampler_name"),
+    ({"alwayson_scripts": {"ADetailer": {"args": [True]}}}, "alwayson_scripts"),
+    ({"alwayson_scripts": {"ControlNet": {"args": [True]}}}, "alwayson_scripts"),
+    ({"alwayson_scripts": {"ControlNet": {"args": [{"input_image": b64(picture())}]}}}, "model"),
+    ({"sampler_name": "Magic"}, "sampler_name"),
     ({"scheduler": "Magic"}, "scheduler"), ({"subseed_strength": 2}, "subseed_strength"), ({"eta": "NaN"}, "eta"),
     ({"override_settings": []}, "override_settings"),
 ]  # fmt: skip

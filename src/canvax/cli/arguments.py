@@ -16,8 +16,10 @@ from canvax.cli.generate_arguments import (
     Once,
     add_batch,
     add_control,
+    add_controlnet,
     add_dtype,
     add_generate,
+    add_ip_adapter,
     add_quantize,
     add_source,
     add_upscale,
@@ -346,6 +348,9 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
+    networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
+    add_controlnet(networks)
+    add_ip_adapter(networks)
     add_dtype(parser)
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -83,6 +83,8 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     elif arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
         raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
+    if arguments.ray is not None and arguments.ip_adapter:
+        raise InputError("--ip-adapter with --ray: not there yet; leave --ray out")
 
 
 def _share(text: str | None) -> tuple[int, int]:
@@ -104,6 +106,11 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
     request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
     check_table(request, None)
+    for name in ("control", "ip_image"):  # which all rows would lack
+        networks = "controlnet" if name == "control" else "ip_adapter"
+        if name in defaults and not getattr(source, networks):
+            flags = [f"--{one.replace('_', '-')}" for one in (name, networks)]
+            raise InputError(f"{flags[0]} without {flags[1]}: name the network that reads the image")
     check_against_model(arguments, [request], source)
 
 
@@ -170,6 +177,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
+    load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
     told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
     told |= {"model": source.model, "image_format": arguments.format, "load": load}
     return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)

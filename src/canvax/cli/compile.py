@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from canvax.cli.generate_arguments import source_keywords
+from canvax.cli.generate_arguments import check_ip_encoder, source_keywords
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import InputError
 
@@ -17,6 +17,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for batch in arguments.batch:
         if batch < 1:
             raise InputError(f"--batch {batch} is not a whole number of at least 1")
+    check_ip_encoder(arguments)
     from canvax.pipelines.checks import check_size
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         check_size("height", height, 0)
     if not arguments.quiet:
         complain(f"reading {arguments.model}")
-    model, programs, params = open_model(
+    opened = open_model(
         arguments.model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         weights=False,
         **source_keywords(arguments),
     )
-    pipe = StableDiffusion(model, programs, params)
+    pipe = StableDiffusion(*_with_networks(opened, arguments))
+    model = pipe.model
     report["programs"] = built = []
     for width, height in sizes or [model.native_size[::-1]]:
         for batch in arguments.batch:
@@ -46,6 +48,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 reuse_layers=arguments.reuse_layers,
                 image=arguments.image,
                 mask=arguments.mask,
+                control=bool(arguments.controlnet),
+                image_prompt=bool(arguments.ip_adapter),
                 progress=not arguments.quiet,
             )
             for build in builds:
@@ -54,6 +58,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                               "seconds": build.seconds, "bytes": build.size})  # fmt: skip
     if not arguments.json:
         _print(built)
+
+
+def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:
+    """A model with the networks of control images and image prompts that are named: what they are, without weights."""
+    from canvax.pipelines.controls import control_sources, open_controls, with_controls
+    from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
+
+    hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    hub["progress"] = not arguments.quiet
+    model, programs, params = opened
+    if arguments.controlnet:
+        nets = open_controls(model, control_sources(arguments.controlnet, **hub))
+        model, programs, params = with_controls(model, programs, params, nets, weights=False)
+    if arguments.ip_adapter:
+        named = ip_adapter_sources(arguments.ip_adapter, arguments.ip_encoder, **hub)
+        encoder = arguments.ip_encoder
+        model, programs, params = with_ip_adapters(model, programs, params, named, encoder, weights=False)
+    return model, programs, params
 
 
 def _size(text: str) -> tuple[int, int]:

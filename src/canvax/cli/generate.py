@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
-from canvax.cli.control import control_argument
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.image_prompts import image_prompt_argument
 from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -26,6 +24,8 @@ from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
+from canvax.pipelines.control_files import control_argument
+from canvax.pipelines.prompt_files import image_prompt_argument
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -38,6 +38,11 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
     parser.add_argument("-N", "--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="(-1, the default: random)")
+    group = parser.add_argument_group(
+        "with a network for which each tile is a control image, such as a tile ControlNet"
+    )
+    add_controlnet(group)
+    _control_strength(group)
     for add in (_settings, _model, add_adapters, _devices, _where_to):
         add(parser)
 
@@ -52,7 +57,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
-    for add in (_settings, _model, add_adapters, _devices):
+    for add in (_control, _image_prompts, _settings, _model, add_adapters, _devices):
         add(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")
@@ -134,15 +139,16 @@ def _images(parser: argparse.ArgumentParser) -> None:
 
 def _control(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("from a control image (the first three once for each network)")
-    group.add_argument(
-        "--controlnet", "--control-net", action="append", metavar="NET",
-        help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
-    )  # fmt: skip
+    add_controlnet(group)
     group.add_argument(
         "--control", "--control-image", action="append", metavar="FILE",
         help="the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
     )  # fmt: skip
     group.add_argument("--control-from", metavar="KIND", help="make that of the image first: canny, invert, ...")
+    _control_strength(group)
+
+
+def _control_strength(group: Any) -> None:
     group.add_argument("--control-scale", metavar="X", help="how strong it is (1); X,X for two networks; also below")
     group.add_argument("--control-start", metavar="X", help="0..1, from which part of the run on (0)")
     group.add_argument("--control-end", metavar="X", help="0..1, up to which part (1)")
@@ -151,15 +157,11 @@ def _control(parser: argparse.ArgumentParser) -> None:
 
 def _image_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with an image as a prompt (each flag once for each image or adapter)")
-    group.add_argument(
-        "--ip-adapter", action="append", metavar="FILE",
-        help="the IP-Adapter that reads it: a safetensors file, here or OWNER/NAME/FILE on the Hub",
-    )  # fmt: skip
+    add_ip_adapter(group)
     group.add_argument(
         "--ip-image", action="append", metavar="FILE[:X]", help="the image, and how strong it is (1): photo.png:0.6"
     )
     group.add_argument("--ip-mask", action="append", metavar="FILE", help="where it acts, white; none for everywhere")
-    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -311,6 +313,58 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
     group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
     group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def add_controlnet(group: Any) -> None:
+    """The flag that names networks of control images."""
+    group.add_argument(
+        "--controlnet", "--control-net", action="append", metavar="NET",
+        help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
+    )  # fmt: skip
+
+
+def add_ip_adapter(group: Any) -> None:
+    """Flags that name IP-Adapters and what they see with."""
+    group.add_argument(
+        "--ip-adapter", action="append", metavar="FILE",
+        help="an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+    )  # fmt: skip
+    group.add_argument("--ip-encoder", metavar="FOLDER", help="CLIP's image encoder, if not the one beside the adapter")
+
+
+def with_networks(pipe: Any, arguments: Any) -> Any:
+    """A pipeline with the IP-Adapters of the flags; ``canvax.load`` is given the ControlNets.
+
+    Raises:
+        InputError: an encoder is named for none.
+    """
+    check_ip_encoder(arguments)
+    if not arguments.ip_adapter:
+        return pipe
+    hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, progress=not arguments.quiet, **hub)
+
+
+def networks_of(arguments: Any) -> dict[str, Any]:
+    """The networks that flags name, as fields of ``Source``; of a command that has these flags, or some of them.
+
+    Raises:
+        InputError: an encoder is named for none.
+    """
+    if getattr(arguments, "ip_encoder", None) is not None:
+        check_ip_encoder(arguments)
+    named = {name: tuple(getattr(arguments, name, None) or ()) for name in ("controlnet", "ip_adapter")}
+    return {**named, "ip_encoder": getattr(arguments, "ip_encoder", None)}
+
+
+def check_ip_encoder(arguments: Any) -> None:
+    """Refuse an encoder that nothing sees with.
+
+    Raises:
+        InputError: so.
+    """
+    if arguments.ip_encoder is not None and not arguments.ip_adapter:
+        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
 
 
 def add_dtype(group: Any) -> None:

@@ -14,24 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.control import Control, control_argument, control_files, control_marks, control_of
-from canvax.cli.image_prompts import (
-    FilePrompt,
-    check_same,
-    image_prompt_argument,
-    image_prompts_of,
-    read_all,
-    structure,
-)
+from canvax.cli.generate_arguments import networks_of
+from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.control_files import Control, control_argument, control_files, control_marks, control_of
 from canvax.pipelines.control_images import size_of
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
+from canvax.pipelines.prompt_files import (
+    FilePrompt,
+    image_prompt_argument,
+    image_prompts_of,
+    read_all,
+    structure,
+)
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 
@@ -144,7 +145,7 @@ class Source:
 def source_of(arguments: argparse.Namespace) -> Source:
     """The model that flags name."""
     own: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
-    return Source(arguments.model or "emoji", **own, zero_snr=arguments.zero_snr)
+    return Source(arguments.model or "emoji", **own, **networks_of(arguments), zero_snr=arguments.zero_snr)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -167,11 +168,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     if arguments.from_image is not None:
         base, source = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
-    beside = {name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
     zero_snr = source.zero_snr or arguments.zero_snr
-    if arguments.ip_encoder is not None and not beside["ip_adapter"]:
-        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
-    source = dataclasses.replace(source, **beside, ip_encoder=arguments.ip_encoder, zero_snr=zero_snr)
+    source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
         raise InputError('no prompt; try: canvax generate "a red apple"')
     if cells:

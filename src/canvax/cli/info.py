@@ -112,6 +112,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         words = ["canvax", "upscale", "IMAGE"]
         flags |= {"--image": None, "--height": None, "--width": None}
         flags |= {f"--{name}": tiles.get(name) for name in ("scale", "overlap")}
+        nets = metadata.get("controlnet")
+        flags |= {f"--controlnet {i}": f"CONTROLNET{i + 1}" for i in range(len(nets) if isinstance(nets, list) else 0)}
     for flag, value in flags.items():
         if value is not None and value != []:
             texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import source_keywords
+from canvax.cli.generate_arguments import check_ip_encoder, source_keywords, with_networks
 from canvax.cli.terminal import complain
 from canvax.errors import CanvaxError, InputError
 
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.dtype:
         parse_dtype(arguments.dtype)
     mesh_of(arguments.mesh)
+    check_ip_encoder(arguments)
     settings = _engine_settings(arguments)
     web = Settings(
         keys=keys,
@@ -222,15 +223,18 @@ def _load(model: str, arguments: argparse.Namespace) -> Any:
     import canvax
     from canvax.parallel.mesh import mesh_of
 
-    return canvax.load(
+    controls = {"controlnet": arguments.controlnet} if arguments.controlnet else {}
+    pipe = canvax.load(
         model,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         mesh=mesh_of(arguments.mesh),
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
+        **controls,
         **source_keywords(arguments),
     )
+    return with_networks(pipe, arguments)
 
 
 def _serve(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:

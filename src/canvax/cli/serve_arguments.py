@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import add_dtype, add_source
+from canvax.cli.generate_arguments import add_controlnet, add_dtype, add_ip_adapter, add_source
 
 SERVE_EXAMPLES = """
 examples:
@@ -13,6 +13,7 @@ examples:
   canvax serve ./my-model --warm 512x512:1,4 768x512:1,4   two sizes, one image or four at a time
   canvax serve owner/name --host 0.0.0.0 --keys keys.txt   for others, who need a key
   canvax serve owner/name --journal jobs.db                accepted jobs survive a kill
+  canvax serve owner/name --controlnet owner/canny         requests may have control images
 """
 
 
@@ -40,6 +41,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_dtype(model)
     model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     add_source(model)
+    images = parser.add_argument_group("networks for images of requests, each flag once for each network")
+    add_controlnet(images)
+    add_ip_adapter(images)
     adapters = parser.add_argument_group("adapters, of which each request may name its own")
     adapters.add_argument("--lora-dir", metavar="FOLDER", help="LoRAs for <lora:name:0.8> in prompts, and for adapters")
     adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are read at the start")

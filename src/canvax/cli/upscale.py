@@ -10,6 +10,7 @@ from canvax.cli.images import OPTIONS, ImageRequest, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError
 from canvax.images.given import read_images
+from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
 
 
@@ -17,6 +18,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Make the image larger; ``report`` is updated on the way."""
     settings = {name: value for name in OPTIONS if (value := getattr(arguments, name, None)) is not None}
     options = Options(**settings, progress=not arguments.quiet)
+    if not arguments.controlnet and (given := sorted({*CONTROL_OPTIONS} & {*settings})):
+        raise InputError(f"--{given[0].replace('_', '-')} without --controlnet: name the network that reads the tiles")
     read_images("image", arguments.file, 1)
     where = Destination.checked(arguments, [_request(arguments, options)])
     source = source_of(arguments)
@@ -32,6 +35,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         guidance_scale=arguments.guidance_scale,
         sampler=arguments.sampler,
         options=options,
+        control=bool(source.controlnet),
         **named,
     )
     path = where.save(result.images[0], result.metadata[0])

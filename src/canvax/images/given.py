@@ -18,6 +18,9 @@ from canvax.images.convert import upright_rgb
 from canvax.images.formats import FORMATS
 from canvax.types import HostArray
 
+LONGEST = 8
+"""Times as long as it is wide, an image is resized as a whole for ``clip_square``."""
+
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
 
@@ -54,8 +57,12 @@ def fingerprint(image: Image.Image) -> str:
 
 def clip_square(image: Image.Image, side: int) -> HostArray:
     """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
+    short = min(image.size)
+    if max(image.size) > LONGEST * short:  # of which all but the middle would be made as large for nothing
+        sides = [min(length, LONGEST * short) for length in image.size]
+        left, top = ((whole - own) // 2 for whole, own in zip(image.size, sides, strict=True))
+        image = image.crop((left, top, left + sides[0], top + sides[1]))
     wide, tall = image.size
-    short = min(wide, tall)
     size = (side * wide // short, side * tall // short)
     image = image.resize(size, Image.Resampling.BICUBIC)
     left, top = (size[0] - side) // 2, (size[1] - side) // 2

@@ -18,7 +18,7 @@ from canvax.families.base import Model
 from canvax.families.controls import component_name, control_of, read_control
 from canvax.models.controlled import Control
 from canvax.parallel.memory import check_weights
-from canvax.parallel.rules import device_bytes, place
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Param, Params, flatten, unflatten
 from canvax.pipelines.control_lora import control_lora
 from canvax.types import Array, HostArray
@@ -81,11 +81,12 @@ def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:
 
 
 def with_controls(
-    model: Model, programs: Programs, params: Params | None, opened: Sequence[Opened]
+    model: Model, programs: Programs, params: Params | None, opened: Sequence[Opened], *, weights: bool = True
 ) -> tuple[Model, Programs, Params | None]:
     """A model with these networks in place of those that it has; compiled programs and weights are shared.
 
-    ``params`` None is a caller's who keeps them, and who loads no networks so.
+    ``params`` None is a caller's who keeps them, and who loads no networks so. Without ``weights`` the parameters of
+    the networks are shapes, dtypes and shardings.
 
     Raises:
         CheckpointError: weights cannot be used.
@@ -102,6 +103,9 @@ def with_controls(
         return model, programs, None
     parts = [part for part in model.components if part.name in names]
     mesh = programs.mesh
+    if not weights:
+        shapes = {part.name: abstract_params(part.spec, model.dtype, mesh) for part in parts}
+        return model, programs, {**params, **shapes}
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
     quantized = model.quantize is not None
     check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)

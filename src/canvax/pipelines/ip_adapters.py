@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
 from canvax.errors import CheckpointError, InputError
 from canvax.families.base import Model
 from canvax.families.ip_adapters import component_name, ip_adapter_of, with_encoder
 from canvax.models.ip_adapter import ImageEncoder
+from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.memory import check_weights
-from canvax.parallel.rules import device_bytes, place
+from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Param, Params
 from canvax.types import Array, HostArray
 from canvax.weights.adapter_source import AdapterSource
@@ -29,6 +31,15 @@ MOST = 8
 
 Named = str | Path | Sequence[str | Path] | None
 EncoderName = str | Path | bool | None
+
+
+def usual_kinds(networks: Networks, *, masked: bool = False) -> tuple[PromptKind, ...]:
+    """What decides the programs of one image prompt for each adapter; none where no images are seen."""
+    if (encoder := networks.image_encoder) is None:
+        return ()
+    reads = {name: (net.reads,) if net.kind == "plain" else (encoder.cfg.tokens, net.reads)
+             for name, net in networks.ip_adapters}  # fmt: skip
+    return tuple(PromptKind(name, 1, masked, shape) for name, shape in reads.items())
 
 
 def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> list[AdapterSource]:
@@ -56,8 +67,12 @@ def with_ip_adapters(
     params: Params | None,
     sources: Sequence[AdapterSource],
     image_encoder: EncoderName,
+    *,
+    weights: bool = True,
 ) -> tuple[Model, Programs, Params]:
     """A model with these adapters in place of those that it has; compiled programs and weights are shared.
+
+    Without ``weights`` their parameters are shapes, dtypes and shardings.
 
     Raises:
         InputError: no image encoder is beside the adapter.
@@ -89,6 +104,10 @@ def with_ip_adapters(
     old = model.image_encoder
     model = dataclasses.replace(model, networks=networks, ip_adapters=tuple(files), image_encoder=encoder)
     same = encoder is not None and old is not None and str(old) == str(encoder)
+    if not weights:
+        new = [part for part in model.components if part.name in (*names, IMAGE_ENCODER)]
+        shapes = {part.name: abstract_params(part.spec, model.dtype, programs.mesh) for part in new}
+        return model, dataclasses.replace(programs, networks=networks), {**params, **shapes}
     return model, dataclasses.replace(programs, networks=networks), _loaded(model, programs, params, names, same=same)
 
 

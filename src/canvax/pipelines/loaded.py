@@ -212,6 +212,7 @@ class LoadedModel:
         image: bool = False,
         mask: bool = False,
         control: bool = False,
+        image_prompt: bool = False,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -228,6 +229,7 @@ class LoadedModel:
             image: for calls with an image, second passes and ``upscale`` too: the image encoder.
             mask: for calls with a mask: the denoiser that keeps parts of an image.
             control: for calls with control images for all networks that read one.
+            image_prompt: for calls with an image prompt, without a mask, for each IP-Adapter.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -245,6 +247,13 @@ class LoadedModel:
         if control and not self.model.networks.controls:
             raise InputError(f"control=True with {self.model.name}, which has no ControlNet; leave it out")
         more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
+        if image_prompt:
+            from canvax.pipelines.ip_adapters import usual_kinds  # which most pipelines never need
+
+            more |= {"image_prompts": usual_kinds(self.model.networks), "sees": True}
+            if not more["image_prompts"]:
+                why = "no IP-Adapter with an image encoder; leave it out"
+                raise InputError(f"image_prompt=True with {self.model.name}, which has {why}")
         self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 

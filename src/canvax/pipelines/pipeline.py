@@ -280,6 +280,7 @@ class StableDiffusion(LoadedModel):
         sampler: str | None = None,
         options: Options | None = None,
         params: Params | None = None,
+        control: bool = False,
     ) -> Result:
         """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
 
@@ -299,6 +300,8 @@ class StableDiffusion(LoadedModel):
             sampler: see there.
             options: see there.
             params: see there.
+            control: whether each tile, enlarged, is also the control image of this pipeline's networks, such as a tile
+                ControlNet; of a ControlNet-Union as its type "tile".
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -307,7 +310,7 @@ class StableDiffusion(LoadedModel):
         keywords |= {"negative_prompt": negative_prompt, "params": params}
         return upscaled(
             self, self.model, image, prompt, scale=scale, strength=strength, overlap=overlap, batch=batch, seed=seed,
-            options=check_options(options), **keywords,
+            options=check_options(options), control=control, **keywords,
         )  # fmt: skip
 
 

@@ -122,7 +122,10 @@ class Tiles:
 
     def recorded(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Metadata of the whole from that of a tile."""
-        return metadata | {"height": self.height, "width": self.width} | self._record
+        shared = {
+            name: value for name, value in metadata.items() if name != "control_sha256"
+        }  # which is that of a tile
+        return shared | {"height": self.height, "width": self.width} | self._record
 
 
 def starts(length: int, tile: int, overlap: int, step: int) -> list[int]:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, check_flag
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.given import read_images
+from canvax.models.controlnet_union import UnionNet
 from canvax.noise import check_seed
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
@@ -35,12 +37,16 @@ def upscaled(
     batch: int,
     seed: int | None,
     options: Options,
+    control: bool,
     **keywords: Any,
 ) -> Result:
     """See ``canvax.StableDiffusion.upscale``."""
     strength = check_strength(strength)
     check_count("batch", batch)
     check_for_upscale(options)
+    check_flag("control", control)
+    if control and not model.networks.controls:
+        raise InputError(f"control=True with {model.name}, which has no ControlNet; leave it out")
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
         raise InputError(f"prompt={prompt!r:.80} is not text; all tiles have one prompt")
@@ -50,8 +56,10 @@ def upscaled(
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
         filled = [tiles[i] for i in (*some, *[some[-1]] * (min(batch, len(tiles)) - len(some)))]
+        images = [tile.image for tile in filled]
+        shown = tiles_shown(model, images) if control else None
         result = pipe(
-            [prompt] * len(filled), image=[tile.image for tile in filled], strength=strength,
+            [prompt] * len(filled), image=images, strength=strength, control=shown,
             latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
@@ -68,6 +76,13 @@ def upscaled(
         compilations=sum(result.compilations for result in results),
         indices=[0],
     )
+
+
+def tiles_shown(model: Model, images: list[Image.Image]) -> Any:
+    """Tiles as the control images of every network."""
+    nets = [net for _, net in model.networks.controls]
+    shown = [[{"tile": one} for one in images] if isinstance(net, UnionNet) else images for net in nets]
+    return shown if len(shown) > 1 else shown[0]
 
 
 def check_for_upscale(options: Options) -> None:

@@ -22,12 +22,13 @@ OPTIONS = tuple(field.name for field in fields(Options) if field.name not in _NO
 ARGUMENTS = (
     *("prompt", "negative_prompt", "seed", "height", "width", "num_inference_steps"),
     *("guidance_scale", "sampler", "image", "mask", "strength"),
+    *("control", "control_from", "ip_image", "ip_mask"),
 )
 NAMES = (*ARGUMENTS, *OPTIONS)
 """What a row may say besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
 
 _TEXTS = {"id", "prompt", "negative_prompt", "sampler", "image", "mask", "prompt_2", "negative_prompt_2"}
-_TEXTS |= {"hires_sampler", "hires_prompt", "spacing"}
+_TEXTS |= {"hires_sampler", "hires_prompt", "spacing", "control", "control_from", "ip_image", "ip_mask"}
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 _LONGEST = 1 << 24
 """Characters of a line or of a cell."""

@@ -42,6 +42,8 @@ class Wanted:
         dtype: as for ``canvax.load``.
         quantize: likewise.
         revision: likewise.
+        controlnet: networks that read control images, with commas between several.
+        ip_adapter: IP-Adapters, likewise.
         warm: sizes and batches to make ready: ``512x512:1,4``, with spaces between several.
         compile_on_demand: whether other sizes are generated, after a wait for the compiler.
         hosts: names that the service is called by, with commas between; * for any.
@@ -65,6 +67,8 @@ class Wanted:
     dtype: str = ""
     quantize: str = ""
     revision: str = ""
+    controlnet: str = ""
+    ip_adapter: str = ""
     warm: str = ""
     compile_on_demand: bool = False
     hosts: str = ""
@@ -159,10 +163,11 @@ class Images:
         import canvax
 
         wanted = self._wanted
-        return canvax.load(
+        pipe = canvax.load(
             name, dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=wanted.revision or None,
-            progress=False,
+            controlnet=_listed(wanted.controlnet), progress=False,
         )  # fmt: skip
+        return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -222,6 +227,10 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
         return Response(job.pictures[0].data, media_type="image/png", headers={"Cache-Control": "no-store"})
 
     return [Route("/imagine", answering(own.error, generate), methods=["GET"])]
+
+
+def _listed(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _number(kind: type, value: Any) -> Any:

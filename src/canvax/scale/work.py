@@ -21,8 +21,10 @@ from canvax.images.formats import GeneratedImage
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import padded_batch
+from canvax.pipelines.control_files import control_argument, control_of
 from canvax.pipelines.hires import second_pass, two_passes
 from canvax.pipelines.options import Options
+from canvax.pipelines.prompt_files import image_prompt_argument, image_prompts_of
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request, make_request
 from canvax.pipelines.start import noise_of
@@ -262,7 +264,9 @@ class Worker:
     def _work(self, request: Request) -> Any:
         """``work``, remembered: rows of a file have few settings, and a table takes as long as all other checks."""
         own = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
-               request.chunks, request.texts.parts, request.composed, request.guided)  # fmt: skip
+               request.chunks, request.texts.parts, request.composed, request.guided,
+               request.control and request.control.names,
+               request.image_prompts and request.image_prompts.kinds)  # fmt: skip
         if request.given is not None or own not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()
@@ -281,8 +285,8 @@ class Worker:
         for name in ("prompt", "negative_prompt", "image", "mask"):
             if not isinstance(given[name], str | None):
                 raise InputError(f"{name}={given[name]!r:.80} is not text")
-        return self._make(given["prompt"], given["negative_prompt"], given["seed"], given, options,
-                          (given["image"], given["mask"]))  # fmt: skip
+        files, shown = (given["image"], given["mask"]), self._shown([given])
+        return self._make(given["prompt"], given["negative_prompt"], given["seed"], given, options, files, shown)
 
     def _request(self, items: Sequence[Item]) -> Request:
         """One call for a batch; what may differ within it is in lists, in tables and in the noise."""
@@ -295,7 +299,11 @@ class Worker:
         prompts, seeds = ([item.settings[name] for item in items] for name in ("prompt", "seed"))
         files = [[item.settings.get(name) for item in items] for name in ("image", "mask")]
         files = [paths[0] if len(set(paths)) == 1 else paths for paths in files]
-        request = self._make(prompts, negatives, seeds, first.settings, options, files)
+        settings = dict(first.settings)
+        if first.key.kinds.controls and "image" not in settings:  # whose own sizes may differ
+            settings |= {"height": first.key.height, "width": first.key.width}
+        shown = self._shown([item.settings for item in items])
+        request = self._make(prompts, negatives, seeds, settings, options, files, shown)
         if all(item.noise is None for item in items):
             return request
         plain = replace(options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
@@ -304,8 +312,17 @@ class Worker:
                   for item in items]  # fmt: skip
         return replace(request, latents=np.concatenate(noises))
 
+    def _shown(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Control images and image prompts that rows name, as arguments of a call."""
+        adapters = len(self._pipe.model.ip_adapters)
+        control = control_argument([control_of(row) for row in rows])
+        return {
+            "control": control,
+            "image_prompt": image_prompt_argument([image_prompts_of(row, adapters) for row in rows]),
+        }
+
     def _make(self, prompt: Any, negative: Any, seed: Any, settings: Mapping[str, Any], options: Options,
-              image: Sequence[Any]) -> Request:  # fmt: skip
+              image: Sequence[Any], shown: Mapping[str, Any]) -> Request:  # fmt: skip
         return make_request(
             self._pipe.model,
             prompt,
@@ -319,6 +336,7 @@ class Worker:
             latents=None,
             options=options,
             image=(*image, settings.get("strength")),
+            **shown,
         )
 
 

@@ -25,6 +25,7 @@ from canvax.images.infotext import from_infotext
 from canvax.samplers.curves import CURVES
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, parameters_of
+from canvax.server.a1111_control import MOST_UNITS, SCRIPT, VERSION, models_of, modules
 from canvax.server.answers import (
     answering,
     client_of,
@@ -59,7 +60,6 @@ _EMPTY: dict[str, Any] = {
     "realesrgan-models": [],
     "extensions": [],
     "cmd-flags": {},
-    "scripts": {"txt2img": [], "img2img": []},
     "script-info": [],
     "memory": {"ram": {"error": "not told"}, "cuda": {"error": "not told"}},
     "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 4}],
@@ -204,6 +204,14 @@ class _Desk:
         await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
         return await json_answer(None)
 
+    async def scripts(self, _: Request) -> Response:
+        there = [SCRIPT] if any(models_of(card) for card in self.engine.models()) else []
+        return await json_answer({"txt2img": there, "img2img": there})
+
+    async def controls(self, request: Request) -> Response:
+        """What sd-webui-controlnet calls models: those of the client's own."""
+        return await json_answer({"model_list": models_of(self.card(client_of(request)))})
+
     async def models(self, _: Request) -> Response:
         return await json_answer([_described(card) for card in self.engine.models()])
 
@@ -217,6 +225,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "options": desk.options,
         "sd-models": desk.models,
         "loras": desk.adapters,
+        "scripts": desk.scripts,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
@@ -230,9 +239,16 @@ def routes(engine: Engine) -> list[BaseRoute]:
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
         "refresh-loras": desk.refresh_adapters,
     }
+    units = {
+        "version": _always({"version": VERSION}),
+        "model_list": desk.controls,
+        "module_list": _always(modules()),
+        "settings": _always({"control_net_unit_count": MOST_UNITS}),
+    }
+    kinds = (("sdapi/v1", "GET", gets), ("sdapi/v1", "POST", posts), ("controlnet", "GET", units))
     return [
-        Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
-        for method, endpoints in (("GET", gets), ("POST", posts))
+        Route(f"/{path}/{name}", answering(error, endpoint), methods=[method])
+        for path, method, endpoints in kinds
         for name, endpoint in endpoints.items()
     ]
 

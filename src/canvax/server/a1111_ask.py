@@ -16,8 +16,9 @@ from canvax.errors import InputError
 from canvax.images.infotext import to_infotext
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.specs import SamplerSpec
+from canvax.server.a1111_control import Scripts, controlled, units_of
 from canvax.server.answers import encoded, without_none
-from canvax.server.images_in import colours, image_of_text, white_mask
+from canvax.server.images_in import MOST_PIXELS, colours, image_of_text, white_mask
 from canvax.server.jobs import Ask, Job, ModelCard, Picture, Refused
 
 PREVIEWS = 6
@@ -70,7 +71,7 @@ class TextToImage(Struct, kw_only=True):
     restore_faces: bool | None = None
     refiner_checkpoint: Name | None = None
     script_name: Name | None = None
-    alwayson_scripts: dict[str, Any] | None = None
+    alwayson_scripts: Scripts | None = None
 
 
 class ImageToImage(TextToImage, kw_only=True):
@@ -106,6 +107,10 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
         # There, 0 runs the last step all the same; the smallest strength does so here.
         strength = 0.75 if body.denoising_strength is None else max(body.denoising_strength, 0.001)
         options |= {"strength_rule": "a1111"} | (_mask_options(body) if mask else {})
+    units = units_of(body.alwayson_scripts)
+    if units and "padding_mask_crop" in options:
+        raise _refused("inpaint_full_res", "true does not go with controlnet, whose image is of the whole; send false")
+    steered = controlled(units, card, _size(body, card, image), image)
     return Ask(
         body.prompt or "",
         negative_prompt=body.negative_prompt or None,
@@ -120,7 +125,9 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
         image=image,
         mask=mask,
         strength=strength,
-        options=options,
+        control=steered.control,
+        image_prompt=steered.image_prompt,
+        options={**options, **(steered.options or {})},
         previews=PREVIEWS,
         client=client,
     )
@@ -130,9 +137,15 @@ def _check_offered(body: TextToImage) -> None:
     """Refuse what would change the image and is not there, in place of leaving it out."""
     if body.enable_hr:
         raise _refused("enable_hr", "a second pass at a larger size is not offered by this server yet; send false")
-    for name in ("tiling", "restore_faces", "refiner_checkpoint", "script_name", "alwayson_scripts"):
+    for name in ("tiling", "restore_faces", "refiner_checkpoint", "script_name"):
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; leave it out")
+
+
+def _size(body: TextToImage, card: ModelCard, image: Image.Image | None) -> tuple[int, int]:
+    """Width and height of what is generated."""
+    own = card.native if image is None else image.size
+    return body.width or own[0], body.height or own[1]
 
 
 def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:
@@ -179,6 +192,8 @@ def _given(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
         raise _refused("resize_mode", "2 and 3 are not offered by this server; send 0 to stretch or 1 to crop")
     if body.resize_mode == 1 and body.width and body.height:
         size = body.width, body.height
+        if size[0] * size[1] > MOST_PIXELS:
+            raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_PIXELS} pixels; ask for fewer")
         image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
         mask = mask and ImageOps.fit(mask, size, Image.Resampling.LANCZOS)
     return image, mask
@@ -200,7 +215,8 @@ def _refused(param: str, why: str) -> Refused:
 def parameters_of(body: TextToImage) -> dict[str, Any]:
     """What was asked for, given back; without images, as there, and without fields that nobody knows."""
     asked = msgspec.structs.asdict(body)
-    return {name: value for name, value in asked.items() if name not in ("init_images", "mask", "model")}
+    left_out = ("init_images", "mask", "model", "alwayson_scripts")
+    return {name: value for name, value in asked.items() if name not in left_out}
 
 
 def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:

@@ -25,13 +25,15 @@ from canvax.server.openapi import description
 from canvax.server.rates import Rated, Rates
 
 _APIS: dict[str, ModuleType] = {
-    "/api/": own, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111, "/models/": huggingface,
-    "/hf": huggingface,
+    "/api/": own, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111, "/controlnet/": a1111,
+    "/models/": huggingface, "/hf": huggingface,
 }  # fmt: skip
 """Whose errors are answered where."""
 
-_WITH_IMAGES = ("/api/jobs", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/img2img",
-                "/sdapi/v1/png-info", "/models/", "/hf")  # fmt: skip
+_WITH_IMAGES = (
+    "/api/jobs", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
+    "/sdapi/v1/img2img", "/sdapi/v1/png-info", "/models/", "/hf",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

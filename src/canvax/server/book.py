@@ -172,6 +172,7 @@ class Book:
             "time": now(), "job": job.id, "client": ask.client, "model": job.model,
             "size": f"{one.width}x{one.height}", "n": ask.n, "steps": one.steps,
             "sampler": ask.sampler, "seed": one.seed, "image": ask.image is not None,
+            "control": ask.control is not None, "image_prompt": ask.image_prompt is not None,
             "outcome": str(status), "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip
         line |= {"error": job.error[0]} if job.error else {}

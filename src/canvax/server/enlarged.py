@@ -10,6 +10,7 @@ from canvax.families.base import Model
 from canvax.noise import NoiseKind
 from canvax.pipelines.request import Request
 from canvax.pipelines.tiles import STRENGTH, Tiles
+from canvax.pipelines.upscale import tiles_shown
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Ask, Picture, invalid
 from canvax.types import HostArray
@@ -21,6 +22,8 @@ _NOT_WITH = {
     "mask": "all of the image is gone over",
     "width": "the size is that of the image, so many times",
     "height": "the size is that of the image, so many times",
+    "control": "it is of the whole image; send true, and each tile is its own",
+    "image_prompt": "it is of the whole image, and each tile is a part",
 }
 _OPTIONS = ("outpaint", "padding_mask_crop", "variation_strength", "seed_size")
 
@@ -34,7 +37,7 @@ def cut(ask: Ask, model: Model, seed: int, noise: NoiseKind) -> tuple[Ask, Tiles
     if ask.image is None or ask.upscale is None:
         raise invalid("upscale", f"upscale={ask.upscale} without an image: send image as well")
     for name, why in _NOT_WITH.items():
-        if getattr(ask, name) is not None:
+        if getattr(ask, name) not in (None, True):
             raise invalid(name, f"{name} does not go with upscale: {why}; leave it out")
     if ask.n != 1:
         raise invalid("n", f"n={ask.n} does not go with upscale; send several jobs with other seeds")
@@ -49,7 +52,8 @@ def cut(ask: Ask, model: Model, seed: int, noise: NoiseKind) -> tuple[Ask, Tiles
         size = f"{len(tiles)} tiles, more than {MOST_TILES}"
         raise invalid("upscale", f"upscale={ask.upscale:g} makes {size}; use less, or send a smaller image")
     strength = STRENGTH if ask.strength is None else ask.strength
-    return replace(ask, image=tiles[0].image, strength=strength), tiles
+    control = ask.control and tiles_shown(model, [tiles[0].image])
+    return replace(ask, image=tiles[0].image, strength=strength, control=control), tiles
 
 
 def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
@@ -57,7 +61,12 @@ def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
     assert request.given is not None
     tile = tiles[index]
     given = replace(request.given, images=[tile.image], whole=([tile.image], []))
-    return replace(request, given=given, latents=tile.noise[None])
+    control = request.control
+    if control is not None:
+        shown = {name: [tuple(replace(one, image=tile.image) for one in images[0])]
+                 for name, images in control.images.items()}  # fmt: skip
+        control = replace(control, images=shown)
+    return replace(request, given=given, control=control, latents=tile.noise[None])
 
 
 class Enlarged:

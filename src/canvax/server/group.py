@@ -20,6 +20,7 @@ from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.prepare import prepare
+from canvax.server.control import Idle
 from canvax.server.policy import best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
@@ -90,6 +91,7 @@ class Group:
         self.batches = sorted({self.alone, *(padded_batch(batch, programs.mesh) for batch in batches)})
         self._model, self._programs, self._params = model, programs, params
         self._ready: Ready | None = None
+        self._idle: Idle | None = None
         self._denoisers: dict[int, Mapping[bool, Callable[..., Any]]] = {}
         self._batch: Batch | None = None
         self._seats: list[Item | None] = []
@@ -97,6 +99,8 @@ class Group:
     def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
         """Make all programs ready. May run in any thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
+        conditions = self._programs.step_inputs(params, shape, kinds, guided=False).conditions
+        self._idle = Idle(conditions, self._programs.networks.controls)
         self._ready = self._programs.ready(params, shape, kinds, announce)
         self._denoisers = {self.alone: self._ready.denoisers}
         for batch in self.batches[1:]:
@@ -133,12 +137,14 @@ class Group:
         """Encode what an item was given; it can be seated then."""
         if item.carried is None:
             assert self._ready is not None
+            assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
             prepared = prepare(
                 self._model, self._programs, self._params(), item.request, self._ready._replace(decode=None), item.table
             )
-            carried = prepared.batch.carried()[0]
+            own = item.request.control.names if item.request.control else ()
+            carried = self._idle.beside(prepared.batch.carried()[0], own)
             item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
         return item.carried
 
@@ -265,8 +271,8 @@ class Group:
 
     def _new_batch(self, size: int) -> Batch:
         """An empty batch of a size that there are programs for."""
-        denoisers, places = self._denoisers[size], self.key.kinds.places
-        return Batch(self._programs, self._params(), self._latents(size), denoisers, places=places)
+        kinds, denoisers = self.key.kinds, self._denoisers[size]
+        return Batch(self._programs, self._params(), self._latents(size), denoisers, kinds.controls, kinds.places)
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None

@@ -21,19 +21,37 @@ _DATA_URL = re.compile(r"data:[\w.+-]{0,40}/?[\w.+-]{0,40}(?:;[\w.+=-]{0,40}){0,
 _SOMEWHERE = re.compile(r"\s*(?:[a-zA-Z][a-zA-Z0-9+.-]{1,20}:|//)")
 
 
-def image_of_bytes(name: str, data: bytes) -> Image.Image:
+class Pixels:
+    """Several images of one request, which together may have as many pixels as one."""
+
+    def __init__(self) -> None:
+        self._left = MOST_PIXELS
+
+    def read(self, name: str, text: str, *, grey: bool = False) -> Image.Image:
+        """An image of base64, RGB; with ``grey`` a mask.
+
+        Raises:
+            Refused: see ``image_of_text``; or there are too many pixels, before they are decoded.
+        """
+        image = image_of_bytes(name, bytes_of_text(name, text), self._left)
+        self._left -= image.width * image.height
+        return _read(name, image, grey=grey)
+
+
+def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Image:
     """A file's image, turned upright, with its transparency.
 
     Args:
         name: of the field, for errors.
         data: of a PNG, JPEG or WebP.
+        most: pixels.
 
     Raises:
         Refused: it is another kind of file, too large, animated or damaged.
     """
     try:
         with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
-            _check(name, image)
+            _check(name, image, most)
             image.load()
             return ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
@@ -45,10 +63,14 @@ def image_of_bytes(name: str, data: bytes) -> Image.Image:
         raise _refused(name, "is damaged; save it again and send that") from None
 
 
-def _check(name: str, image: Image.Image) -> None:
+def _check(name: str, image: Image.Image, most: int) -> None:
     """Look at the header; no pixel is decoded yet."""
-    if image.width * image.height > MOST_PIXELS:
-        raise _too_large(name)
+    if image.width * image.height > most:
+        raise (
+            _too_large(name)
+            if most == MOST_PIXELS
+            else _refused(name, f"has, with the images before it, more than {MOST_PIXELS} pixels; send smaller ones")
+        )
     if min(image.size) < 2:
         raise _refused(name, f"has {image.width} x {image.height} pixels; 2 x 2 is the least")
     if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):

@@ -43,6 +43,23 @@ def invalid(param: str | None, message: str) -> Refused:
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """An image that an IP-Adapter reads beside the prompt.
+
+    Attributes:
+        image: decoded and checked for its size in pixels, as all are here.
+        scale: how strong it is: a number, or a table by part of the UNet.
+        mask: where it acts, white; None for everywhere.
+        adapter: which of the server's adapters reads it, from 0.
+    """
+
+    image: Image.Image
+    scale: Any = 1.0
+    mask: Image.Image | None = None
+    adapter: int = 0
+
+
+@dataclass(frozen=True)
 class Ask:
     """Images that someone wants. What is None is the model's default.
 
@@ -61,6 +78,10 @@ class Ask:
         mask: white is generated anew.
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
+        control: control images: one, or of several types a dict; with several networks a list of one for each, None
+            for one that is left out. How strong they are is among the options. True with ``upscale``: each tile is its
+            own.
+        image_prompt: images that IP-Adapters read; None for none.
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
         format: of the finished images.
@@ -86,6 +107,8 @@ class Ask:
     mask: Image.Image | None = None
     strength: float | None = None
     upscale: float | None = None
+    control: Any = None
+    image_prompt: Sequence[PromptImage] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "png"
@@ -277,6 +300,21 @@ class _Mailbox:
 
 
 @dataclass(frozen=True)
+class ControlCard:
+    """What is told of a network that reads control images.
+
+    Attributes:
+        name: its file's or its folder's, without those above it.
+        kind: "controlnet", "union" or "t2i-adapter".
+        types: names of the types of control image that a union takes.
+    """
+
+    name: str
+    kind: Literal["controlnet", "union", "t2i-adapter"]
+    types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """What is told of a model.
 
@@ -296,6 +334,8 @@ class ModelCard:
         examples: prompts that it is good at.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
+        controls: the networks that read control images, in their order.
+        ip_adapters: names of those that read image prompts, likewise.
     """
 
     id: str
@@ -313,6 +353,8 @@ class ModelCard:
     examples: tuple[str, ...]
     created: int
     sha256: str
+    controls: tuple[ControlCard, ...] = ()
+    ip_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 import os
@@ -17,7 +18,7 @@ import msgspec
 from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.jobs import Ask, Job, Picture, Status
+from canvax.server.jobs import Ask, Job, Picture, PromptImage, Status
 
 log = logging.getLogger("canvax.server")
 
@@ -28,6 +29,9 @@ TIDY = 64
 """Jobs that are forgotten before their space is given back: it means moving pages of the file."""
 
 _IMAGES = ("image", "mask")
+_PNG = "image/png"
+"""Of an image among other values: its only key."""
+
 _TABLES = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, created REAL NOT NULL, model TEXT NOT NULL,
@@ -152,7 +156,11 @@ class Journal:
 
     def _job(self, row: Sequence[Any], cancel: Callable[[Job], None]) -> Job:
         _, name, created, model, status, ask, pictures, image, mask, code, message = row
-        asked = Ask(**msgspec.json.decode(ask), image=_unpacked(image), mask=_unpacked(mask))
+        told = msgspec.json.decode(ask)
+        told |= {name: _decoded(told.get(name)) for name in ("control", "image_prompt")}
+        if told["image_prompt"] is not None:
+            told["image_prompt"] = [PromptImage(**one) for one in told["image_prompt"]]
+        asked = Ask(**told, image=_unpacked(image), mask=_unpacked(mask))
         made = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
         job = Job(asked, model, made, cancel=cancel, name=name, created=created)
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
@@ -197,9 +205,25 @@ class Journal:
 
     def _encoded(self, value: Any) -> bytes:
         try:
-            return msgspec.json.encode(value, enc_hook=str)
+            return msgspec.json.encode(value, enc_hook=_plain)
         except (ValueError, OverflowError, RecursionError) as error:  # not its words: they may be somebody's prompt
             raise CanvaxError(f"journal {self._path}: cannot be written ({type(error).__name__})") from None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: an image among other values, and the rest as text."""
+    return {_PNG: _packed(value)} if isinstance(value, Image.Image) else str(value)
+
+
+def _decoded(value: Any) -> Any:
+    """Values with their images."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _PNG in value:
+        return _unpacked(base64.b64decode(value[_PNG]))
+    return {name: _decoded(one) for name, one in value.items()}
 
 
 def _packed(image: Image.Image | None) -> bytes | None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from canvax.errors import CanvaxError, InputError
 from canvax.parallel.memory import free_bytes
@@ -80,8 +81,11 @@ class ModelSet:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
                 for chunks in self._chunks:
-                    asked = sample(name, served.model, *size, chunks=chunks, shelf=served.shelf)
+                    more: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf}
+                    asked = sample(name, served.model, *size, **more)
                     group = served.build(asked.group, batches, self._announce)
+                    if served.model.networks.controls or served.model.networks.ip_adapters:
+                        served.warm(sample(name, served.model, *size, **more, shown=True), group)
                     served.time(asked, group)
                     self._ready[asked.group] = group
                     self._say(group.summary())

@@ -11,12 +11,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError
 from canvax.images.metadata import metadata_in
+from canvax.pipelines.control_images import OPTIONS
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,
@@ -33,7 +35,7 @@ from canvax.server.answers import (
     submitted,
     watched,
 )
-from canvax.server.images_in import colours, image_of_text, white_mask
+from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Ask,
@@ -45,6 +47,7 @@ from canvax.server.jobs import (
     ModelCard,
     Picture,
     Previewed,
+    PromptImage,
     Refused,
     Stepped,
 )
@@ -59,6 +62,20 @@ _FIELDS = {
     "options": "options", "model": "model",
 }  # fmt: skip
 """What metadata calls the fields of a job."""
+
+
+Text = Annotated[str, Meta(max_length=40)]
+Typed = Annotated[dict[Text, str], Meta(max_length=16)]
+"""Control images by their types."""
+
+
+class NewPrompt(Struct, forbid_unknown_fields=True):
+    """An image that an IP-Adapter reads."""
+
+    image: str
+    scale: float | dict[Text, Any] = 1.0
+    mask: str | None = None
+    adapter: Annotated[int, Meta(ge=0, le=63)] = 0
 
 
 class NewJob(Struct, forbid_unknown_fields=True):
@@ -78,6 +95,12 @@ class NewJob(Struct, forbid_unknown_fields=True):
     mask: str | None = None
     strength: Annotated[float, Meta(ge=0, le=1)] | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
+    control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
+    control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None
+    control_start: float | Annotated[list[float], Meta(max_length=8)] | None = None
+    control_end: float | Annotated[list[float], Meta(max_length=8)] | None = None
+    control_mode: Text | Annotated[list[Text], Meta(max_length=8)] | None = None
+    image_prompt: str | NewPrompt | Annotated[list[NewPrompt], Meta(max_length=16)] | None = None
     format: Literal["png", "jpeg", "webp"] = "png"
     quality: Annotated[int, Meta(ge=1, le=100)] | None = None
     previews: bool = False
@@ -196,6 +219,8 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "family")  # fmt: skip
     told = {name: getattr(card, name) for name in names}
+    controls = [{"name": one.name, "kind": one.kind, "types": one.types} for one in card.controls]
+    told |= {"controls": controls, "ip_adapters": card.ip_adapters}
     return {"id": card.id, "name": card.id, "default": default, **told}
 
 
@@ -210,10 +235,14 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         if image is not None and mask.size != image.size:
             sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
             raise Refused(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
+    pixels = Pixels()
+    control, image_prompt = _control(body.control, pixels), _image_prompt(body.image_prompt, pixels)
     width, height = body.width, body.height
     fits = card.any_size or body.upscale is not None
-    if image is not None and (width, height) == (None, None) and not fits and image.size not in card.sizes:
-        width, height = nearest_size(card, image.size)
+    seen = _first(control) if image is None else image
+    if seen is not None and (width, height) == (None, None) and not fits and seen.size not in card.sizes:
+        width, height = nearest_size(card, seen.size)
+    control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     return Ask(
         body.prompt,
         negative_prompt=body.negative_prompt,
@@ -229,7 +258,9 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         mask=mask,
         strength=body.strength,
         upscale=body.upscale,
-        options=body.options or {},
+        control=control,
+        image_prompt=image_prompt,
+        options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
         format=body.format,
         quality=body.quality,
@@ -239,6 +270,42 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         once=once,
         seconds=body.seconds,
     )
+
+
+def _control(value: Any, pixels: Pixels) -> Any:
+    """Control images, decoded, in the form in which they were sent."""
+    if isinstance(value, list):
+        return [_control(one, pixels) for one in value]
+    if isinstance(value, dict):
+        return {label: pixels.read("control", text) for label, text in value.items()}
+    if isinstance(value, bool):
+        return value or None
+    return None if value is None else pixels.read("control", value)
+
+
+def _first(control: Any) -> Image.Image | None:
+    """The first control image, whose size is generated if nothing else says otherwise."""
+    control = None if control is True else control
+    while isinstance(control, list | dict):
+        control = next((one for one in (control.values() if isinstance(control, dict) else control) if one), None)
+    return control
+
+
+def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixels) -> list[PromptImage] | None:
+    """Image prompts, decoded."""
+    if not value:
+        return None
+    given = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
+    name = "image_prompt"
+    return [
+        PromptImage(
+            pixels.read(name, one.image),
+            one.scale,
+            None if one.mask is None else pixels.read(name, one.mask, grey=True),
+            one.adapter,
+        )
+        for one in given
+    ]
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
@@ -293,9 +360,12 @@ def _inspected(data: bytes) -> bytes:
         if isinstance(enlarged := one.get("upscale"), dict):  # its size is that of the image, so many times
             given = {name: value for name, value in given.items() if name not in ("width", "height")}
             given["upscale"] = enlarged.get("scale")
+        if isinstance(beside := one.get("adapters"), dict):
+            given["adapters"] = {name: told.get("weight") for name, told in beside.items() if isinstance(told, dict)}
         settings = {name: value for name, value in given.items() if _fits(name, value)}
         missing = [name for name in given if name not in settings]
-        missing += [name for name in ("image", "mask") if f"{name}_sha256" in one]
+        missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in one]
+        missing += ["image_prompt"] if "image_prompts" in one else []
         if one.get("noise") == "given":
             missing.append("latents")
         other = one.get("other")

@@ -24,6 +24,7 @@ from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.safety import SafetyChecker
+from canvax.server.control import cards
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, ModelCard, Refused
@@ -40,6 +41,7 @@ _KINDS = {
     "method": "options.guidance_method",
     "tuned": "options.pag_scale and options.freeu",
     "clip": "the sampler",
+    "image_prompts": "several images in image_prompt for one adapter",
 }
 """What people call what decides programs."""
 
@@ -182,6 +184,11 @@ class Served:
         self.groups[key] = group
         return group
 
+    def warm(self, shown: Checked, group: Group) -> None:
+        """Run every network once that reads images of a request: first calls are slower."""
+        job = Job(Ask(shown.request.prompts[0]), self.name, shown.pictures(), cancel=lambda job: None)
+        group.draw(group.begin(shown.item(job, job.pictures[0])), 1)
+
     def time(self, asked: Checked, group: Group) -> None:
         """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted."""
         ask = Ask(asked.request.prompts[0])
@@ -212,7 +219,8 @@ class Served:
             return Refused(400, "prompt_too_long", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out"
-        return Refused(400, "not_compiled", message, param="options")
+        param = "image_prompt" if differs == ["image_prompts"] else "options"
+        return Refused(400, "not_compiled", message, param=param)
 
     def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
         """What is told of it."""
@@ -220,6 +228,7 @@ class Served:
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES]
+        controls, ip_adapters = cards(model)
         tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
         return ModelCard(
             id=self.name,
@@ -237,6 +246,8 @@ class Served:
             examples=tuple(examples) or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
+            controls=controls,
+            ip_adapters=ip_adapters,
         )
 
 

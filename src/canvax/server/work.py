@@ -16,12 +16,14 @@ from canvax.engine.segments import guided_rows
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
+from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerTable
+from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Ask, Job, Picture, Stepped, invalid
 from canvax.server.shelf import Shelf, Wanted
@@ -155,7 +157,7 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        own = metadata(model, self.request)[0]
+        own = publicly(metadata(model, self.request)[0])
         return self.whole.metadata(own) if self.whole else own
 
 
@@ -239,6 +241,7 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         ask = dataclasses.replace(ask, prompt=prompt)
     elif ask.adapters:
         raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
+    check_has_networks(ask, model)
     seed = _seed(ask) if ask.seed in (None, -1) else ask.seed
     try:
         seeds, tiles = image_seeds(seed, ask.n), None
@@ -267,6 +270,7 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         image_encoder=kinds.decoder,
         places=shelf.bank.places if shelf else None,
     )
+    kinds = with_networks(kinds, model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
     return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles, adapters, shelf)
@@ -288,15 +292,18 @@ def sample(
     chunks: int = 1,
     steps: int = 12,
     shelf: Shelf | None = None,
+    shown: bool = False,
 ) -> Checked:
-    """What most people ask for at a size, with a prompt of so many chunks."""
+    """What most people ask for at a size, with a prompt of so many chunks; ``shown``: an image for every network."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
     if chunks > 1:
         prompt, options = "apple " * (75 * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
-    return check(Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options), name, model, shelf)
+    images = examples(model, width, height) if shown else {}
+    ask = Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
+    return check(ask, name, model, shelf)
 
 
 def _options(ask: Ask) -> Options:
@@ -322,6 +329,8 @@ def _request(ask: Ask, model: Model, seed: int) -> Request:
         latents=None,
         options=_options(ask),
         image=(ask.image, ask.mask, ask.strength),
+        control=ask.control,
+        image_prompt=prompts_of(ask),
     )
 
 
@@ -332,6 +341,8 @@ def _field_of(message: str) -> str | None:
     found = _NAME.match(message)
     name = found[1] if found else None
     fields = {field.name for field in dataclasses.fields(Ask)}
+    if name in CONTROL_OPTIONS and not message.startswith("options."):
+        return name
     if name is None or message.startswith("options.") or name in {f.name for f in dataclasses.fields(Options)}:
         return None if name is None else "options"
     name = _NAMES.get(name, name)

@@ -1,4 +1,5 @@
 // The form: what to draw and how; the input image and its mask.
+import { besideSettings, controlFiles, prepareBeside, setAdapters, showBeside, showBesideText, steeredBody } from "./beside.js";
 import { canvasOf, crisp, fitted, toBlob, toDataUrl } from "./pictures.js";
 import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
 
@@ -15,14 +16,17 @@ export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
-export function setCatalogue(models) {
+export async function setCatalogue(models) {
   catalogue = models;
   $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
   $("model").value = models.models.find((one) => one.default)?.id ?? models.models[0]?.id;
   $("model-field").hidden = models.models.length < 2;
-  showModel();
-  apply(remembered("draft", {}));
+  const draft = remembered("draft", {});
+  const beside = showModel();
+  apply(draft);
   showLock(remembered("lock", false));
+  await beside;
+  setAdapters(draft.adapters ?? {});
 }
 
 function showModel() {
@@ -39,6 +43,7 @@ function showModel() {
   const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${label(card.sampler)}` : "The model's own" });
   $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
+  return showBeside(card);
 }
 
 /** Size, steps, guidance and sampler as the model's card has them. */
@@ -133,7 +138,7 @@ export function settings() {
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
   if (input) result.strength = Number.parseFloat($("strength").value);
-  return result;
+  return Object.assign(result, besideSettings());
 }
 
 /** What stands in the form becomes these settings; what they do not say stays. */
@@ -151,6 +156,7 @@ export function apply(given) {
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
   if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
+  if (given.adapters) setAdapters(given.adapters);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
   showStrength();
@@ -182,6 +188,7 @@ function showFold() {
 
 export const keepDraft = () => {
   showFold();
+  showBesideText();
   const { seed, previews, ...draft } = settings();
   remember("draft", { ...draft, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
 };
@@ -240,36 +247,39 @@ async function maskBlob(mask, width, height) {
   return toBlob(canvas);
 }
 
-/** The input as files for a job of this size: {} without one. */
+/** The input and control images as files for a job of this size: {} without any. */
 export async function inputFiles({ width, height }) {
-  if (!input) return {};
-  const files = { image: await fitted(input.original, width, height) };
+  const files = await controlFiles({ width, height });
+  if (!input) return files;
+  files.image = await fitted(input.original, width, height);
   if (input.mask) files.mask = await maskBlob(input.mask, width, height);
   return files;
 }
 
 /** The body of the request. */
 export async function bodyOf(job, files) {
-  const body = { ...job };
+  const { steered, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
   if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await toDataUrl(blob);
+  if (body.control) Object.assign(body, steeredBody(steered, body.control));
   return body;
 }
 
 export function formError(text, param = null) {
   $("form-error").textContent = text;
   if (text) $("form-error").scrollIntoView({ block: "nearest" });
-  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size" }[param];
+  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", control: "control-open", control_scale: "control-scale" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) node.removeAttribute("aria-invalid");
   if (field) {
-    if ($("fold").contains($(field))) $("fold").open = true;
+    for (let fold = $(field).closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     $(field).setAttribute("aria-invalid", "true");
     $(field).focus();
   }
 }
 
 export function prepareComposer() {
+  prepareBeside();
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });

@@ -1,5 +1,6 @@
 // The page: what belongs together is put together here.
 import { Gone, Refused, getJson, inspect, key } from "./api.js";
+import { setControl, takeControl } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -150,7 +151,8 @@ Object.assign(viewer.viewerActions, {
     closeDialogs();
     const changed = { ...anew(record), strength: 0.4 };
     if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
-    start(changed, { image: record.blob });
+    const control = record.inputs?.control;
+    start(changed, { image: record.blob, ...(control ? { control } : {}) });
   },
   upscale(record) {
     if (!canUpscale()) return toast("The size of this model's tiles is not ready on this server.");
@@ -177,9 +179,10 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { image, mask } = record.inputs ?? {};
+    const { image, mask, control } = record.inputs ?? {};
     await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
-    composer.apply({ ...record.settings, lock: true });
+    composer.apply({ adapters: {}, ...record.settings, lock: true });
+    await setControl(control ?? null, record.settings.steered);
     composer.keepDraft();
     $("prompt").focus();
     announce("Its settings stand in the form");
@@ -247,7 +250,7 @@ function prepareFiles() {
     if (!holdsFile(event)) return;
     event.preventDefault();
     show(-depth);
-    openImage(event.dataTransfer.files[0]);
+    (event.target.closest?.("#control") ? takeControl : openImage)(event.dataTransfer.files[0]);
   });
   addEventListener("paste", (event) => {
     const file = [...(event.clipboardData?.files ?? [])].find(({ type }) => type.startsWith("image/"));
@@ -269,7 +272,7 @@ function aboutModel() {
 
 async function loadModels() {
   try {
-    composer.setCatalogue(await getJson("api/models"));
+    await composer.setCatalogue(await getJson("api/models"));
     $("about-model").textContent = aboutModel();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {

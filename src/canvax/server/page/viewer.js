@@ -26,6 +26,8 @@ function show() {
   $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", settings.sampler], ["Strength", current.inputs?.image ? settings.strength : null],
+    ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight}`).join(", ")],
+    ["Control", current.inputs?.control ? [settings.steered?.type ?? settings.steered?.network, settings.steered?.scale].join(" ") : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
     ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
