@@ -84,17 +84,18 @@ def covered(folder: Path, drawings: Pictures, count: int = 64) -> dict[str, floa
     chosen = np.random.default_rng(0).permutation(len(drawings))[:count]
     true = drawings.pixels[chosen]
     control = [Image.fromarray(edges(image)) for image in true]
-    captions = [drawings.captions[i][0] for i in chosen]
+    captions = [str(drawings.captions[i][0]) for i in chosen]
     pipes = {"without": canvax.load("emoji"), "with": canvax.load("emoji", controlnet=folder)}
     found = {}
-    for said, prompts in (("captions", captions), ("no prompt", [""] * count)):
+    said: dict[str, list[str]] = {"captions": captions, "no prompt": [""] * count}
+    for text, prompts in said.items():
         for name, pipe in pipes.items():
             images = pixels_of(pipe, prompts, 0, control if name == "with" else None)
             both = [
                 (background(image) < 0.5, background(other) < 0.5) for image, other in zip(images, true, strict=True)
             ]
             overlap = [(one & other).sum() / max(1, (one | other).sum()) for one, other in both]
-            found[f"{said}, {name} the network"] = float(np.mean(overlap))
+            found[f"{text}, {name} the network"] = float(np.mean(overlap))
     return found
 
 
