@@ -366,6 +366,8 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
         (["lora", "{p}", "--accumulate", "0"], "--accumulate=0 is not a whole number"),
         (["lora", "{p}", "--empty-captions", "1"], "empty = 1.0"),
+        (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight=2 is not in 0..1"),
+        (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "0.5, but no picture has a mask"),
     ],
 )
 def test_commands_that_cannot_be(

@@ -188,6 +188,10 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
         "--min-snr", "--snr-gamma", type=float, metavar="GAMMA", help="min-SNR weights, such as 5 (none)"
     )
     parser.add_argument(
+        "--unmasked-weight", type=float, metavar="WEIGHT",
+        help="least weight of what masks leave out, 0 to 1 (0); 1 does not read masks",
+    )  # fmt: skip
+    parser.add_argument(
         "--remat", "--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time"
     )
     parser.add_argument(

@@ -29,8 +29,8 @@ from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, rep
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import Pictures, read_pictures
-from canvax.types import DType
+from canvax.train.pictures import MASK, MASK_ENDING, Pictures, read_pictures
+from canvax.types import DType, HostArray
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
@@ -51,6 +51,7 @@ class Training:
         flip: show every picture mirrored as well.
         gamma: bound of the min-SNR weights, None for none.
         empty: share of empty captions.
+        unmasked_weight: the least weight of a place that a picture's mask leaves out, 0 unless given; 1 reads no masks.
         remat: trade time for memory in the gradient.
         dtype: dtype computed in; by default bfloat16 on GPU and TPU, float32 on the CPU.
         prompts: drawn along the way, into ``previews``.
@@ -65,6 +66,7 @@ class Training:
     flip: bool = False
     gamma: float | None = None
     empty: float = 0.1
+    unmasked_weight: float | None = None
     remat: bool = False
     dtype: DType | None = None
     prompts: tuple[str, ...] = field(default=())
@@ -74,6 +76,8 @@ class Training:
             raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
         if self.gamma is not None and self.gamma <= 0:
             raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+        if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
+            raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
 
 
 @dataclass(frozen=True)
@@ -206,14 +210,17 @@ def train(
     decisive |= {"model": str(training.model), "size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest()}
     if prior is not None:
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
+    masked = _check_masks(training, [own] if prior is None else [own, prior])
+    if masked:
+        decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
     if (state := training.folder / aim.part / STATE).is_file():
         check_same(state, plan, len(own), decisive)  # before anything is encoded
-    say(f"{len(own)} pictures at {size} x {size}")
+    say(f"{len(own)} pictures at {size} x {size}" + (f", {own.masked} of them masked" if own.masked else ""))
     start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
     make_folder(training.folder)  # which the disk may refuse: better before an hour's work than after
-    data = _data(own, training, model, params, mesh)
+    data = _data(own, training, model, params, mesh, masked=masked)
     if prior is not None:
-        data["prior"] = _data(prior, training, model, params, mesh)
+        data["prior"] = _data(prior, training, model, params, mesh, masked=masked)
     loss = denoising_loss(
         model.text,
         model.unet,
@@ -270,7 +277,8 @@ def check_pictures(training: Training, subject: Subject) -> None:
     """
     column, control = training.caption_column, subject.control_column
     more = {"captions": subject.captions, "control_column": control, "limit": 1}
-    read_pictures(training.pictures, 8, caption_column=column, **more)
+    masked = training.unmasked_weight != 1 and control != MASK
+    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **more)
 
 
 def _size(training: Training, model: Model) -> int:
@@ -284,20 +292,64 @@ def _read(
     source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
 ) -> Pictures:
     found = read_pictures(
-        source, size, caption_column=training.caption_column, captions=captions, control_column=control_column
+        source,
+        size,
+        caption_column=training.caption_column,
+        captions=captions,
+        control_column=control_column,
+        masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
     if not len(found):
         raise InputError(f"pictures = {str(source)!r}: none of its pictures is of the split 'train'")
     return found
 
 
-def _data(pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh) -> dict[str, Any]:
-    """Latents of all pictures, encoded once, and the ids of their captions."""
+def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
+    """Whether there are masks.
+
+    Raises:
+        InputError: a mask leaves nothing of its picture, or a weight was given for masks that are not there.
+    """
+    weight = training.unmasked_weight
+    for pictures in sets:
+        if pictures.masks is None or weight:
+            continue
+        black = np.flatnonzero(pictures.masks.max((1, 2)) == 0)
+        if len(black):
+            raise InputError(
+                f"the mask of {pictures.rows[black[0]]['file_name']} is black all over what is kept of it, so that "
+                "nothing is learned of it; paint white what counts, leave it out, or give an unmasked weight of 0.1"
+            )
+    masked = any(pictures.masks is not None for pictures in sets)
+    if weight is not None and weight != 1 and not masked:
+        raise InputError(
+            f"unmasked_weight = {weight}, but no picture has a mask; name their files in the column {MASK!r} of the "
+            f"table, or call the mask of a.png a{MASK_ENDING}"
+        )
+    return masked
+
+
+def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
+    """Weights of places of the latents [N, h, w] float32: means of the pixels of each, and at least ``least``."""
+    count, *shape = pictures.pixels.shape[:3]
+    masks = np.full((count, *shape), 255, np.uint8) if pictures.masks is None else pictures.masks
+    cells = masks.reshape(count, shape[0] // factor, factor, shape[1] // factor, factor)
+    return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
+
+
+def _data(
+    pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, *, masked: bool
+) -> dict[str, Any]:
+    """Latents of all pictures, encoded once, the ids of their captions, and their masks if there are any."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
     if pictures.control is not None:
         control = np.stack([pictures.control[:, :, form] for form in forms], axis=1)
+    mask = None
+    if masked:
+        weights = _mask(pictures, model.vae.factor, training.unmasked_weight or 0.0)
+        mask = np.stack([weights[:, :, form] for form in forms], axis=1)
     time_ids = None
     if model.networks.size_numbers:
         size = pictures.pixels.shape[1:3]
@@ -309,6 +361,7 @@ def _data(pictures: Pictures, training: Training, model: Model, params: Params, 
         model.text.tokens,
         time_ids=time_ids,
         control=control,
+        mask=mask,
     )
 
 
