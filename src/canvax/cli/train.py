@@ -220,6 +220,7 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
         remat=arguments.remat,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
         prompts=tuple(getattr(arguments, "preview", ())),
+        tensorboard=None if arguments.tensorboard is None else Path(arguments.tensorboard),
     )
 
 

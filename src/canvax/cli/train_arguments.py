@@ -147,6 +147,9 @@ def _output(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "-o", "--output", "--output-dir", required=True, metavar="FOLDER", help=f"folder of the run; {what}"
     )
+    parser.add_argument(
+        "--tensorboard", "--logging-dir", metavar="FOLDER", help="write curves and previews there, for TensorBoard"
+    )
 
 
 def _plan(parser: argparse.ArgumentParser, *, steps: str, rate: str) -> None:

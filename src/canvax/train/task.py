@@ -7,7 +7,9 @@ model, reading and encoding pictures, the loop, previews, and going on with a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +21,14 @@ from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
+from canvax.parallel.multihost import leads
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, default_dtype
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.pipelines.result import make_folder
+from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
@@ -55,6 +59,7 @@ class Training:
         remat: trade time for memory in the gradient.
         dtype: dtype computed in; by default bfloat16 on GPU and TPU, float32 on the CPU.
         prompts: drawn along the way, into ``previews``.
+        tensorboard: folder that gets the run's curves and previews for TensorBoard; needs tensorboardX.
     """
 
     model: str | Path
@@ -70,6 +75,7 @@ class Training:
     remat: bool = False
     dtype: DType | None = None
     prompts: tuple[str, ...] = field(default=())
+    tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.empty < 1:
@@ -78,6 +84,8 @@ class Training:
             raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
         if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
             raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
+        if self.tensorboard is not None:
+            check_board(self.tensorboard)
 
 
 @dataclass(frozen=True)
@@ -189,28 +197,21 @@ def train(
         CheckpointError: the model cannot be read.
     """
     target = aim.target(training.folder)
-    if target.exists():
-        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
-    if training.folder.exists() and not training.folder.is_dir():
-        raise InputError(f"{str(training.folder)!r} is a file; choose a folder for the run.")
-
+    _check_folder(training.folder, target)
     check_pictures(training, subject)
 
-    def check(model: Model) -> None:
-        _check_model(model)
-        aim.check(model, training)
-
-    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
+    model, programs, params = open_model(
+        training.model, dtype="float32", mesh=mesh, check=partial(_check_model, training, aim)
+    )
     size = _size(training, model)
     dtype = default_dtype(mesh) if training.dtype is None else training.dtype
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     own = _read(training.pictures, size, training, subject.captions, subject.control_column)
     prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    decisive = {name: getattr(training, name) for name in ("flip", "gamma", "empty")} | dict(aim.facts)
-    decisive |= {"model": str(training.model), "size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest()}
+    masked = _check_masks(training, [own] if prior is None else [own, prior])
+    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest(), **_decisive(training, aim)}
     if prior is not None:
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
-    masked = _check_masks(training, [own] if prior is None else [own, prior])
     if masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
     if (state := training.folder / aim.part / STATE).is_file():
@@ -233,20 +234,37 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
+    board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
+    shown = _preview(training, aim, StableDiffusion(model, programs), params, board) if training.prompts else None
     session = Session(
         training.folder / aim.part,
         aim.name,
         mesh,
         deadline=deadline,
         about=decisive,
-        preview=_preview(training, aim, StableDiffusion(model, programs), params) if training.prompts else None,
+        preview=shown,
+        watch=board.numbers if board else None,
     )
-    trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
+    with closing(board) if board else nullcontext():
+        trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
     return aim.save(target, model, params, trained, training) if finished else None
 
 
-def _check_model(model: Model) -> None:
-    """Refuse kinds of models that no kind of training knows."""
+def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
+    """Settings that a run must be gone on with."""
+    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty")}
+    return {**same, "model": str(training.model), **aim.facts}
+
+
+def _check_folder(folder: Path, target: Path) -> None:
+    if target.exists():
+        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is a file; choose a folder for the run.")
+
+
+def _check_model(training: Training, aim: Aim, model: Model) -> None:
+    """Refuse kinds of models that no kind of training knows, and those that this one does not."""
     check_trainable(model.scheduler.schedule)
     if model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
@@ -255,16 +273,22 @@ def _check_model(model: Model) -> None:
         )
     if model.networks.embeds_guidance:
         raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+    aim.check(model, training)
 
 
-def _preview(training: Training, aim: Aim, pipe: StableDiffusion, params: Params) -> Callable[[int, Params], None]:
+def _preview(
+    training: Training, aim: Aim, pipe: StableDiffusion, params: Params, board: Board | None
+) -> Callable[[int, Params], None]:
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
         shown = aim.shown(params, trained)
         images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
         (training.folder / "previews").mkdir(exist_ok=True)
-        make_grid(images).save(training.folder / "previews" / f"{step:07d}.png")
+        grid = make_grid(images)
+        grid.save(training.folder / "previews" / f"{step:07d}.png")
+        if board:
+            board.picture(step, "previews", np.asarray(grid.convert("RGB")))
 
     return preview
 
