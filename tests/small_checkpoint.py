@@ -51,7 +51,7 @@ CLASSES = {
 def write_small_checkpoint(folder: Path, form: str = "torch", scheduler: dict[str, Any] = SCHEDULER) -> Path:
     """The checkpoint, its weights as safetensors (``form`` torch) or as Flax msgpack (flax); 64 x 64 pixels.
 
-    Either form holds the same numbers. The safety checker of its index is not there: canvax never reads it.
+    Either form holds the same numbers. The safety checker of its index is not there.
     """
     parts = [
         (Component("unet", unet_spec(UNET), "diffusers"), UNET),

@@ -255,7 +255,7 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
     **_same("dtype", "the dtype is that of params"),
     **_same("text_encoder_2 tokenizer_2", "this model has one text encoder"),
-    **_same("safety_checker feature_extractor", "canvax has no safety checker"),
+    **_same("safety_checker feature_extractor", "the pipeline has it, pipeline.safety_checker"),
     **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
     **_same("prepare_text_inputs", "write prepare_inputs"),
     **_same("prepare_image_inputs controlnet", "FlaxStableDiffusionControlNetPipeline has it"),
@@ -284,7 +284,7 @@ FLAX: dict[str, Familiar] = {
     **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
     **_same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),
     **_same("FlaxModelMixin FlaxSchedulerMixin FlaxKarrasDiffusionSchedulers", "there is no such base class"),
-    **_same("FlaxStableDiffusionSafetyChecker CLIPImageProcessor CLIPFeatureExtractor", "canvax has no safety checker"),
+    **_same("CLIPImageProcessor CLIPFeatureExtractor", "pipeline.feature_extractor is one"),
     **_same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
 }  # fmt: skip
 """Names looked for in the module :mod:`canvax.flax_api`."""
