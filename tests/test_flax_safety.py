@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import flax_bytes, flax_tree, write_json
 from PIL import Image
-from small_checkpoint import write_small_checkpoint
+from small_checkpoint import CHECKER, write_small_checker, write_small_checkpoint
 
 import canvax
 from canvax.errors import HintWarning
@@ -23,38 +21,16 @@ from canvax.flax_api import (
     FlaxStableDiffusionSafetyChecker,
     replicate,
 )
-from canvax.models.configs import ClipVisionConfig
-from canvax.params import init_params
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, safety_spec
-from canvax.weights.load import Component
-from canvax.weights.save import save_component
 
-CFG = ClipVisionConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
-    projection_dim=16,
-)  # fmt: skip
 PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 Checked = tuple[FlaxStableDiffusionPipeline, dict[str, Any]]
-
-
-def write_checker(folder: Path, form: str = "torch") -> None:
-    part = Component(COMPONENT, safety_spec(CFG), "transformers")
-    params = init_params(part.spec, 7)
-    for name in ("concept_embeds", "special_care_embeds"):
-        params[name] = np.random.default_rng(len(name)).standard_normal(params[name].shape, np.float32)
-        params[f"{name}_weights"] = np.full(params[f"{name}_weights"].shape, 2.0, np.float32)
-    config = {"vision_config": dataclasses.asdict(CFG), "projection_dim": CFG.projection_dim}
-    if form == "flax":
-        write_json(folder / "config.json", config)
-        (folder / "flax_model.msgpack").write_bytes(flax_bytes(flax_tree(part, params)))
-    else:
-        save_component(folder, part, params, config)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = write_small_checkpoint(tmp_path_factory.mktemp("checked") / "model")
-    write_checker(found / COMPONENT)
+    write_small_checker(found / COMPONENT)
     return found
 
 
@@ -85,7 +61,7 @@ def some_refused(checked: Checked) -> tuple[dict[str, Any], list[bool]]:
     pixels = np.asarray(draw(checked).images)
     for limit in np.linspace(-0.5, 1, 301):
         params = with_limit(checked, float(limit))
-        flags = SafetyChecker.of(CFG, params[COMPONENT]).flags(pixels)
+        flags = SafetyChecker.of(CHECKER, params[COMPONENT]).flags(pixels)
         if sum(flags) == 2:
             return params, flags
     raise AssertionError("the images look alike")
@@ -95,7 +71,7 @@ def test_the_checkpoints_own(checked: Checked) -> None:
     """Alone and on several devices: the same images, those that are refused in black, and the answers of all."""
     pipeline, params = checked
     assert isinstance(pipeline.safety_checker, FlaxStableDiffusionSafetyChecker)
-    assert params[COMPONENT].keys() == safety_spec(CFG).keys()
+    assert params[COMPONENT].keys() == safety_spec(CHECKER).keys()
     plain = draw(checked)
     assert plain.nsfw_content_detected == [False] * 4
     params, flags = some_refused(checked)
@@ -164,7 +140,7 @@ def test_where_it_is_not(tmp_path: Path) -> None:
     with pytest.warns(HintWarning, match="names a safety checker, but the folder has none"):
         pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder)
     assert pipeline.safety_checker is None
-    write_checker(folder / COMPONENT, "flax")
+    write_small_checker(folder / COMPONENT, "flax")
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder, dtype=jnp.bfloat16)
     assert params[COMPONENT]["concept_embeds"].dtype == np.float32
     assert params["unet"]["conv_in"]["weight"].dtype == jnp.bfloat16
