@@ -7,14 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bundled import VOCABULARY
 from checkpoints import flax_bytes, flax_tree, write_json
 
 from canvax.models.clip import text_encoder_spec
-from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.configs import ClipTextConfig, ClipVisionConfig, UNetConfig, VaeConfig
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
+from canvax.pipelines.safety import COMPONENT, safety_spec
 from canvax.weights.layout import FLAX_FILES
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
@@ -34,6 +36,10 @@ VAE = VaeConfig(
     up_block_types=("UpDecoderBlock2D",) * 4,
     block_out_channels=(32,) * 4,
 )
+CHECKER = ClipVisionConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
+    projection_dim=16,
+)  # fmt: skip
 TEXT = ClipTextConfig(
     vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
 )
@@ -51,7 +57,7 @@ CLASSES = {
 def write_small_checkpoint(folder: Path, form: str = "torch", scheduler: dict[str, Any] = SCHEDULER) -> Path:
     """The checkpoint, its weights as safetensors (``form`` torch) or as Flax msgpack (flax); 64 x 64 pixels.
 
-    Either form holds the same numbers. The safety checker of its index is not there: canvax never reads it.
+    Either form holds the same numbers. The safety checker of its index is not there; ``write_small_checker`` makes one.
     """
     parts = [
         (Component("unet", unet_spec(UNET), "diffusers"), UNET),
@@ -83,3 +89,18 @@ def write_small_checkpoint(folder: Path, form: str = "torch", scheduler: dict[st
     }
     write_json(folder / "model_index.json", index)
     return folder
+
+
+def write_small_checker(folder: Path, form: str = "torch") -> None:
+    """A safety checker that refuses nothing."""
+    part = Component(COMPONENT, safety_spec(CHECKER), "transformers")
+    params = init_params(part.spec, 7)
+    for name in ("concept_embeds", "special_care_embeds"):
+        params[name] = np.random.default_rng(len(name)).standard_normal(params[name].shape, np.float32)
+        params[f"{name}_weights"] = np.full(params[f"{name}_weights"].shape, 2.0, np.float32)
+    config = {"vision_config": dataclasses.asdict(CHECKER), "projection_dim": CHECKER.projection_dim}
+    if form == "flax":
+        write_json(folder / "config.json", config)
+        (folder / "flax_model.msgpack").write_bytes(flax_bytes(flax_tree(part, params)))
+    else:
+        save_component(folder, part, params, config)

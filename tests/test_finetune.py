@@ -122,6 +122,91 @@ def test_grey_of_16_bits_and_marks_before_captions(tmp_path: Path) -> None:
         read_pictures(folder, 16)
 
 
+# Masks
+
+
+def write_masks(folder: Path, form: str) -> Path:
+    """One picture's left half counts; form: the column of a table, or files beside the pictures."""
+    write_pictures(folder, "txt" if form == "beside" else form)
+    mask = np.zeros((32, 48), np.uint8)
+    mask[:, :24] = 255
+    Image.fromarray(mask).save(folder / ("red-masklabel.png" if form == "beside" else "half.png"))
+    if form == "jsonl":
+        rows = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+        (folder / "metadata.jsonl").write_text(
+            "".join(json.dumps({**row, "mask": "half.png"} if i == 0 else row) + "\n" for i, row in enumerate(rows))
+        )
+    if form == "csv":
+        lines = (folder / "metadata.csv").read_text().splitlines()
+        ends = [",mask", ",half.png", *([","] * (len(lines) - 2))]
+        (folder / "metadata.csv").write_text("".join(f"{line}{end}\n" for line, end in zip(lines, ends, strict=True)))
+    return folder
+
+
+@pytest.mark.parametrize("captions", [(), ("a",)], ids=["captioned", "not captioned"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "beside"])
+def test_masks_are_fitted_as_their_pictures(tmp_path: Path, form: str, captions: tuple[str, ...]) -> None:
+    """And are no pictures themselves, where every picture of the folder is taken."""
+    folder = write_masks(tmp_path / "p", form)
+    found = read_pictures(folder, 16, masked=True, captions=captions)
+    names = [row["file_name"] for row in found.rows]
+    assert sorted(names) == ["blue.png", "green.png", "red.png", "white.png"]
+    assert found.masked == 1
+    assert found.masks is not None
+    # 48 x 32 pixels become 24 x 16, of which the middle 16 are kept: the half ends in the middle.
+    mask = found.masks[names.index("red.png")]
+    assert (mask[:, :8] == 255).all()
+    assert (mask[:, 8:] == 0).all()
+    assert (found.masks[names.index("blue.png")] == 255).all()
+    without = read_pictures(folder, 16, captions=captions)
+    assert without.masks is None
+    assert [row["file_name"] for row in without.rows] == names
+    assert without.digest() != found.digest()
+    assert found.select([names.index("blue.png")]).masked == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((32, 48), r"half.png is a mask of 32 x 48 pixels for red.png, which has 48 x 32"),
+        (b"no", r"half.png: is not a picture"),
+        (None, r"'half.png' is in the table of captions, but the file is not there"),
+    ],
+)
+def test_masks_that_cannot_be(tmp_path: Path, size: Any, message: str) -> None:
+    folder = write_masks(tmp_path / "p", "jsonl")
+    if isinstance(size, tuple):
+        Image.new("L", size).save(folder / "half.png")
+    elif size:
+        (folder / "half.png").write_bytes(size)
+    else:
+        (folder / "half.png").unlink()
+    assert len(read_pictures(folder, 16)) == 4
+    with pytest.raises(InputError, match=message):
+        read_pictures(folder, 16, masked=True)
+
+
+def test_masks_that_leave_nothing(model: Path, tmp_path: Path) -> None:
+    folder = write_masks(tmp_path / "p", "jsonl")
+
+    def start(**more: Any) -> None:
+        finetune(Training(model, folder, tmp_path / "run", PLAN, size=32, **more), make_mesh(jax.devices()[:1]))
+
+    Image.new("L", (48, 32)).save(folder / "half.png")
+    with pytest.raises(InputError, match=r"the mask of red\.png is black all over"):
+        start()
+    (folder / "half.png").unlink()
+    shutil.copy(write_pictures(tmp_path / "q") / "metadata.jsonl", folder / "metadata.jsonl")
+    with pytest.raises(InputError, match=r"unmasked_weight = 0\.1, but no picture has a mask"):
+        start(unmasked_weight=0.1)
+    with pytest.raises(InputError, match=r"unmasked_weight = 1\.5 must be in 0\.\.1"):
+        start(unmasked_weight=1.5)
+    assert not (tmp_path / "run").exists()
+
+
+# More pictures
+
+
 def test_a_picture_without_a_caption_is_named(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "p", "txt")
     (folder / "red.txt").unlink()

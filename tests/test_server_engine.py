@@ -15,6 +15,8 @@ from PIL import Image
 
 import canvax
 from canvax.compile.monitor import compilations
+from canvax.models.configs import ClipVisionConfig
+from canvax.pipelines.safety import SafetyChecker
 from canvax.server import writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group
@@ -200,11 +202,12 @@ def test_previews_become_the_image(engine: ImageEngine, monkeypatch: pytest.Monk
 def test_what_a_safety_checker_refuses_is_black_and_has_no_previews(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refuses:
+    class Refuses(SafetyChecker):
         def flags(self, pixels: np.ndarray) -> list[bool]:
             return [True] * len(pixels)
 
-    monkeypatch.setattr(engine._models.named("emoji"), "safety_checker", Refuses())
+    refuses = Refuses(ClipVisionConfig(), {})
+    monkeypatch.setattr(engine._models.named("emoji"), "safety_checker", refuses)
     job, seen = watched(engine)
     finished([job])
     assert not pixels(job.pictures[0].data).any()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import struct
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.train import dreambooth, low_rank, task
+from canvax.train.board import Board
 from canvax.train.controlnet import train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.loop import LOG, Plan, Session, fit, read_log
@@ -366,6 +371,8 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
         (["lora", "{p}", "--accumulate", "0"], "--accumulate=0 is not a whole number"),
         (["lora", "{p}", "--empty-captions", "1"], "empty = 1.0"),
+        (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight=2 is not in 0..1"),
+        (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "0.5, but no picture has a mask"),
     ],
 )
 def test_commands_that_cannot_be(
@@ -392,3 +399,88 @@ def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_subject_without_a_prior(pictures: Path) -> None:
     found = subject_of(Instance("a photo of sks dog"), training(Path(), pictures, Path()), one())
     assert found == Subject(("a photo of sks dog",))
+
+
+# TensorBoard
+
+with_board = pytest.mark.skipif(find_spec("tensorboardX") is None, reason="needs tensorboardX")
+
+
+def events(folder: Path) -> list[Any]:
+    """What is in the files of a folder: records of a length, the event, and checksums around them."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            found.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += length + 16
+    return found
+
+
+@with_board
+def test_the_board(tmp_path: Path) -> None:
+    """Curves of a run that was stopped and gone on with, and a picture."""
+    plan = Plan(steps=6, batch=2, chunk=2, warmup=0, final=0.5, average=0.0, learning_rate=0.01, accumulate=2)
+
+    def loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+        return jnp.square(p["w"]).sum() + 0 * data["x"][chosen].sum(), {"mse": p["w"].sum()}
+
+    def go_on(deadline: float | None) -> None:
+        board = Board(tmp_path / "board")
+        session = Session(tmp_path / "run", "toy", one(), deadline=deadline, watch=board.numbers)
+        fit({"w": np.ones(2, np.float32)}, loss, {"x": np.zeros(4, np.float32)}, 4, plan, session)
+        board.picture(6, "previews", np.full((4, 5, 3), 200, np.uint8))
+        board.close()
+
+    go_on(0.0)
+    go_on(None)
+    found = events(tmp_path / "board")
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for event in found:
+        for value in event.summary.value:
+            if value.HasField("image"):
+                assert np.asarray(Image.open(io.BytesIO(value.image.encoded_image_string))).shape == (4, 5, 3)
+            else:
+                scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
+    logged = [(line["step"], line["loss"]) for line in read_log(tmp_path / "run" / LOG)]
+    assert [step for step, _ in logged] == [2, 4, 6]
+    np.testing.assert_allclose(scalars["loss"], logged, rtol=1e-6)
+    assert scalars.keys() == {"loss", "mse", "learning_rate", "images_per_second"}
+    rates = [0.01 * (0.5 + 0.25 * (1 + np.cos(np.pi * step / 6))) for step in (1, 3, 5)]
+    np.testing.assert_allclose([rate for _, rate in scalars["learning_rate"]], rates, rtol=1e-5)
+    assert all(pace > 0 for _, pace in scalars["images_per_second"])
+    # The second file says from which step on older ones do not count.
+    assert [event.step for event in found if event.HasField("session_log")] == [2, 4]
+
+
+def test_tensorboard_is_looked_for_first(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is fetched; the message names what to install."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr(task, "open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr(dreambooth, "open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    for words in (["lora"], ["dreambooth", "-p", "sks", "--class-prompt", "a"]):
+        folders = ["--tensorboard", str(tmp_path / "board"), "-o", str(tmp_path / "run")]
+        assert main(["train", words[0], str(pictures), *words[1:], *folders]) == 2
+        assert "pip install 'canvax[tensorboard]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@with_board
+@pytest.mark.slow
+def test_one_process_writes_for_tensorboard(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    made = training(model, pictures, tmp_path / "1", prompts=("a red picture",), tensorboard=first)
+    assert train_lora(made, Lora(rank=2), one())
+    found = [value for event in events(first) for value in event.summary.value]
+    assert [value.tag for value in found if value.HasField("image")] == ["previews"]
+    assert sum(value.tag == "loss" for value in found) == 2
+    monkeypatch.setattr(task, "leads", lambda mesh: False)
+    assert train_lora(training(model, pictures, tmp_path / "2", tensorboard=second), Lora(rank=2), one())
+    assert not second.exists()

@@ -17,6 +17,7 @@ from canvax.errors import InputError
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
 NOT_HERE = "canvax does not have {} yet"
+_NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks says why"
 
 
 class Familiar(NamedTuple):
@@ -80,6 +81,7 @@ LOAD: dict[str, Familiar] = {
     **_same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
     **_renamed("controlnets control_net t2i_adapter", "controlnet"),
     **_same("ip_adapter", "write canvax.load(model).with_ip_adapter(file)"),
+    **_same("add_watermarker", _NO_WATERMARK),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
@@ -130,6 +132,7 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on, configs "
             "pipe.model.unet and so on; docs/under-the-pipeline.md calls the networks"),
     **_same("feature_extractor image_encoder", "pipe.safety_checker prepares images by itself"),
+    **_same("watermark", _NO_WATERMARK),
     **_same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("vae_scale_factor", "pipe.model.vae.factor"),
@@ -165,6 +168,7 @@ FLAGS: dict[str, Familiar] = {
     **_same("v-parameterization v-pred parameterization", "write --prediction-type v_prediction"),
     **_same("taesd tae", "write --vae madebyollin/taesd, or taesdxl"),
     **_same("no-safety-checker nsfw disable-nsfw-checker", "no safety checker is used unless --safety-checker says so"),
+    **_same("watermark add-watermark invisible-watermark", _NO_WATERMARK),
     **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
     **_same("hires-fix", "write --hires 2"),
     **_same("upscale upscaler", "write canvax upscale IMAGE, or --hires 2"),
@@ -255,7 +259,7 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
     **_same("dtype", "the dtype is that of params"),
     **_same("text_encoder_2 tokenizer_2", "this model has one text encoder"),
-    **_same("safety_checker feature_extractor", "canvax has no safety checker"),
+    **_same("safety_checker feature_extractor", "the pipeline has it, pipeline.safety_checker"),
     **_same("progress_bar set_progress_bar_config", "there is none: drop this line"),
     **_same("prepare_text_inputs", "write prepare_inputs"),
     **_same("prepare_image_inputs controlnet", "FlaxStableDiffusionControlNetPipeline has it"),
@@ -284,7 +288,7 @@ FLAX: dict[str, Familiar] = {
     **_same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
     **_same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),
     **_same("FlaxModelMixin FlaxSchedulerMixin FlaxKarrasDiffusionSchedulers", "there is no such base class"),
-    **_same("FlaxStableDiffusionSafetyChecker CLIPImageProcessor CLIPFeatureExtractor", "canvax has no safety checker"),
+    **_same("CLIPImageProcessor CLIPFeatureExtractor", "pipeline.feature_extractor is one"),
     **_same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
 }  # fmt: skip
 """Names looked for in the module :mod:`canvax.flax_api`."""

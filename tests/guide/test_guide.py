@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hub_imitation import HubImitation, Repository, folder_files
-from small_checkpoint import write_small_checkpoint
+from small_checkpoint import write_small_checker, write_small_checkpoint
 from small_sdxl import build
 
 HERE = Path(__file__).parent
@@ -36,8 +36,9 @@ def run(
     ("script", "form"), [pytest.param("how_to", "flax", marks=pytest.mark.slow), ("negative_prompts", "torch")]
 )
 def test_script(script: str, form: str, tmp_path: Path) -> None:
-    files = folder_files(write_small_checkpoint(tmp_path / "model", form))
-    _, printed = run([str(HERE / f"{script}.py")], files, tmp_path)
+    model = write_small_checkpoint(tmp_path / "model", form)
+    write_small_checker(model / "safety_checker", form)
+    _, printed = run([str(HERE / f"{script}.py")], folder_files(model), tmp_path)
     assert "Found 8 JAX devices" in printed
 
 

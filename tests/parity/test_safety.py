@@ -22,6 +22,7 @@ from transformers import CLIPConfig, CLIPVisionConfig, CLIPVisionModel  # noqa: 
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.flax_api import FlaxStableDiffusionSafetyChecker  # noqa: E402
 from canvax.images.given import clip_square  # noqa: E402
 from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipVisionConfig  # noqa: E402
@@ -110,6 +111,10 @@ def test_refuses_what_the_original_refuses(model: tuple[Path, StableDiffusionSaf
         _, want = theirs(images=[np.ones((2, 2, 3))] * len(images), clip_input=inputs)
     assert 5 < sum(want) < 43
     assert ours.flags(pixels) == released.flags(pixels) == [bool(one) for one in want]
+    # The old Flax classes, with the images that PyTorch's were shown.
+    old, params = FlaxStableDiffusionSafetyChecker.from_pretrained(folder, subfolder="safety_checker")
+    assert old(inputs.numpy(), params).tolist() == ours.flags(pixels)
+    np.testing.assert_allclose(old.feature_extractor(images).pixel_values, inputs.numpy(), atol=2e-6)
 
 
 @settings(max_examples=200)

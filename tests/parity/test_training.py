@@ -6,6 +6,8 @@ its own noising, gradients, clipping and AdamW.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,23 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(small).resize((64 + 16 * i, 96)).save(folder / f"{kind}{i}.png")
         lines.append(f'{{"file_name": "image{i}.png", "conditioning_image": "edges{i}.png", "text": "{words}"}}\n')
     (folder / METADATA).write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def masked(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pictures, with grey masks of three of them."""
+    folder = shutil.copytree(pictures, tmp_path_factory.mktemp("masked") / "p")
+    rng = np.random.default_rng(1)
+    rows = [json.loads(line) for line in (folder / METADATA).read_text().splitlines()]
+    for i, row in enumerate(rows[:3]):
+        size = Image.open(folder / row["file_name"]).size
+        small = Image.fromarray((255 * rng.integers(0, 2, (5, 5))).astype(np.uint8))
+        small.resize(size, Image.Resampling.BILINEAR).save(folder / f"mask{i}.png")
+        row["mask"] = f"mask{i}.png"
+    for file in folder.glob("edges*"):  # DreamBooth takes every picture there is
+        file.unlink()
+    (folder / METADATA).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -142,7 +161,10 @@ def loss_of(pipe: Any, drawn: Any, *, gamma: float | None = None, controlnet: An
     output = pipe.unet(noisy, times, **told, **more).sample
     velocity = schedule.config.prediction_type == "v_prediction"
     target = schedule.get_velocity(x0, noise, times) if velocity else noise
-    errors = torch.nn.functional.mse_loss(output, target, reduction="none").mean((1, 2, 3))
+    errors = torch.nn.functional.mse_loss(output, target, reduction="none")
+    if drawn.mask is not None:
+        errors = errors * torch.from_numpy(drawn.mask)[:, None]
+    errors = errors.mean((1, 2, 3))
     if gamma is None:
         return errors
     from diffusers.training_utils import compute_snr
@@ -431,3 +453,71 @@ def test_dreambooth(text: bool, sd: Path, pictures: Path, seen: dict[str, Any], 
 
     want = pytorch_losses(seen, pipe.unet.parameters(), loss, rates=rates, empty=0.0)
     check_losses(losses(tmp_path / "unet"), want)
+
+
+MASKED = {  # what is trained, and where its losses are
+    "finetune": ("sd", "unet"),
+    "lora": ("xl", "lora"),
+    "dreambooth": ("velocity", "unet"),
+    "textual-inversion": ("sd", "embedding"),
+}
+
+
+@pytest.mark.parametrize("task", MASKED)
+def test_masks(task: str, request: pytest.FixtureRequest, masked: Path, seen: dict[str, Any], tmp_path: Path) -> None:
+    """Losses are weighted by masks at the size of the latents, by PyTorch's ``interpolate(mode="area")``."""
+    name, part = MASKED[task]
+    folder = request.getfixturevalue(name)
+    run = training(folder, tmp_path, masked, flip=True, unmasked_weight=0.1, empty=0.0)
+    pipe = pipeline(folder)
+    if task == "textual-inversion":
+        inversion = Inversion("<toy>", "red apple", vectors=2)
+        assert train_inversion(run, inversion, one_device())
+        table = pipe.text_encoder.get_input_embeddings().weight
+        rows = canvax.load(folder, mesh=one_device()).model.tokenizers["text_encoder"].spare[:2]
+        first = pipe.tokenizer("red apple", add_special_tokens=False).input_ids
+        own = torch.nn.Parameter(table.detach()[first[:2]].clone())
+        network, places = pipe.text_encoder.get_input_embeddings(), (torch.tensor(list(rows)),)
+        network.forward = lambda ids: torch.nn.functional.embedding(ids, table.detach().index_put(places, own))
+        parameters = [own]
+    elif task == "lora":
+        lora = Lora(rank=3)
+        assert train_lora(run, lora, one_device())
+        modules = with_peft(pipe, seen["start"], lora)
+        parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    else:
+        # Of the class no picture has a mask, or all of them have their own.
+        own = Subject(("sks",), prior=masked, prior_caption="an apple", prior_weight=0.5)
+        assert finetune(run, one_device(), subject=own if task == "dreambooth" else Subject())
+        pipe.unet.requires_grad_(True)
+        parameters = pipe.unet.parameters()
+    check_masks(seen["data"]["mask"], masked, run.size or 0)
+
+    def loss(drawn: Any) -> Any:
+        errors = loss_of(pipe, drawn)
+        return errors[:BATCH].mean() + (0.5 * errors[BATCH:].mean() if len(errors) > BATCH else 0)
+
+    want = pytorch_losses(seen, parameters, loss, empty=0.0)
+    got = losses(tmp_path / part)
+    check_losses(got, want)
+    without = {**seen, "data": {**seen["data"], "mask": np.ones_like(seen["data"]["mask"])}}
+    (drawn, _), (bare, _) = next(iter(draws(seen, 0, 0.0))), next(iter(draws(without, 0, 0.0)))
+    assert float(loss(bare)) > 1.05 * float(loss(drawn))  # they do count
+
+
+def check_masks(got: np.ndarray, folder: Path, size: int) -> None:
+    """Masks of both forms against PIL's crop and PyTorch's area."""
+    for i, forms in enumerate(got):
+        file = folder / f"mask{i}.png"
+        if not file.is_file():
+            np.testing.assert_array_equal(forms, 1)
+            continue
+        mask = Image.open(file)
+        scale = size / min(mask.size)
+        left, top = (mask.width - size / scale) / 2, (mask.height - size / scale) / 2
+        cut = mask.resize((size, size), Image.Resampling.BOX, (left, top, left + size / scale, top + size / scale))
+        pixels = torch.from_numpy(np.array(cut, np.float32) / 255)[None, None]
+        want = torch.nn.functional.interpolate(pixels, size=forms.shape[1:], mode="area")[0, 0].clamp(0.1, 1).numpy()
+        np.testing.assert_allclose(forms[0], want, atol=1e-6)
+        np.testing.assert_allclose(forms[1], want[:, ::-1], atol=1e-6)
+        assert 0.1 < want.mean() < 0.9

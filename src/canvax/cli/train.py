@@ -67,6 +67,7 @@ _RANGES = {
     "weight_decay": (0.0, 1e3, "0.01 is usual"),
     "alpha": (1e-6, 1e6, "the rank is usual"),
     "min_snr": (1e-6, 1e6, "5 is usual"),
+    "unmasked_weight": (0.0, 1.0, "0.1 is usual"),
     "prior_weight": (0.0, 1e6, "1 is usual"),
 }
 """The least and the largest of other numbers, and a cure."""
@@ -215,9 +216,11 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
         flip=arguments.flip,
         gamma=arguments.min_snr,
         empty=arguments.empty_captions,
+        unmasked_weight=arguments.unmasked_weight,
         remat=arguments.remat,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
         prompts=tuple(getattr(arguments, "preview", ())),
+        tensorboard=None if arguments.tensorboard is None else Path(arguments.tensorboard),
     )
 
 

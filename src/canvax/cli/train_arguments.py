@@ -147,6 +147,9 @@ def _output(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "-o", "--output", "--output-dir", required=True, metavar="FOLDER", help=f"folder of the run; {what}"
     )
+    parser.add_argument(
+        "--tensorboard", "--logging-dir", metavar="FOLDER", help="write curves and previews there, for TensorBoard"
+    )
 
 
 def _plan(parser: argparse.ArgumentParser, *, steps: str, rate: str) -> None:
@@ -187,6 +190,10 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
     parser.add_argument(
         "--min-snr", "--snr-gamma", type=float, metavar="GAMMA", help="min-SNR weights, such as 5 (none)"
     )
+    parser.add_argument(
+        "--unmasked-weight", type=float, metavar="WEIGHT",
+        help="least weight of what masks leave out, 0 to 1 (0); 1 does not read masks",
+    )  # fmt: skip
     parser.add_argument(
         "--remat", "--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time"
     )

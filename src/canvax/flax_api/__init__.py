@@ -23,6 +23,7 @@ from canvax.flax_api.output import (
     numpy_to_pil,
 )
 from canvax.flax_api.pipelines import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
+from canvax.flax_api.safety import FlaxStableDiffusionSafetyChecker
 from canvax.flax_api.schedulers import (
     FlaxDDIMScheduler,
     FlaxDDPMScheduler,
@@ -45,6 +46,7 @@ __all__ = [
     "FlaxStableDiffusionInpaintPipeline",
     "FlaxStableDiffusionPipeline",
     "FlaxStableDiffusionPipelineOutput",
+    "FlaxStableDiffusionSafetyChecker",
     "FlaxStableDiffusionXLPipeline",
     "FlaxStableDiffusionXLPipelineOutput",
     "SchedulerState",

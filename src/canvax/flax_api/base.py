@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.denoise import WINDOW, StepInputs, denoise
+from canvax.denoise import WINDOW
 from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
@@ -30,34 +29,30 @@ from canvax.flax_api.devices import home_device, host_device, on_host, stacked_d
 from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
 from canvax.flax_api.inputs import (
     Inputs,
-    check_guidance,
     check_ids,
     check_inputs,
     check_kind,
-    check_latents,
     check_pair,
-    check_static,
     check_weights,
     latents_shape,
     refuse_traced,
     weights_of,
     zeros_like,
 )
-from canvax.flax_api.keys import draw, wrap_keys
-from canvax.flax_api.output import numpy_to_pil
+from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, numpy_to_pil
 from canvax.flax_api.parts import TextEncoder, Tokenizer, UNet, Vae
+from canvax.flax_api.safety import FlaxStableDiffusionSafetyChecker, ImageProcessor, check_checker, own_checker
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
-from canvax.models.decode import decode_images
-from canvax.models.text import FIRST, SECOND, Conditions, encode_text
+from canvax.models.text import FIRST, SECOND, Conditions
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
 from canvax.pipelines.checks import check_steps
 from canvax.pipelines.display import summary
 from canvax.pipelines.open import open_model
+from canvax.pipelines.safety import COMPONENT, has_checker
 from canvax.pipelines.translate import loader
-from canvax.samplers import SLOTS, SamplerTable
+from canvax.samplers import SamplerTable
 from canvax.samplers.strength import check_strength, steps_of_strength
-from canvax.samplers.table import NOISE
 from canvax.types import Array, DType
 
 FROM_PRETRAINED = (
@@ -74,10 +69,12 @@ class FlaxPipeline:
     Attributes:
         model: where the model came from, its configs and its tokenizers.
         scheduler: what draws when ``params`` has no state of one.
+        safety_checker: looks at the images of each call, with ``params["safety_checker"]``; None for none.
     """
 
     model: Model
     scheduler: FlaxScheduler
+    safety_checker: FlaxStableDiffusionSafetyChecker | None = None
     _programs: dict[Any, Programs] = field(default_factory=dict, repr=False)
 
     XL: ClassVar[bool]
@@ -117,6 +114,11 @@ class FlaxPipeline:
         return TextEncoder(self.model, self._second(SECOND))
 
     @property
+    def feature_extractor(self) -> ImageProcessor | None:
+        """What prepares images for the safety checker; None without one."""
+        return self.safety_checker and self.safety_checker.feature_extractor
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the first text encoder."""
         return Tokenizer(self.model, TOKENIZERS[FIRST])
@@ -136,7 +138,7 @@ class FlaxPipeline:
 
         Args:
             save_directory: where to write; one that is not empty only with ``overwrite``.
-            params: the parameters; a scheduler's state in them is left out.
+            params: the parameters; a scheduler's state and a safety checker in them are left out.
             overwrite: whether files there may be replaced.
         """
         specs = {part.name: part.spec for part in self.model.components}
@@ -152,7 +154,7 @@ class FlaxPipeline:
         *,
         dtype: DType | None = None,
         scheduler: FlaxScheduler | None = None,
-        safety_checker: None = None,
+        safety_checker: FlaxStableDiffusionSafetyChecker | Literal["own"] | None = "own",
         feature_extractor: None = None,
         from_pt: bool = False,
         use_memory_efficient_attention: bool = False,
@@ -170,8 +172,9 @@ class FlaxPipeline:
             pretrained_model_name_or_path: a Hub id, a folder, or "emoji".
             dtype: dtype of the parameters, and so of what is computed with them; float32 if not given.
             scheduler: in place of the checkpoint's own.
-            safety_checker: None. A checkpoint's own is not read.
-            feature_extractor: None, likewise.
+            safety_checker: by default the checkpoint's own where it has one, with its parameters under
+                "safety_checker"; None for none; or one whose parameters the caller puts there.
+            feature_extractor: None; the safety checker has its own.
             from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
             use_memory_efficient_attention: decides nothing: the kernel is chosen by size and platform.
             split_head_dim: decides nothing: heads are always kept apart, which is what it asked for.
@@ -188,25 +191,22 @@ class FlaxPipeline:
             HubError: the Hub cannot be reached or does not have it.
         """
         del from_pt, use_memory_efficient_attention, split_head_dim
-        for name, value in (("safety_checker", safety_checker), ("feature_extractor", feature_extractor)):
-            if value is not None:
-                raise InputError(f"{name}={value!r}: canvax has no safety checker; pass None")
+        if feature_extractor is not None:
+            raise InputError(f"feature_extractor={feature_extractor!r:.80}: the safety checker has its own; pass None")
+        check_checker(safety_checker)
         if scheduler is not None and not isinstance(scheduler, FlaxScheduler):
             raise InputError(
                 f"scheduler={scheduler!r} is no scheduler of canvax.flax_api; their from_pretrained returns one and "
                 "its state: pass the first"
             )
+        hub: dict[str, Any] = {"revision": revision, "variant": variant, "token": token, "cache_dir": cache_dir}
+        hub |= {"local_files_only": local_files_only, "progress": progress}
         model, _, params = open_model(
             pretrained_model_name_or_path,
             dtype=jnp.float32 if dtype is None else dtype,
             mesh=make_mesh([host_device()]),
             accept=partial(check_kind, str(pretrained_model_name_or_path), cls.XL),
-            revision=revision,
-            variant=variant,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            progress=progress,
+            **hub,
         )
         if model.networks.embeds_guidance:
             raise CheckpointError(f"{model.name} takes the guidance scale as an input; load it with canvax.load")
@@ -220,7 +220,13 @@ class FlaxPipeline:
             )
         own = SchedulerState.of(model.files.config("scheduler"))
         state = own if scheduler is None else scheduler.create_state()
-        return cls(model, FlaxScheduler.of(state, xl=cls.XL)), {**on_host(params), "scheduler": state}
+        params = {**on_host(params), "scheduler": state}
+        if safety_checker == "own":
+            named = not cls.XL and has_checker(model.files.index)
+            found = own_checker(pretrained_model_name_or_path, hub) if named else None
+            safety_checker = found[0] if found else None
+            params |= {COMPONENT: found[1]} if found else {}
+        return cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params
 
     @property
     def vae_scale_factor(self) -> int:
@@ -263,6 +269,8 @@ class FlaxPipeline:
         strong it is.
         """
         given = given or {}
+        if self.safety_checker is not None:
+            self.safety_checker.check(params, stacked=jit)
         refuse_traced(
             prompt_ids=prompt_ids, params=params, prng_seed=prng_seed, guidance_scale=guidance_scale,
             latents=latents, neg_prompt_ids=neg_prompt_ids, strength=strength, control=control, **given,
@@ -295,6 +303,15 @@ class FlaxPipeline:
         if not decode:
             drawn = np.moveaxis(drawn, -1, 1)
         return drawn.reshape(*lead, *drawn.shape[1:])
+
+    def _output(
+        self, images: np.ndarray, params: Params, jit: bool, return_dict: bool
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
+        """What a call returns: images, and which of them the safety checker refused; False where there is none."""
+        found: tuple[np.ndarray, bool | list[bool]] = images, False
+        if self.safety_checker is not None:
+            found = self.safety_checker.look(images, params, stacked=jit)
+        return FlaxStableDiffusionPipelineOutput(*found) if return_dict else found
 
     def _run(
         self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
@@ -371,80 +388,3 @@ class FlaxPipeline:
         if key not in self._programs:
             self._programs[key] = Programs(self.model.networks, make_mesh(devices), stacked=stacked)
         return self._programs[key]
-
-
-class FlaxTextToImage(FlaxPipeline):
-    """What the classes share that begin from prompts alone."""
-
-    def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
-
-        Raises:
-            InputError: neither a string nor a list of strings.
-        """
-        return self._ids(prompt)
-
-    def _generate(
-        self,
-        prompt_ids: Array,
-        params: Params,
-        prng_seed: Array,
-        num_inference_steps: int = 50,
-        height: int | None = None,
-        width: int | None = None,
-        guidance_scale: float | Array = 7.5,
-        latents: Array | None = None,
-        neg_prompt_ids: Array | None = None,
-        return_latents: bool = False,
-    ) -> Array:
-        """The images of one device [B, H, W, 3] as one traceable function; arguments as without ``jit``.
-
-        Steps, height, width and ``return_latents`` (arguments 3, 4, 5, 9) are static. With the last, the latents
-        [B, C, h, w] are returned before they are decoded.
-        """
-        check_static("num_inference_steps", num_inference_steps)
-        prompt_ids = check_ids("prompt_ids", prompt_ids, self.model.text)
-        batch = prompt_ids.shape[0]
-        specs = {part.name: part.spec for part in self.model.components}
-        check_weights(specs, weights_of(params, specs))
-        shape = self._latents_shape(batch, height, width)
-        table = self._table(params, num_inference_steps)
-        noise, words = draw(wrap_keys(prng_seed), shape)
-        if latents is not None:
-            noise = jnp.moveaxis(check_latents(latents, shape), 1, -1)
-        if neg_prompt_ids is not None:
-            neg_prompt_ids = check_pair(prompt_ids, neg_prompt_ids, self.model.text)
-        traced = isinstance(guidance_scale, Tracer)
-        scales: Any = guidance_scale if traced else check_guidance(guidance_scale, (batch,))
-
-        def encode(ids: Array) -> Conditions:
-            text = self.model.text
-            return encode_text(
-                {name: params[name] for name in text.parts}, self._by_encoder(ids), jnp.int32(0), cfg=text
-            )
-
-        conditions, negative = encode(prompt_ids), None
-        if traced or (scales > 1).any():
-            if neg_prompt_ids is not None:
-                negative = encode(neg_prompt_ids)
-            elif self.model.zeros_for_no_negative:
-                negative = jax.tree.map(jnp.zeros_like, conditions)
-            else:
-                negative = encode(jnp.broadcast_to(self._ids(""), prompt_ids.shape))
-        sizes = jax.tree.map(jnp.asarray, self._size_conditions(batch, shape[2:]))
-        conditions, negative = conditions | sizes, negative and negative | sizes
-
-        rows = {
-            name: jnp.broadcast_to(column, (batch, *column.shape))
-            for name, column in table.window(0, len(table)).items()
-        }
-        guidance = jnp.maximum(jnp.asarray(scales, jnp.float32).reshape(-1, 1), 1.0)
-        rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
-        state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
-        noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
-        inputs = StepInputs(state, conditions, negative, rows, words, noisy, count)
-        denoiser = self.model.networks.denoiser
-        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser, clip=table.clip)
-        if return_latents:
-            return jnp.moveaxis(state[:, 0], -1, 1)
-        return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)

@@ -181,7 +181,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         check_family(str(controlnet.files), controlnet.net.unet, model)
         networks = replace(model.networks, controls=((NAME, controlnet.net),))
         model = replace(model, networks=networks, controls=(controlnet.files,))
-        return cls(model, pipeline.scheduler), params
+        return cls(model, pipeline.scheduler, pipeline.safety_checker), params
 
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77].
@@ -218,7 +218,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         controlnet_conditioning_scale: float | Array = 1.0,
         return_dict: bool = True,
         jit: bool = False,
-    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
         """Generate images of the control images' size. D is the number of devices, B that of images on each.
 
         Args:
@@ -237,7 +237,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
             jit: generate on several devices, the parameters of each under a leading axis.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker.
+            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -246,4 +246,4 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
             prompt_ids, params, prng_seed, num_inference_steps, (None, None), guidance_scale, latents, neg_prompt_ids,
             jit, control=(image, controlnet_conditioning_scale),
         )  # fmt: skip
-        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
+        return self._output(images, params, jit, return_dict)

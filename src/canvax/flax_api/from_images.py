@@ -51,7 +51,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
         neg_prompt_ids: Any = None,
         return_dict: bool = True,
         jit: bool = False,
-    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
         """Draw pictures from pictures. D is the number of devices, B that of images on each; without ``jit`` no D.
 
         Args:
@@ -71,7 +71,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
             jit: draw on several devices, the parameters of each under a leading axis.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker.
+            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -91,7 +91,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
             given={"image": image},
             strength=strength,
         )
-        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
+        return self._output(images, params, jit, return_dict)
 
 
 class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
@@ -139,7 +139,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
         neg_prompt_ids: Any = None,
         return_dict: bool = True,
         jit: bool = False,
-    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
         """Draw what is masked; as ``FlaxStableDiffusionImg2ImgPipeline.__call__``, with these differences.
 
         Args:
@@ -160,8 +160,8 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
             jit: draw on several devices, the parameters of each under a leading axis.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker. What
-            stays has been through the autoencoder; ``canvax.load`` pastes the given pixels back.
+            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
+            What stays has been through the autoencoder; ``canvax.load`` pastes the given pixels back.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -178,4 +178,4 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
             jit,
             given={"masked_image": masked_image, "mask": mask},
         )
-        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
+        return self._output(images, params, jit, return_dict)

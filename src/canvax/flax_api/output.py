@@ -36,11 +36,12 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
 
     Attributes:
         images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis.
-        nsfw_content_detected: always False: canvax has no safety checker.
+        nsfw_content_detected: whether the safety checker refused each image [D * B], which is black then; False where
+            there is none.
     """
 
     images: np.ndarray
-    nsfw_content_detected: bool
+    nsfw_content_detected: bool | list[bool]
 
     __getitem__ = by_name_or_index
 

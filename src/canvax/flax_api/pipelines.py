@@ -9,8 +9,8 @@ import numpy as np
 
 from canvax.errors import InputError
 from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
-from canvax.flax_api.base import FlaxTextToImage
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
+from canvax.flax_api.traced import FlaxTextToImage
 from canvax.params import Params
 from canvax.types import Array
 
@@ -46,7 +46,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
         neg_prompt_ids: Any = None,
         return_dict: bool = True,
         jit: bool = False,
-    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool]:
+    ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
         """Draw pictures. D is the number of devices, B that of images on each; without ``jit`` there is no D.
 
         Args:
@@ -63,7 +63,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
             jit: draw on several devices, the parameters of each under a leading axis.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And False, for no safety checker.
+            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
 
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
@@ -72,7 +72,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
         images = self._draw(
             prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
         )
-        return FlaxStableDiffusionPipelineOutput(images, False) if return_dict else (images, False)
+        return self._output(images, params, jit, return_dict)
 
 
 class FlaxStableDiffusionXLPipeline(FlaxTextToImage):

@@ -102,3 +102,10 @@ def upright_rgb(image: Image) -> Image:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
+
+
+def upright_mask(image: Image) -> Image:
+    """Turned as its EXIF says, 8 bits of grey: of an image of one colour its transparency, else its brightness."""
+    if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
+        image = image.getchannel("A")  # a mask that was painted into the transparency
+    return upright_rgb(image).convert("L")

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 
 from canvax.errors import InputError, reading_arguments
 from canvax.files import open_regular
-from canvax.images.convert import upright_rgb
+from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
 from canvax.types import HostArray
 
@@ -91,11 +91,7 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     if image.mode == "CMYK":
         raise InputError(f"{name} has the colours of a printer (CMYK); convert it to RGB with its profile")
     try:
-        if not grey:
-            return upright_rgb(image)
-        if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
-            image = image.getchannel("A")  # a mask that was painted into the transparency
-        return upright_rgb(image).convert("L")
+        return (upright_mask if grey else upright_rgb)(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise InputError(f"{name} cannot be read ({error})") from None
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from canvax.compile.programs import Programs
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.families.controls import component_name, control_of, read_control
 from canvax.models.controlled import Control
@@ -23,7 +22,7 @@ from canvax.params import Param, Params, flatten, unflatten
 from canvax.pipelines.control_lora import control_lora
 from canvax.types import Array, HostArray
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
-from canvax.weights.load import load_components
+from canvax.weights.load import check_finite, load_components
 from canvax.weights.source import Source
 
 MOST = 8
@@ -114,10 +113,7 @@ def with_controls(
     for part, files in zip(parts, model.controls, strict=True):
 
         def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
-            if not np.isfinite(array).all():
-                raise CheckpointError(
-                    f"{files}: holds numbers that are not finite (NaN or infinity); download it again"
-                )
+            check_finite(files, array)
             return place(param, array, mesh)
 
         if files.pairs:

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.families.ip_adapters import component_name, ip_adapter_of, with_encoder
 from canvax.models.ip_adapter import ImageEncoder
@@ -20,8 +18,7 @@ from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.memory import check_weights
 from canvax.parallel.rules import abstract_params, device_bytes, place
-from canvax.params import Param, Params
-from canvax.types import Array, HostArray
+from canvax.params import Params
 from canvax.weights.adapter_source import AdapterSource
 from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
 from canvax.weights.load import load_components
@@ -123,14 +120,12 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
     kept = {name: tree for name, tree in params.items() if name not in old}
     by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}
     for part in parts:
-        files = by_name[part.name]
-
-        def placed(param: Param, array: HostArray, files: Any = files) -> Array:
-            if not np.isfinite(array).all():
-                raise CheckpointError(
-                    f"{files}: holds numbers that are not finite (NaN or infinity); download it again"
-                )
-            return place(param, array, mesh)
-
-        kept[part.name] = load_components(files, [part], dtype=model.dtype, place=placed)[part.name]
+        loaded = load_components(
+            by_name[part.name],
+            [part],
+            dtype=model.dtype,
+            place=lambda param, array: place(param, array, mesh),
+            finite=(part.name,),
+        )
+        kept[part.name] = loaded[part.name]
     return kept

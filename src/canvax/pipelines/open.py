@@ -76,7 +76,11 @@ def open_model(
     (opened,) = models
     if weights:
         params = load_components(
-            opened.files, opened.components, dtype=dtype, place=lambda param, array: place(param, array, mesh)
+            opened.files,
+            opened.components,
+            dtype=dtype,
+            place=lambda param, array: place(param, array, mesh),
+            finite=() if given.vae is None else ("vae",),
         )
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}

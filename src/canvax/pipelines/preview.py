@@ -85,7 +85,10 @@ def load_preview(
             raise CheckpointError(
                 f"{model}: is {kind!r}; a preview needs an 'AutoencoderTiny', such as madebyollin/taesd"
             )
-        TinyConfig.from_dict(config)
+        try:
+            TinyConfig.from_dict(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{model}: {error}") from None
 
     source = Source(model, revision, variant, token, cache_dir, local_files_only, progress)
     files = open_network(source, accept=accept)
@@ -96,6 +99,7 @@ def load_preview(
         [Component("", tiny_spec(cfg), "diffusers")],
         dtype=np.float32,
         place=lambda param, array: jax.device_put(array, device),
+        finite=("",),
     )
     return Preview(cfg, loaded[""])
 

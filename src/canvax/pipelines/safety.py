@@ -35,6 +35,9 @@ CONCEPTS, SPECIAL = 17, 3
 STRICTER = 0.01
 """What an image that shows a special concept is nearer to each other one."""
 
+_LIMITS = {"concept": "concept_embeds", "special": "special_care_embeds"}
+"""The thresholds of ``SafetyChecker.params``, and the vectors that they belong to."""
+
 
 @dataclass(frozen=True, eq=False)
 class SafetyChecker:
@@ -48,36 +51,68 @@ class SafetyChecker:
     cfg: ClipVisionConfig
     params: Params = field(repr=False)
 
+    @classmethod
+    def of(cls, cfg: ClipVisionConfig, tree: Params) -> SafetyChecker:
+        """One with the parameters of ``safety_spec``, under the names of the released checkpoints."""
+        return cls(cfg, {**tree, **{name: tree[f"{vectors}_weights"] for name, vectors in _LIMITS.items()}})
+
     def flags(self, pixels: HostArray) -> list[bool]:
-        """Whether each image [B, H, W, 3] float32 in 0..1 is one to refuse."""
+        """Whether each image [B, H, W, 3] in 0..1 is one to refuse."""
         if not len(pixels):
             return []
-        seen = np.stack([clip_square(image, self.cfg.image_size) for image in to_pil(pixels)])
+        return self.judge(np.stack([clip_square(image, self.cfg.image_size) for image in to_pil(pixels)]))
+
+    def judge(self, seen: HostArray) -> list[bool]:
+        """The same of images as CLIP is shown them: [B, S, S, 3] float32 in 0..1, S the config's ``image_size``."""
         special, concepts = (np.asarray(one, np.float64) for one in _cosines(self.params, seen, cfg=self.cfg))
-        limits = {name: np.asarray(self.params[name], np.float64) for name in ("concept", "special")}
+        limits = {name: np.asarray(self.params[name], np.float64) for name in _LIMITS}
         return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
+
+    def blacken(self, pixels: HostArray) -> tuple[HostArray, list[bool]]:
+        """Images [B, H, W, 3] with those in black that are refused, and whether each is."""
+        flags = self.flags(pixels)
+        return pixels * kept(flags), flags
 
     def __call__(self, result: Result) -> Result:
         """``result`` with what is refused in black, and the answer for each image in its metadata."""
-        flags = self.flags(result.pixels)
-        kept = ~np.asarray(flags, bool)[:, None, None, None]
+        pixels, flags = self.blacken(result.pixels)
         records = [{**own, "nsfw": flag} for own, flag in zip(result.metadata, flags, strict=True)]
-        pixels = result.pixels * kept
         images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(pixels), records, strict=True)]
         # An image that is refused cannot be had from its latents either.
-        return replace(result, pixels=pixels, images=images, metadata=records, latents=result.latents * kept)
+        return replace(result, pixels=pixels, images=images, metadata=records, latents=result.latents * kept(flags))
+
+
+def kept(flags: Sequence[bool]) -> HostArray:
+    """What images are multiplied with: False for those that are refused [B, 1, 1, 1]."""
+    return ~np.asarray(flags, bool)[:, None, None, None]
+
+
+def has_checker(index: Mapping[str, Any]) -> bool:
+    """Whether a ``model_index.json`` names a safety checker."""
+    return index.get(COMPONENT) not in (None, [None, None])
 
 
 def check_has_checker(index: Mapping[str, Any]) -> None:
     """Refuse a model without a safety checker, by its ``model_index.json``."""
-    if index.get(COMPONENT) in (None, [None, None]):
+    if not has_checker(index):
         raise CheckpointError(
             "safety_checker=True: this model has none (its model_index.json names none); leave it out"
         )
 
 
 def load_safety_checker(source: Source) -> SafetyChecker:
-    """The safety checker of a model.
+    """The safety checker of a model, on the first device; errors are those of ``read_safety_checker``."""
+    config, tree = read_safety_checker(source, jax.local_devices()[0])
+    return SafetyChecker.of(vision_config(config), tree)
+
+
+def read_safety_checker(source: Source, device: Any, folder: str = COMPONENT) -> tuple[dict[str, Any], Params]:
+    """The config of a safety checker and its parameters, those of ``safety_spec`` in float32, on ``device``.
+
+    Args:
+        source: a model, or a repository of nothing but the checker.
+        device: where its parameters are put.
+        folder: the checker's, "" for the top.
 
     Raises:
         CheckpointError: the model has none, or it is damaged.
@@ -85,19 +120,17 @@ def load_safety_checker(source: Source) -> SafetyChecker:
     """
 
     def accept(config: Mapping[str, Any]) -> None:
-        _config(config)
+        vision_config(config)
 
-    files = open_network(source, accept=accept, component=COMPONENT)
-    cfg = _config(files.config(COMPONENT))
-    device = jax.local_devices()[0]
+    files = open_network(source, accept=accept, component=folder, kind="transformers")
+    config = files.config(folder)
     loaded = load_components(
         files,
-        [Component(COMPONENT, safety_spec(cfg), "transformers")],
+        [Component(folder, safety_spec(vision_config(config)), "transformers")],
         dtype=np.float32,
         place=lambda param, array: jax.device_put(array, device),
-    )[COMPONENT]
-    named = {"concept": loaded.pop("concept_embeds_weights"), "special": loaded.pop("special_care_embeds_weights")}
-    return SafetyChecker(cfg, {**loaded, **named})
+    )
+    return dict(config), loaded[folder]
 
 
 def safety_spec(cfg: ClipVisionConfig) -> Spec:
@@ -135,7 +168,12 @@ def _unit(vectors: Array) -> Array:
     return vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
-def _config(config: Mapping[str, Any]) -> ClipVisionConfig:
+def vision_config(config: Mapping[str, Any]) -> ClipVisionConfig:
+    """Of the image encoder, from a safety checker's ``config.json``.
+
+    Raises:
+        CheckpointError: it has none.
+    """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise CheckpointError("the safety checker's config.json has no vision_config; canvax reads those of CLIP")

@@ -72,8 +72,8 @@ class Writer:
                     return
             metadata = item.metadata(served.model)
             if served.safety_checker:
-                (flag,) = served.safety_checker.flags(pixels[None])
-                pixels, metadata = pixels * (not flag), {**metadata, "nsfw": flag}
+                (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
+                metadata = {**metadata, "nsfw": flag}
             data = image_file(pixels, job.ask.format, job.ask.quality, metadata if job.ask.metadata else {})
         except Exception as error:
             log.exception("an image cannot be written")

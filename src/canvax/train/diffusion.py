@@ -73,6 +73,7 @@ def denoising_data(
     *,
     time_ids: HostArray | None = None,
     control: HostArray | None = None,
+    mask: HostArray | None = None,
 ) -> dict[str, Any]:
     """What ``denoising_loss`` reads.
 
@@ -86,13 +87,14 @@ def denoising_data(
         length: T, tokens of a caption.
         time_ids: what SDXL is told of each picture's size and crop [N, n].
         control: control images [N, V, H, W, 3] uint8.
+        mask: what the error of each place of the latents is multiplied with [N, V, h, w].
     """
     data: dict[str, Any] = {
         "latents": latents,
         "ids": {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()},
         "empty": {name: tokenizer([""], length=length)[0] for name, tokenizer in tokenizers.items()},
     }
-    more = {"time_ids": time_ids, "control": control}
+    more = {"time_ids": time_ids, "control": control, "mask": mask}
     return data | {name: array for name, array in more.items() if array is not None}
 
 
@@ -105,6 +107,7 @@ class Draw(NamedTuple):
         conditions: ``time_ids`` of SDXL, ``control`` of a ControlNet: [B, ...].
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
+        mask: weights of the error [B, h, w] float32; None where all places count alike.
     """
 
     x0: Array
@@ -112,6 +115,7 @@ class Draw(NamedTuple):
     conditions: dict[str, Array]
     times: Array
     noise: Array
+    mask: Array | None = None
 
 
 def draw(
@@ -119,7 +123,7 @@ def draw(
 ) -> Draw:
     """The random choices of one step: form, caption, time and noise of the samples ``chosen`` [B].
 
-    The samples of ``data["prior"]`` follow behind them, if there are any: [2 B, ...].
+    The samples of ``data["prior"]``, which has masks where ``data`` has them, follow behind them: [2 B, ...].
     """
     form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
     batch = chosen.shape
@@ -137,7 +141,8 @@ def draw(
         conditions["control"] = data["control"][chosen, form]
     times = training_times(order_key, time_key, batch[0], size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
-    drawn = Draw(x0, ids, conditions, times, noise)
+    mask = data["mask"][chosen, form].astype(jnp.float32) if "mask" in data else None
+    drawn = Draw(x0, ids, conditions, times, noise, mask)
     if "prior" not in data:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
@@ -220,7 +225,7 @@ def _denoising_loss(
     p: Params, data: dict[str, Any], chosen: Array, key: Array, *, tables: tuple[Array, Array], objective: Objective
 ) -> tuple[Array, dict[str, Array]]:
     alphas, weights = tables
-    x0, ids, conditions, times, noise = draw(
+    x0, ids, conditions, times, noise, mask = draw(
         data, chosen, key, alphas.size, focus=objective.focus, empty=objective.empty
     )
     p = cast(objective.assemble(p, data.get("frozen", {})), objective.dtype)
@@ -229,7 +234,7 @@ def _denoising_loss(
     noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
     residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, told, hints, objective)
     output = unet(p["unet"], noisy, times, cfg=objective.unet, remat=objective.remat, residuals=residuals, **told)
-    errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type))
+    errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type), mask)
     weighted = (weights[times] * errors).reshape(-1, chosen.size).mean(1)
     loss = weighted[0] if "prior" not in data else weighted[0] + objective.prior * weighted[1]
     return loss, {"mse": errors.mean()}

@@ -111,6 +111,7 @@ class Session:
         about: what else a run must be gone on with, in plain values.
         preview: called with the step and the averaged parameters.
         preview_every: seconds between two calls.
+        watch: called after each chunk with the step and what it logs, the learning rate and samples a second among it.
     """
 
     folder: Path
@@ -121,6 +122,7 @@ class Session:
     about: Mapping[str, Any] = field(default_factory=dict)
     preview: Callable[[int, Params], None] | None = None
     preview_every: float = 900.0
+    watch: Callable[[int, Mapping[str, float]], None] | None = None
 
 
 def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session) -> tuple[Params, bool]:
@@ -167,12 +169,18 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     progress.begin(steps, plan.accumulate * plan.batch, done)
     saved = shown = time.monotonic()
     while done < steps:
+        began = time.monotonic()
         state, metrics = program(state, data, plan.indices(done, samples), np.int32(steps))
         done += plan.chunk
         _check_finite("the loss", metrics["loss"], session.name, done)
-        _log(session.folder / LOG, done, {name: float(value) for name, value in metrics.items()})
-        progress.advance(done, float(metrics["loss"]))
+        numbers = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
+        _log(session.folder / LOG, done, numbers)
+        progress.advance(done, numbers["loss"])
+        if session.watch:
+            rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
+            pace = plan.chunk * plan.accumulate * plan.batch / max(now - began, 1e-9)
+            session.watch(done, numbers | {"learning_rate": rate, "images_per_second": pace})
         stop = session.deadline is not None and now >= session.deadline
         if done >= steps or stop or now - saved >= session.save_every:
             # The loss is of the parameters before the last update.

@@ -68,9 +68,14 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     return jnp.minimum(snr, gamma)
 
 
-def squared_error(output: Array, target: Array) -> Array:
-    """Mean squared error of each image [B], in float32."""
-    return jnp.square(output.astype(jnp.float32) - target.astype(jnp.float32)).mean((1, 2, 3))
+def squared_error(output: Array, target: Array, mask: Array | None = None) -> Array:
+    """Mean squared error of each image [B], in float32.
+
+    A mask [B, h, w] multiplies the error of each place. The mean is over all places whatever the mask, as the trainers
+    of the field have it: an image that shows little of what is meant counts little.
+    """
+    errors = jnp.square(output.astype(jnp.float32) - target.astype(jnp.float32))
+    return (errors if mask is None else errors * mask[..., None]).mean((1, 2, 3))
 
 
 def autoencoder_loss(

@@ -1,7 +1,8 @@
 """Captioned pictures from a folder or a zip file, in the layout that the field calls ``imagefolder``.
 
 Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or the name given), or each
-in a .txt file beside its picture. Other columns are kept as they are.
+in a .txt file beside its picture. Other columns are kept as they are. A picture may have a mask, which says what of it
+counts: a file in the column ``mask``, or ``a-masklabel.png`` beside ``a.jpg``, as OneTrainer calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +23,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from canvax.errors import InputError, check_count
 from canvax.files import named_path
-from canvax.images.convert import upright_rgb
+from canvax.images.convert import upright_mask, upright_rgb
 from canvax.pipelines.checks import MAX_SIDE
 from canvax.types import HostArray
 
@@ -30,6 +31,11 @@ METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
 SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MASK, MASK_ENDING = "mask", "-masklabel.png"
+"""The column of masks, and how the name of a mask ends that lies beside its picture."""
+
+_MASK_FILE = "mask_file"
+"""The column that a row gets: the mask's name in the whole of the folder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,8 @@ class Pictures:
         frames: height and width of each file, and the top and left of what was kept of it, in pixels of the result:
             [N, 4] int32.
         control: control images [N, H, W, 3] uint8, fitted likewise; None if none were asked for.
+        masks: [N, H, W] uint8, fitted likewise; white counts in full, black not at all. A picture without one is white.
+            None if no picture has one.
     """
 
     pixels: HostArray
@@ -50,6 +58,7 @@ class Pictures:
     rows: Sequence[dict[str, Any]]
     frames: HostArray
     control: HostArray | None = None
+    masks: HostArray | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -63,14 +72,21 @@ class Pictures:
             [self.rows[i] for i in which],
             self.frames[which],
             None if self.control is None else self.control[which],
+            None if self.masks is None else self.masks[which],
         )
+
+    @property
+    def masked(self) -> int:
+        """How many have a mask."""
+        return 0 if self.masks is None else sum(_MASK_FILE in row for row in self.rows)
 
     def digest(self) -> str:
         """A short text that is another one for other pictures or captions."""
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(json.dumps([list(texts) for texts in self.captions]).encode())
-        if self.control is not None:
-            digest.update(np.ascontiguousarray(self.control).data)
+        for more in (self.control, self.masks):
+            if more is not None:
+                digest.update(np.ascontiguousarray(more).data)
         return digest.hexdigest()[:16]
 
     def split(self, name: str) -> Pictures:
@@ -85,6 +101,7 @@ def read_pictures(
     caption_column: str = "text",
     captions: Sequence[str] = (),
     control_column: str | None = None,
+    masked: bool = False,
     limit: int | None = None,
 ) -> Pictures:
     """Read captioned pictures, each resized to cover ``size`` x ``size`` pixels and cropped to its middle.
@@ -95,22 +112,29 @@ def read_pictures(
         caption_column: the column of the captions; a cell of a ``.jsonl`` may be a list of captions.
         captions: of every picture of the folder, in place of captions of its own.
         control_column: the column of the files of control images, if there are any.
+        masked: read the masks of those that have one.
         limit: read the first ones alone.
 
     Raises:
-        InputError: there is nothing to read, a picture is missing or damaged, or a caption is missing.
+        InputError: there is nothing to read, a picture or a mask is missing or damaged, a mask is not of the size of
+            its picture, or a caption is missing.
     """
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
         raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
     files = _Files(source)
     if captions:
-        names = [name for name in files.names if name.lower().endswith(SUFFIXES)]
-        rows: list[dict[str, Any]] = [{"file_name": name, caption_column: list(captions)} for name in names][:limit]
+        told = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
+        masks_of = set(told.values())
+        names = [name for name in _pictures(files) if name not in masks_of][:limit]
+        rows: list[dict[str, Any]] = [{"file_name": name, caption_column: list(captions)} for name in names]
+        for row in rows:
+            if row["file_name"] in told:
+                row[_MASK_FILE] = told[row["file_name"]]
         if not rows:
             raise InputError(f"{source}: no pictures; files that end in {', '.join(SUFFIXES)} are read")
     else:
-        rows = _rows(files, source, caption_column)[:limit]
+        rows = (_tables(files, source, caption_column) or _beside(files, source, caption_column))[:limit]
     if not rows:
         raise InputError(f"{source}: no captioned pictures; it needs {' or '.join(TABLES)}, or .txt beside pictures")
     frames = np.empty((len(rows), 4), np.int32)
@@ -125,9 +149,10 @@ def read_pictures(
     if control_column is not None:
         control = fitted([_control_file(row, control_column, source) for row in rows])
     pixels = fitted([row["file_name"] for row in rows])
+    masks = _masks(files, source, rows, frames, size) if masked else None
     texts = [row.pop(caption_column) for row in rows]
     own = [[text] if isinstance(text, str) else list(text) for text in texts]
-    return Pictures(pixels, own, rows, frames, control)
+    return Pictures(pixels, own, rows, frames, control, masks)
 
 
 def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
@@ -167,14 +192,46 @@ class _Files:
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
 
 
-def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
-    """The tables of captions, every row checked; or the text files beside the pictures."""
+def _pictures(files: _Files) -> list[str]:
+    """The names of all pictures that are not masks by their names."""
+    return [name for name in files.names if name.lower().endswith(SUFFIXES) and not name.lower().endswith(MASK_ENDING)]
+
+
+def _masks(
+    files: _Files, source: Path, rows: Sequence[dict[str, Any]], frames: HostArray, size: int
+) -> HostArray | None:
+    """Masks [N, size, size] uint8, None if there is none. Rows of pictures with a mask get its name."""
+    beside = {name[: -len(MASK_ENDING)]: name for name in files.names if name.lower().endswith(MASK_ENDING)}
+    masks = None
+    for i, row in enumerate(rows):
+        name = row.get(_MASK_FILE) or beside.get(row["file_name"].rpartition(".")[0])
+        if not isinstance(row.get(MASK), str | None):
+            raise InputError(
+                f"{source}: {row['file_name']}: {MASK} = {row[MASK]!r} is not the name of a file; with an unmasked "
+                "weight of 1 masks are not read"
+            )
+        if not name:
+            continue
+        row[_MASK_FILE] = name
+        mask = _opened(files.read(name), f"{source}: {name}", upright_mask)
+        if mask.size != (frames[i][1], frames[i][0]):
+            raise InputError(
+                f"{source}: {name} is a mask of {mask.width} x {mask.height} pixels for {row['file_name']}, which has "
+                f"{frames[i][1]} x {frames[i][0]}; they must be of the same size"
+            )
+        if masks is None:
+            masks = np.full((len(rows), size, size), 255, np.uint8)
+        # By area, so that no weight gets lost or more than white.
+        masks[i] = np.asarray(ImageOps.fit(mask, (size, size), Image.Resampling.BOX))
+    return masks
+
+
+def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
+    """Rows of the tables, every one checked; [] if there is none. Without a column captions are not looked for."""
     tables: dict[PurePosixPath, str] = {}
     for kind in reversed(TABLES):
         tables |= {PurePosixPath(name).parent: name for name in files.names if PurePosixPath(name).name == kind}
-    if not tables:
-        return _beside(files, source, column)
-    depth = min(len(folder.parts) for folder in tables)
+    depth = min((len(folder.parts) for folder in tables), default=0)
     return [
         row
         for folder, table in sorted(tables.items())
@@ -183,7 +240,7 @@ def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     ]
 
 
-def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str) -> list[dict[str, Any]]:
+def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str | None) -> list[dict[str, Any]]:
     """The rows of a table, whose file names are relative to its folder. A folder may be named after a split."""
     try:
         text = files.read(table).decode("utf-8-sig")
@@ -196,23 +253,31 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
             raise InputError(f"{source}: {table}: row {number} has no file_name")
-        caption = row.get(column)
-        good = isinstance(caption, str) or (
-            isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
-        )
-        if not good:
-            known = ", ".join(sorted(str(key) for key in row))
-            raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
+        if column is not None:
+            _check_caption(row, column, f"{source}: {table}: row {number}")
+        row.pop(_MASK_FILE, None)  # a column of the user's
+        if isinstance(row.get(MASK), str) and row[MASK]:
+            row[_MASK_FILE] = (folder / row[MASK]).as_posix()
         row["table"] = folder.as_posix()
         row["file_name"] = (folder / row["file_name"]).as_posix()
         row["split"] = row.get("split") or (folder.name if folder.name in SPLITS else "train")
     return rows
 
 
+def _check_caption(row: dict[str, Any], column: str, where: str) -> None:
+    caption = row.get(column)
+    good = isinstance(caption, str) or (
+        isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
+    )
+    if not good:
+        known = ", ".join(sorted(str(key) for key in row))
+        raise InputError(f"{where} has no caption {column!r}; its columns are {known}")
+
+
 def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     """Captions in text files beside the pictures."""
     texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
-    pictures = [name for name in files.names if name.lower().endswith(SUFFIXES)]
+    pictures = _pictures(files)
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""
@@ -227,14 +292,18 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
-    """[size, size, 3] uint8, transparent parts on white; and the picture's frame."""
+def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]) -> Image.Image:
     try:
-        picture = upright_rgb(Image.open(io.BytesIO(data)))
+        return turned(Image.open(io.BytesIO(data)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
         # Pillow's own words name an object in memory.
         reason = "no kind of image that is known" if isinstance(error, UnidentifiedImageError) else error
         raise InputError(f"{name}: is not a picture that can be read: {reason}") from error
+
+
+def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
+    """[size, size, 3] uint8, transparent parts on white; and the picture's frame."""
+    picture = _opened(data, name, upright_rgb)
     width, height = picture.size
     grown = size / min(width, height)
     frame = (height, width, round((height * grown - size) / 2), round((width * grown - size) / 2))

@@ -7,7 +7,9 @@ model, reading and encoding pictures, the loop, previews, and going on with a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,18 +21,20 @@ from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
+from canvax.parallel.multihost import leads
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, default_dtype
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.pipelines.result import make_folder
+from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import Pictures, read_pictures
-from canvax.types import DType
+from canvax.train.pictures import MASK, MASK_ENDING, Pictures, read_pictures
+from canvax.types import DType, HostArray
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
@@ -51,9 +55,11 @@ class Training:
         flip: show every picture mirrored as well.
         gamma: bound of the min-SNR weights, None for none.
         empty: share of empty captions.
+        unmasked_weight: the least weight of a place that a picture's mask leaves out, 0 unless given; 1 reads no masks.
         remat: trade time for memory in the gradient.
         dtype: dtype computed in; by default bfloat16 on GPU and TPU, float32 on the CPU.
         prompts: drawn along the way, into ``previews``.
+        tensorboard: folder that gets the run's curves and previews for TensorBoard; needs tensorboardX.
     """
 
     model: str | Path
@@ -65,15 +71,21 @@ class Training:
     flip: bool = False
     gamma: float | None = None
     empty: float = 0.1
+    unmasked_weight: float | None = None
     remat: bool = False
     dtype: DType | None = None
     prompts: tuple[str, ...] = field(default=())
+    tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.empty < 1:
             raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
         if self.gamma is not None and self.gamma <= 0:
             raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+        if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
+            raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
+        if self.tensorboard is not None:
+            check_board(self.tensorboard)
 
 
 @dataclass(frozen=True)
@@ -185,35 +197,31 @@ def train(
         CheckpointError: the model cannot be read.
     """
     target = aim.target(training.folder)
-    if target.exists():
-        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
-    if training.folder.exists() and not training.folder.is_dir():
-        raise InputError(f"{str(training.folder)!r} is a file; choose a folder for the run.")
-
+    _check_folder(training.folder, target)
     check_pictures(training, subject)
 
-    def check(model: Model) -> None:
-        _check_model(model)
-        aim.check(model, training)
-
-    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
+    model, programs, params = open_model(
+        training.model, dtype="float32", mesh=mesh, check=partial(_check_model, training, aim)
+    )
     size = _size(training, model)
     dtype = default_dtype(mesh) if training.dtype is None else training.dtype
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     own = _read(training.pictures, size, training, subject.captions, subject.control_column)
     prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    decisive = {name: getattr(training, name) for name in ("flip", "gamma", "empty")} | dict(aim.facts)
-    decisive |= {"model": str(training.model), "size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest()}
+    masked = _check_masks(training, [own] if prior is None else [own, prior])
+    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest(), **_decisive(training, aim)}
     if prior is not None:
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
+    if masked:
+        decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
     if (state := training.folder / aim.part / STATE).is_file():
         check_same(state, plan, len(own), decisive)  # before anything is encoded
-    say(f"{len(own)} pictures at {size} x {size}")
+    say(f"{len(own)} pictures at {size} x {size}" + (f", {own.masked} of them masked" if own.masked else ""))
     start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
     make_folder(training.folder)  # which the disk may refuse: better before an hour's work than after
-    data = _data(own, training, model, params, mesh)
+    data = _data(own, training, model, params, mesh, masked=masked)
     if prior is not None:
-        data["prior"] = _data(prior, training, model, params, mesh)
+        data["prior"] = _data(prior, training, model, params, mesh, masked=masked)
     loss = denoising_loss(
         model.text,
         model.unet,
@@ -226,20 +234,37 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
+    board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
+    shown = _preview(training, aim, StableDiffusion(model, programs), params, board) if training.prompts else None
     session = Session(
         training.folder / aim.part,
         aim.name,
         mesh,
         deadline=deadline,
         about=decisive,
-        preview=_preview(training, aim, StableDiffusion(model, programs), params) if training.prompts else None,
+        preview=shown,
+        watch=board.numbers if board else None,
     )
-    trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
+    with closing(board) if board else nullcontext():
+        trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
     return aim.save(target, model, params, trained, training) if finished else None
 
 
-def _check_model(model: Model) -> None:
-    """Refuse kinds of models that no kind of training knows."""
+def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
+    """Settings that a run must be gone on with."""
+    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty")}
+    return {**same, "model": str(training.model), **aim.facts}
+
+
+def _check_folder(folder: Path, target: Path) -> None:
+    if target.exists():
+        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is a file; choose a folder for the run.")
+
+
+def _check_model(training: Training, aim: Aim, model: Model) -> None:
+    """Refuse kinds of models that no kind of training knows, and those that this one does not."""
     check_trainable(model.scheduler.schedule)
     if model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
@@ -248,16 +273,22 @@ def _check_model(model: Model) -> None:
         )
     if model.networks.embeds_guidance:
         raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+    aim.check(model, training)
 
 
-def _preview(training: Training, aim: Aim, pipe: StableDiffusion, params: Params) -> Callable[[int, Params], None]:
+def _preview(
+    training: Training, aim: Aim, pipe: StableDiffusion, params: Params, board: Board | None
+) -> Callable[[int, Params], None]:
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
         shown = aim.shown(params, trained)
         images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
         (training.folder / "previews").mkdir(exist_ok=True)
-        make_grid(images).save(training.folder / "previews" / f"{step:07d}.png")
+        grid = make_grid(images)
+        grid.save(training.folder / "previews" / f"{step:07d}.png")
+        if board:
+            board.picture(step, "previews", np.asarray(grid.convert("RGB")))
 
     return preview
 
@@ -270,7 +301,8 @@ def check_pictures(training: Training, subject: Subject) -> None:
     """
     column, control = training.caption_column, subject.control_column
     more = {"captions": subject.captions, "control_column": control, "limit": 1}
-    read_pictures(training.pictures, 8, caption_column=column, **more)
+    masked = training.unmasked_weight != 1 and control != MASK
+    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **more)
 
 
 def _size(training: Training, model: Model) -> int:
@@ -284,20 +316,64 @@ def _read(
     source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
 ) -> Pictures:
     found = read_pictures(
-        source, size, caption_column=training.caption_column, captions=captions, control_column=control_column
+        source,
+        size,
+        caption_column=training.caption_column,
+        captions=captions,
+        control_column=control_column,
+        masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
     if not len(found):
         raise InputError(f"pictures = {str(source)!r}: none of its pictures is of the split 'train'")
     return found
 
 
-def _data(pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh) -> dict[str, Any]:
-    """Latents of all pictures, encoded once, and the ids of their captions."""
+def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
+    """Whether there are masks.
+
+    Raises:
+        InputError: a mask leaves nothing of its picture, or a weight was given for masks that are not there.
+    """
+    weight = training.unmasked_weight
+    for pictures in sets:
+        if pictures.masks is None or weight:
+            continue
+        black = np.flatnonzero(pictures.masks.max((1, 2)) == 0)
+        if len(black):
+            raise InputError(
+                f"the mask of {pictures.rows[black[0]]['file_name']} is black all over what is kept of it, so that "
+                "nothing is learned of it; paint white what counts, leave it out, or give an unmasked weight of 0.1"
+            )
+    masked = any(pictures.masks is not None for pictures in sets)
+    if weight is not None and weight != 1 and not masked:
+        raise InputError(
+            f"unmasked_weight = {weight}, but no picture has a mask; name their files in the column {MASK!r} of the "
+            f"table, or call the mask of a.png a{MASK_ENDING}"
+        )
+    return masked
+
+
+def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
+    """Weights of places of the latents [N, h, w] float32: means of the pixels of each, and at least ``least``."""
+    count, *shape = pictures.pixels.shape[:3]
+    masks = np.full((count, *shape), 255, np.uint8) if pictures.masks is None else pictures.masks
+    cells = masks.reshape(count, shape[0] // factor, factor, shape[1] // factor, factor)
+    return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
+
+
+def _data(
+    pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, *, masked: bool
+) -> dict[str, Any]:
+    """Latents of all pictures, encoded once, the ids of their captions, and their masks if there are any."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
     if pictures.control is not None:
         control = np.stack([pictures.control[:, :, form] for form in forms], axis=1)
+    mask = None
+    if masked:
+        weights = _mask(pictures, model.vae.factor, training.unmasked_weight or 0.0)
+        mask = np.stack([weights[:, :, form] for form in forms], axis=1)
     time_ids = None
     if model.networks.size_numbers:
         size = pictures.pixels.shape[1:3]
@@ -309,6 +385,7 @@ def _data(pictures: Pictures, training: Training, model: Model, params: Params, 
         model.text.tokens,
         time_ids=time_ids,
         control=control,
+        mask=mask,
     )
 
 

@@ -243,4 +243,7 @@ def _config(name: str, config: Mapping[str, Any]) -> ClipVisionConfig:
         raise CheckpointError(
             f"{name}: is a whole CLIP model; take the image encoder alone (CLIPVisionModelWithProjection)"
         )
-    return ClipVisionConfig.from_dict({key: value for key, value in config.items() if value is not None})
+    try:
+        return ClipVisionConfig.from_dict({key: value for key, value in config.items() if value is not None})
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None

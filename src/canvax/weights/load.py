@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -103,7 +103,9 @@ class Faults:
         return "\n".join([f"{source}: the weights cannot be used:", *lines, cure])
 
 
-def load_components(files: Files, components: Sequence[Component], *, dtype: DType, place: Place) -> Params:
+def load_components(
+    files: Files, components: Sequence[Component], *, dtype: DType, place: Place, finite: Collection[str] = ()
+) -> Params:
     """Load ``components`` as ``{component name: nested dict of arrays}`` in ``dtype``.
 
     Args:
@@ -111,9 +113,11 @@ def load_components(files: Files, components: Sequence[Component], *, dtype: DTy
         components: the parts to load, with their specs.
         dtype: floating point dtype of the loaded arrays.
         place: called with each parameter and its finished host array, which is not touched again.
+        finite: names of the components whose numbers must be finite, such as those of other makers than the model's.
 
     Raises:
-        CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components.
+        CheckpointError: listing all missing, unused, misshapen and mistyped arrays of all components; or numbers are
+            not finite.
     """
     declared: dict[str, dict[str, Param]] = {part.name: dict(flatten(part.spec)) for part in components}
     matches = _matched(files, components)
@@ -124,10 +128,16 @@ def load_components(files: Files, components: Sequence[Component], *, dtype: DTy
     def load(name: str, dotted: str, param: Param, entry: Entry) -> dict[tuple[str, str], Array]:
         if _is_quantized(param):
             scale = scale_of(dotted)
-            weight, scales = quantize(materialise(param, entry, np.float32, scratch), param.dtype_in(dtype))
+            array = materialise(param, entry, np.float32, scratch)
+            if name in finite:
+                check_finite(files, array)
+            weight, scales = quantize(array, param.dtype_in(dtype))
             arrays = {(name, dotted): place(param, weight), (name, scale): place(declared[name][scale], scales)}
         else:
-            arrays = {(name, dotted): place(param, materialise(param, entry, param.dtype_in(dtype), scratch))}
+            array = materialise(param, entry, param.dtype_in(dtype), scratch)
+            if name in finite:
+                check_finite(files, array)
+            arrays = {(name, dotted): place(param, array)}
         for array in arrays.values():
             array.block_until_ready()  # from now on the scratch memory may hold another one
         return arrays
@@ -227,6 +237,16 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
     return view.copy() if view.flags.c_contiguous else view
 
 
+def check_finite(files: Files, array: HostArray) -> None:
+    """Refuse an array with NaN or infinity.
+
+    Raises:
+        CheckpointError: naming the files.
+    """
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"{files}: holds numbers that are not finite (NaN or infinity); download it again")
+
+
 def _is_quantized(param: Param) -> bool:
     """Whether it is a weight of 8 bits, whose scales are made while loading and are in no file."""
     return param.dtype in QUANTIZED.values()
@@ -252,22 +272,23 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
         faults.unreadable.append(str(error))
         return {}
     matched: dict[str, Entry] = {}
+    inside, folder = (f"{part.name}.", f"{part.name}/") if part.name else ("", "")
     for entry in entries:
         name = spec_name(entry, wanted)
-        where = f"{entry.name} in {part.name}/{entry.path.name}"
+        where = f"{entry.name} in {folder}{entry.path.name}"
         if name is None:
             if not is_leftover(entry):
                 faults.unused.append(f"{where} {entry.shape}")
         elif name in matched:
-            faults.ambiguous.append(f"{part.name}.{name}: as {matched[name].name} and as {where}")
+            faults.ambiguous.append(f"{inside}{name}: as {matched[name].name} and as {where}")
         else:
             matched[name] = entry
-            _check(f"{part.name}.{name}", where, wanted[name], entry, faults)
+            _check(f"{inside}{name}", where, wanted[name], entry, faults)
     is_flax = bool(entries) and entries[0].order == "flax"
     for name, param in wanted.items():
         if name not in matched:
             alias = f" ({flax_name(name, param)} in a Flax file)" if is_flax else ""
-            faults.missing.append(f"{part.name}.{name}{alias} {param.checkpoint_shapes[0]}")
+            faults.missing.append(f"{inside}{name}{alias} {param.checkpoint_shapes[0]}")
     return {name: (param, matched[name]) for name, param in wanted.items() if name in matched}
 
 

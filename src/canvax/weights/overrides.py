@@ -82,7 +82,7 @@ class Overridden:
     vae: VaeFiles | None
 
     def __str__(self) -> str:
-        return str(self.base)
+        return str(self.base) if self.vae is None else f"{self.base} with vae={self.vae.name!r}"
 
     @property
     def name(self) -> str:
