@@ -163,9 +163,9 @@ def _check_batch_size(size: int | None) -> None:
 def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
     """Checks that depend on the model, if its files are on disk. Reads no weights."""
     from canvax.families.read import family_of, read_model
-    from canvax.pipelines.checks import parse_dtype
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
+    from canvax.weights.cast import parse_dtype
     from canvax.weights.open import open_files
     from canvax.weights.overrides import Overrides
     from canvax.weights.source import Source as ModelSource

@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     del report
     _check_extra()
     from canvax.parallel.mesh import mesh_of
-    from canvax.pipelines.checks import parse_dtype
     from canvax.server.app import Settings, create_app
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
     from canvax.server.keys import Keys
     from canvax.server.metrics import Metrics
+    from canvax.weights.cast import parse_dtype
 
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:

@@ -24,9 +24,9 @@ from canvax.models.presets import SD15_UNET
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
-from canvax.pipelines.checks import parse_dtype
 from canvax.pipelines.translate import loader
 from canvax.types import Array, DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
 from canvax.weights.load import Component, load_components
 from canvax.weights.source import Source

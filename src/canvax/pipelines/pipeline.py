@@ -210,6 +210,7 @@ class StableDiffusion(LoadedModel):
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         loaded = vars(self).get("adapters")  # an empty one is false
         bank = None if loaded is None else loaded.bank
         if bank is None and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
@@ -220,7 +221,7 @@ class StableDiffusion(LoadedModel):
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
+        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments(arguments):
             own, params = params, self._params(params)
             shares = None
             if bank is not None or adapters is not None:

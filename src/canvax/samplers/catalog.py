@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -71,7 +72,8 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    return "".join(c for c in str(name).lower().replace("++", "pp") if c.isalnum())
+    """A spelling without case, spaces and the signs between words; other signs stay, so that no name has them."""
+    return re.sub(r"[\s\-_.,;:+*/()]", "", str(name).lower().replace("++", "pp"))
 
 
 # Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.

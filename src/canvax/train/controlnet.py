@@ -16,10 +16,10 @@ from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
 from canvax.params import Params, init_params
-from canvax.pipelines.checks import parse_dtype
 from canvax.train.diffusion import CONTROL
 from canvax.train.task import PLAN, Start, Subject, Training, in_dtype, train
 from canvax.types import DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
@@ -134,6 +134,6 @@ def train_controlnet(
         deadline: see there.
         say: see there.
     """
-    aim = Controlling(widths, parse_dtype(save_dtype))
+    aim = Controlling(widths, parse_dtype(save_dtype, "save_dtype"))
     subject = Subject(control_column=control_column)
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)
