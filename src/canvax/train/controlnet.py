@@ -74,6 +74,12 @@ class Controlling:
         """Refuse what it cannot show."""
         if training.prompts:
             raise InputError("preview is not there for a ControlNet, whose images need a control image each")
+        count = int(model.vae.factor).bit_length()
+        if self.widths is not None and not (len(self.widths) == count and all(0 < one <= 4096 for one in self.widths)):
+            raise InputError(
+                f"hint-channels (widths) = {','.join(map(str, self.widths))}: {model.name} needs {count} numbers in "
+                "1..4096, one more than its autoencoder halves an image; leave it out for the usual ones"
+            )
         self._net(model)
 
     def _config(self, model: Model) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from canvax.types import HostArray
 
 METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
+CAPTION = "text"
+"""The column of captions, unless another one is named."""
 SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -82,7 +84,7 @@ def read_pictures(
     source: str | Path,
     size: int,
     *,
-    caption_column: str = "text",
+    caption_column: str = CAPTION,
     captions: Sequence[str] = (),
     control_column: str | None = None,
     limit: int | None = None,
@@ -170,8 +172,9 @@ class _Files:
 def _rows(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     """The tables of captions, every row checked; or the text files beside the pictures."""
     tables: dict[PurePosixPath, str] = {}
-    for kind in reversed(TABLES):
-        tables |= {PurePosixPath(name).parent: name for name in files.names if PurePosixPath(name).name == kind}
+    for name in (name for name in files.names if PurePosixPath(name).name in TABLES):
+        if (other := tables.setdefault(PurePosixPath(name).parent, name)) != name:
+            raise InputError(f"{source}: has both {other} and {name}; keep the one that the captions are to come from")
     if not tables:
         return _beside(files, source, column)
     depth = min(len(folder.parts) for folder in tables)
@@ -213,6 +216,11 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     """Captions in text files beside the pictures."""
     texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
     pictures = [name for name in files.names if name.lower().endswith(SUFFIXES)]
+    if texts and column != CAPTION:
+        raise InputError(
+            f"caption_column={column!r}: {source} has no {' or '.join(TABLES)}, and .txt files have no columns; leave "
+            "it out, or write a table"
+        )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""
