@@ -21,6 +21,7 @@ from canvax.cli.generate_arguments import (
     add_quantize,
     add_source,
     add_upscale,
+    as_written,
 )
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
@@ -192,22 +193,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
                 fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
-                raise InputError(f"{_as_written(parser, arguments, words, name)} {fault}")
+                raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
     return arguments
-
-
-def _as_written(parser: argparse.ArgumentParser, arguments: argparse.Namespace, words: list[str], name: str) -> str:
-    """What a user calls an argument: the flag that was written, or what the help calls a word without one."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return _as_written(action.choices[getattr(arguments, action.dest)], arguments, words, name)
-    (action,) = (one for one in parser._actions if one.dest == name)
-    written = [flag for flag in action.option_strings if any(word.partition("=")[0] == flag for word in words)]
-    return (written or [*action.option_strings, str(action.metavar or name)])[0]
 
 
 def build_parser() -> Parser:

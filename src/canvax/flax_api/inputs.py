@@ -51,7 +51,7 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
     prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
     try:
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     one = ", ".join(map(str, prompt))
     if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):

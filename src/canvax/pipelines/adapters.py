@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.errors import HintWarning, InputError, nearest, warn
+from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
@@ -118,6 +118,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             HubError: the Hub cannot be reached or does not have it.
         """
         check_name(name, self._loaded)
+        check_flag("beside", beside)
         parse_weight(weight, None)
         self._own()
         origin = AdapterSource(source, weight_name, revision, token, cache_dir, local_files_only)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.compile.programs import Programs
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, nearest
 from canvax.families.base import Model
 from canvax.families.controls import component_name, control_of, read_control
 from canvax.models.controlled import Control
@@ -58,8 +58,9 @@ def control_sources(controlnet: Any, **source: Any) -> list[Source]:
         )
     if len(names) > MOST:
         raise InputError(f"controlnet has {len(names)} entries; a pipeline takes {MOST}, of which a call uses some")
-    kept = {name: value for name, value in source.items() if name in _OF_SOURCE}
-    return [Source(os.fspath(name), **kept) for name in names]
+    if unknown := sorted(source.keys() - set(_OF_SOURCE)):
+        raise InputError(f"{unknown[0]!r} is not an argument beside controlnet; {nearest(unknown[0], _OF_SOURCE)}")
+    return [Source(os.fspath(name), **source) for name in names]
 
 
 def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:

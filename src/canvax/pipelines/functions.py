@@ -95,7 +95,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     weights = _weights(model, params, denoiser.component)
     latents = _latents(model, latents)
     _check_conditions(model, conditions, len(latents))
-    timesteps = _numbers("timestep", timestep)
+    timesteps = numbers("timestep", timestep)
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
@@ -117,7 +117,7 @@ def _weights(model: Model, params: Any, component: str) -> Params:
     return params[component]
 
 
-def _numbers(name: str, value: Any) -> Array:
+def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
@@ -133,7 +133,7 @@ def _numbers(name: str, value: Any) -> Array:
 
 
 def _latents(model: Model, value: Any) -> Array:
-    latents, channels = _numbers("latents", value), model.vae.latent_channels
+    latents, channels = numbers("latents", value), model.vae.latent_channels
     if latents.ndim != 4 or latents.shape[-1] != channels:
         raise InputError(f"latents of shape {latents.shape} are not [B, h, w, {channels}] numbers")
     if 0 in latents.shape:
@@ -154,7 +154,7 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     for name, rank in ranks.items():
         if name not in conditions:
             raise InputError(f"conditions has no {name!r}; {cure}")
-        array = _numbers(f"conditions[{name!r}]", conditions[name])
+        array = numbers(f"conditions[{name!r}]", conditions[name])
         if (
             array.ndim != rank
             or len(array) not in (1, count)

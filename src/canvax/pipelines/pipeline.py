@@ -133,7 +133,7 @@ class StableDiffusion(LoadedModel):
         """
         from canvax.pipelines.controls import control_sources, open_controls, with_controls
 
-        opened = open_controls(self.model, control_sources(controlnet or [], **source))
+        opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
         other = with_controls(self.model, self.programs, self.params, opened)
         pipe = StableDiffusion(*other, self.safety_checker)
         vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
@@ -384,7 +384,7 @@ def load(
         raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
-    sources = control_sources(controlnet or [], **hub)
+    sources = control_sources([] if controlnet is None else controlnet, **hub)
     controls: list[Opened] = []
     opened = open_model(
         model,

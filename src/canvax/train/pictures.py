@@ -105,6 +105,10 @@ def read_pictures(
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
         raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
+    if limit is not None:
+        check_count("limit", limit)
+    if isinstance(captions, str):
+        raise InputError(f"captions={captions!r:.80} is a text; give a list of captions, [{captions!r:.40}]")
     files = _Files(source)
     if captions:
         names = [name for name in files.names if name.lower().endswith(SUFFIXES)]
@@ -165,7 +169,7 @@ class _Files:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
         try:
             return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last of an encrypted one
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
 
 
@@ -194,11 +198,16 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
             rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
             raise InputError(f"{source}: {table}: row {number} has no file_name")
+        if None in row:  # of a .csv
+            raise InputError(
+                f"{source}: {table}: row {number} has more cells than there are columns, from {row[None][0]!r:.80} "
+                "on; put a caption with commas into quotation marks"
+            )
         caption = row.get(column)
         good = isinstance(caption, str) or (
             isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
@@ -206,6 +215,10 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         if not good:
             known = ", ".join(sorted(str(key) for key in row))
             raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
+        try:
+            "".join(caption).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{source}: {table}: the caption of row {number} is no valid Unicode: {error}") from None
         row["table"] = folder.as_posix()
         row["file_name"] = (folder / row["file_name"]).as_posix()
         row["split"] = row.get("split") or (folder.name if folder.name in SPLITS else "train")

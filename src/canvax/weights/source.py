@@ -75,8 +75,8 @@ class Source:
             raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
-        if self.cache_dir is not None:
-            named_path("cache_dir", self.cache_dir)
+        if self.cache_dir is not None and named_path("cache_dir", self.cache_dir).is_file():
+            raise InputError(f"cache_dir = {str(self.cache_dir)[:200]!r} is a file; name a folder.")
         check_flag("local_files_only", self.local_files_only)
         check_flag("progress", self.progress)
 
