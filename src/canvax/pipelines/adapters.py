@@ -220,12 +220,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError, CheckpointError, HubError: as ``load``.
         """
         self._own()
+        asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
         origin = AdapterSource(source, weight_name, revision, hub_token, cache_dir, local_files_only)
         paths, _ = origin.find(EMBEDDING_FILES)
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]
-        asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
         words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
