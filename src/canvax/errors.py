@@ -101,8 +101,8 @@ def _readable(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     try:
         repr(value)
-        if hasattr(value, "__array__"):
-            value.__array__()
+        if (read := getattr(value, "__array__", None)) is not None:
+            read()
     except Exception:
         return False
     return all(map(_readable, inside))

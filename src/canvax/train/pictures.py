@@ -216,7 +216,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
             known = ", ".join(sorted(str(key) for key in row))
             raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
         try:
-            "".join(caption).encode()
+            "".join(caption or "").encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{source}: {table}: the caption of row {number} is no valid Unicode: {error}") from None
         row["table"] = folder.as_posix()
