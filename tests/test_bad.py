@@ -628,6 +628,19 @@ def test_classes_of_an_index(name: str, value: Any, words: str, model: Path) -> 
     refused(model, words)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("control_model.input_hint_block.0.weight", "is a ControlNet"),
+        ("ip_adapter.1.to_k_ip.weight", "is an IP-Adapter"),
+    ],
+)
+def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> None:
+    path = empty / "a.safetensors"
+    path.write_bytes(header({name: TENSOR}, b"0000"))
+    refused(path, words)
+
+
 def test_components_that_are_not_used_are_named(model: Path) -> None:
     path = model / "model_index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prior": ["diffusers", "PriorTransformer"]}))
