@@ -438,7 +438,7 @@ LOADS: list[tuple[dict[str, Any], str]] = [
     *(({"token": value}, "token") for value in (5, [], "a\nb", "é", "a b")),
     *(({"mesh": value}, "mesh") for value in (5, "data=2", [], object())),
     *(({"precision": value}, "precision") for value in (5, "nope", [])),
-    ({"controlnet": ""}, "empty|model|controlnet"), ({"model": "a/b", "cache_dir": __file__}, "cache_dir"),
+    ({"controlnet": ""}, "controlnet=''"), ({"model": "a/b", "cache_dir": __file__}, "cache_dir"),
     *(({"nope": 1}, "nope"), ({"custom_pipeline": "x"}, "custom_pipeline"), ({"safety_checker": 5}, "safety_checker")),
 ]  # fmt: skip
 
@@ -490,6 +490,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
         (lambda: ROWS.with_guidance("x"), "guidance"), (lambda: ROWS.take(9), "rows 9"), (lambda: ROWS.noised(np.zeros(3), np.zeros(4)), "shapes"), (lambda: ROWS.noised(LATENTS, LATENTS, 99), "row=99"),  # pyright: ignore[reportArgumentType]
         (lambda: NoiseSchedule(np.linspace(0.1, 0.9, 9)), "rises"), (lambda: NoiseSchedule("x"), "alphas_cumprod"),  # pyright: ignore[reportArgumentType]
     ])},
+    "ends": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), options=canvax.Options(denoising_end=0.5)), "denoising_end"),
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ def control_sources(controlnet: Any, **source: Any) -> list[Source]:
         InputError: it is something else.
     """
     names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
-    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) for name in names):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
         raise InputError(
             f"controlnet={controlnet!r:.80} is not a folder, a Hub id or a safetensors file, nor a list of these"
         )
