@@ -407,7 +407,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, name) for name in ("denoising_start", "denoising_end") for value in ("x", -1, 2, float("nan"))),
     *(({"original_size": value}, "original_size") for value in (5, (1,), "x", (0.5, 1), (64, 64))),
     *(({name: Strange()}, f"^{name} cannot be read") for name in ("prompt", "seed", "num_inference_steps", "guidance_scale", "image")),
-    *(({name: Strange()}, "cannot be read") for name in ("outpaint", "eta")), ({"seed": deleted()}, "^seed cannot be read"),
+    *(({name: Strange()}, f"^{name} cannot be read") for name in ("outpaint", "sigmas", "callback", "hires")), ({"seed": deleted()}, "^seed cannot be read"),
+    *(({name: np.timedelta64(5)}, f"{name}=.* is a time") for name in ("seed", "num_inference_steps")),
     ({"latents": LATENTS.astype("datetime64[s]")}, "latents"), ({"latents": LATENTS.astype([("a", "f4")])}, "latents"), ({"sampler": "Euler \u2603"}, "sampler="),
     ({"hires": 2, "hires_sampler": "nope"}, "^hires_sampler="), ({"image": np.zeros((64, 64, 3)), "outpaint": {"left": 3}}, "outpaint=.* multiple of 8"),
     *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),
@@ -483,7 +484,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "upscaled": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), ["a"]), r"prompt=\['a'\]"), "table": (lambda _: build_table(5, 5), "scheduler"),  # pyright: ignore[reportArgumentType]
     "skip": (lambda pipe: pipe.encode("a", clip_skip=99), "clip_skip=99"), "weights": (lambda pipe: pipe.denoiser(LATENTS, 5, pipe.encode("a"), params={"unet": {}}), "conv_in.weight is missing"),
     "condition": (lambda pipe: pipe.denoiser(LATENTS, 5, {**pipe.encode("a"), "pooled": 1}), "'pooled', which"), "convert": (lambda _: canvax.convert("emoji", "y", dtype="x"), "dtype='x'"),
-    "beside controlnet": (lambda pipe: pipe.with_controlnet(None, nope=4), "'nope'"), "beside": (lambda pipe: pipe.adapters.load("a", "b.safetensors", beside="x"), "beside"),  # pyright: ignore[reportArgumentType]
+    "no adapter": (lambda pipe: pipe.with_ip_adapter(""), "ip_adapter=''"), "beside controlnet": (lambda pipe: pipe.with_controlnet(None, nope=4), "'nope'"), "beside": (lambda pipe: pipe.adapters.load("a", "b.safetensors", beside="x"), "beside"),  # pyright: ignore[reportArgumentType]
     "end": (lambda pipe: pipe.adapters.load_embedding("b.safetensors", "<|endoftext|>"), "endoftext"),
     **{f"samplers {i}": (lambda _, do=do: do(), words) for i, (do, words) in enumerate([
         (lambda: from_scheduler_config(None), "config=None"), (lambda: from_scheduler_config({5: 1}), "5"), (lambda: curve_label("x"), "curve 'x'"),  # pyright: ignore[reportArgumentType]

@@ -135,6 +135,8 @@ def plain(value: Any, name: str = "a number") -> Any:
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
+        if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
+            raise InputError(f"{name}={value!r:.80} is a time, not a number")
         with reading_arguments({name: value}):
             value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:

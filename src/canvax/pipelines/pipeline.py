@@ -115,7 +115,7 @@ class StableDiffusion(LoadedModel):
         """
         from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
 
-        sources = ip_adapter_sources(ip_adapter or [], image_encoder, **source)
+        sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
         other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
         pipe = StableDiffusion(*other, self.safety_checker)
         vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
