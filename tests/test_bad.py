@@ -574,6 +574,13 @@ def test_what_is_empty_is_called_as_it_was_written(words: str, name: str, capsys
     check_answer(message, f"error: {name}.* is empty")
 
 
+def test_an_empty_prompt_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", " ", "-m", "nope"]) == FAILED
+    assert "the prompt is empty" in capsys.readouterr().err
+    assert main(["generate", "", "--image", "none.png", "-m", "nope"]) in (BAD_INPUT, FAILED)
+    assert "the prompt is empty" not in capsys.readouterr().err
+
+
 JOBS: dict[str, tuple[str, list[str], str]] = {
     "a name twice": ('{"prompt": "a", "seed": 1, "seed": 2}', [], "'seed' is there twice"),
     "nothing to carry": ('{"prompt": "a"}', ["--carry", "topic"], "--carry topic: no row"),
@@ -662,6 +669,8 @@ PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     "a column of .txt": (lambda: Path("d/0.txt").write_text("a cat"), ["--caption-column", "words"], "caption_column='words'"),
     "two tables": (lambda: [Path("d/metadata.csv").write_text("file_name,text\n0.png,a\n"), Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}')], [], "both .*metadata"),
     "a comma": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png,a cat, on a mat\n"), [], "row 1 has more cells"),
+    "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),
+    "a NUL": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,a\0b\n"), [], "caption of row 1 has a NUL"),
     "a long cell": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png," + "a" * 200_000), [], "metadata.csv cannot be read"),
     "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
     "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),

@@ -21,7 +21,7 @@ from canvax.cli.image_prompts import image_prompt_argument
 from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import CanvaxError, CheckpointError, HubError, InputError, check_count
+from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, check_count, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
@@ -73,6 +73,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
+    if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
+        warn(
+            "the prompt is empty, so that nothing says what to generate; is a variable of your shell empty?",
+            HintWarning,
+        )
     if len(words) > 1 and not any(" " in word for word in words) and not arguments.quiet:
         complain(f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"')
 

@@ -195,7 +195,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
     try:
         text = files.read(table).decode("utf-8-sig")
         if table.endswith(".csv"):
-            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            rows: list[Any] = list(csv.DictReader(io.StringIO(text), strict=True))
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError, csv.Error) as error:
@@ -216,9 +216,11 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
             known = ", ".join(sorted(str(key) for key in row))
             raise InputError(f"{source}: {table}: row {number} has no caption {column!r}; its columns are {known}")
         try:
-            "".join(caption or "").encode()
+            nul = b"\0" in "".join(caption or "").encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{source}: {table}: the caption of row {number} is no valid Unicode: {error}") from None
+        if nul:
+            raise InputError(f"{source}: {table}: the caption of row {number} has a NUL character; is it text?")
         row["table"] = folder.as_posix()
         row["file_name"] = (folder / row["file_name"]).as_posix()
         row["split"] = row.get("split") or (folder.name if folder.name in SPLITS else "train")
