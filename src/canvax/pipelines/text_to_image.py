@@ -77,9 +77,9 @@ def text_to_image(
     if not np.isfinite(pixels).all():
         half = model.dtype == "float16"
         cause = "" if half else ", or its weights (params) are not finite"
-        cure = "load it with dtype='bfloat16' or 'float32'" if half else "look at the weights"
+        advice = "load it with dtype='bfloat16' or 'float32'" if half else "look at the weights"
         raise CanvaxError(
-            f"the images have values that are not finite: {model.name} overflows in {model.dtype}{cause}; {cure}, or "
+            f"the images have values that are not finite: {model.name} overflows in {model.dtype}{cause}; {advice}, or "
             "lower the guidance scale"
         )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
