@@ -21,7 +21,7 @@ from canvax.cli.image_prompts import image_prompt_argument
 from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, check_count, warn
+from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
@@ -161,8 +161,8 @@ class Destination:
 
 
 def _check_batch_size(size: int | None) -> None:
-    if size is not None:
-        check_count("--batch-size", size, 1_000_000)
+    if size is not None and not 1 <= size <= 1_000_000:
+        raise InputError(f"--batch-size {size} is not a whole number in 1..1000000")
 
 
 def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
