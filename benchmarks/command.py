@@ -162,7 +162,8 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
 
     from benchmarks.lab.job import Job
     from canvax.families.read import read_model
-    from canvax.pipelines.checks import check_size, parse_dtype
+    from canvax.pipelines.checks import check_size
+    from canvax.weights.cast import parse_dtype
     from canvax.weights.open import open_files
     from canvax.weights.source import Source
 

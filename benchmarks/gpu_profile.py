@@ -18,7 +18,7 @@ import jax
 
 import canvax
 from canvax.files import written
-from canvax.pipelines.checks import parse_dtype
+from canvax.weights.cast import parse_dtype
 
 
 def kernels(folder: Path) -> dict[str, tuple[float, int]]:

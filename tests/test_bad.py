@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -24,7 +26,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
-from canvax.samplers import build_table
+from canvax.samplers import NoiseSchedule, build_table, curve_label, from_scheduler_config
 from canvax.weights.source import BUNDLED
 
 pytestmark = pytest.mark.bad
@@ -375,6 +377,12 @@ class Strange:
     __index__ = __float__ = __repr__ = __array__ = __len__ = __iter__ = _fail
 
 
+def deleted() -> jax.Array:
+    array = jnp.float32(3) + 1
+    array.delete()
+    return array
+
+
 CALLS: list[tuple[dict[str, Any], str]] = [
     *(({"prompt": value}, "prompt") for value in (None, 5, [], [5], b"a", {}, object(), ["a", None], ())),
     *(({"negative_prompt": value}, "negative_prompt") for value in (5, ["a", "b"], [5], b"a", {})),
@@ -398,7 +406,11 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, name) for name in ("tiling", "noise", "spacing", "progress") for value in (5, "nope", [])),
     *(({name: value}, name) for name in ("denoising_start", "denoising_end") for value in ("x", -1, 2, float("nan"))),
     *(({"original_size": value}, "original_size") for value in (5, (1,), "x", (0.5, 1), (64, 64))),
-    *(({name: Strange()}, "cannot be read") for name in ("prompt", "seed", "num_inference_steps", "guidance_scale", "image", "outpaint", "eta")),
+    *(({name: Strange()}, f"^{name} cannot be read") for name in ("prompt", "seed", "num_inference_steps", "guidance_scale", "image")),
+    *(({name: Strange()}, f"^{name} cannot be read") for name in ("outpaint", "sigmas", "callback", "hires")), ({"seed": deleted()}, "^seed cannot be read"),
+    *(({name: np.timedelta64(5)}, f"{name}=.* is a time") for name in ("seed", "num_inference_steps")),
+    ({"latents": LATENTS.astype("datetime64[s]")}, "latents"), ({"latents": LATENTS.astype([("a", "f4")])}, "latents"), ({"sampler": "Euler \u2603"}, "sampler="),
+    ({"hires": 2, "hires_sampler": "nope"}, "^hires_sampler="), ({"image": np.zeros((64, 64, 3)), "outpaint": {"left": 3}}, "outpaint=.* multiple of 8"),
     *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),
     *(({name: "a" * 200_000}, name) for name in ("prompt", "negative_prompt")),
     ({"prompt": " AND ".join("a" * 17), "prompt_syntax": "a1111"}, "adds up 17"), ({"prompt": {"text": LATENTS, "x": 1}}, "'x'"),
@@ -427,6 +439,7 @@ LOADS: list[tuple[dict[str, Any], str]] = [
     *(({"token": value}, "token") for value in (5, [], "a\nb", "é", "a b")),
     *(({"mesh": value}, "mesh") for value in (5, "data=2", [], object())),
     *(({"precision": value}, "precision") for value in (5, "nope", [])),
+    ({"controlnet": ""}, "controlnet=''"), ({"model": "a/b", "cache_dir": __file__}, "cache_dir"),
     *(({"nope": 1}, "nope"), ({"custom_pipeline": "x"}, "custom_pipeline"), ({"safety_checker": 5}, "safety_checker")),
 ]  # fmt: skip
 
@@ -439,6 +452,7 @@ def test_loads(index: int) -> None:
     check_answer(str(caught.value), words)
 
 
+ROWS = build_table(from_scheduler_config({"_class_name": "DDIMScheduler"}), 3)
 OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "save": (lambda pipe: pipe.save(5), "5"), "save none": (lambda pipe: pipe.save(None), "None"), "save nul": (lambda pipe: pipe.save("a\0b"), "NUL|null|name"),
     "save below a file": (lambda pipe: pipe.save(f"{__file__}/model"), "cannot be written"), "key": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)["images"], r"result\.images"),
@@ -468,6 +482,16 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "other format": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)[0].save("x.nope"), r"\.nope"),
     "step end": (lambda pipe: pipe("a", callback_on_step_end=5), "callback_on_step_end"), "truth": (lambda pipe: pipe("a", timesteps=[True, 0]), "timesteps"),
     "upscaled": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), ["a"]), r"prompt=\['a'\]"), "table": (lambda _: build_table(5, 5), "scheduler"),  # pyright: ignore[reportArgumentType]
+    "skip": (lambda pipe: pipe.encode("a", clip_skip=99), "clip_skip=99"), "weights": (lambda pipe: pipe.denoiser(LATENTS, 5, pipe.encode("a"), params={"unet": {}}), "conv_in.weight is missing"),
+    "condition": (lambda pipe: pipe.denoiser(LATENTS, 5, {**pipe.encode("a"), "pooled": 1}), "'pooled', which"), "convert": (lambda _: canvax.convert("emoji", "y", dtype="x"), "dtype='x'"),
+    "no adapter": (lambda pipe: pipe.with_ip_adapter(""), "ip_adapter=''"), "beside controlnet": (lambda pipe: pipe.with_controlnet(None, nope=4), "'nope'"), "beside": (lambda pipe: pipe.adapters.load("a", "b.safetensors", beside="x"), "beside"),  # pyright: ignore[reportArgumentType]
+    "end": (lambda pipe: pipe.adapters.load_embedding("b.safetensors", "<|endoftext|>"), "endoftext"),
+    **{f"samplers {i}": (lambda _, do=do: do(), words) for i, (do, words) in enumerate([
+        (lambda: from_scheduler_config(None), "config=None"), (lambda: from_scheduler_config({5: 1}), "5"), (lambda: curve_label("x"), "curve 'x'"),  # pyright: ignore[reportArgumentType]
+        (lambda: ROWS.with_guidance("x"), "guidance"), (lambda: ROWS.take(9), "rows 9"), (lambda: ROWS.noised(np.zeros(3), np.zeros(4)), "shapes"), (lambda: ROWS.noised(LATENTS, LATENTS, 99), "row=99"),  # pyright: ignore[reportArgumentType]
+        (lambda: NoiseSchedule(np.linspace(0.1, 0.9, 9)), "rises"), (lambda: NoiseSchedule("x"), "alphas_cumprod"),  # pyright: ignore[reportArgumentType]
+    ])},
+    "ends": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), options=canvax.Options(denoising_end=0.5)), "denoising_end"),
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
 
@@ -515,7 +539,11 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --vae nope", "vae='nope'"), (f"generate x --vae {'v' * 5000}", "vae="), (f"info {'a' * 4000}/{'b' * 4000}", "name"), ("info ~nobody-here/x", "name"),
     ("samplers --steps 5", "--steps goes with"), ("samplers curves -o x.png", "--output goes with"), ("--nope --also", "'--nope' is not a flag"),
     ("generate x --seed-size 63 64", "seed_size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "guidance_steps has 3"),
-    ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+    ("generate x -b 99999999999", "--batch-size"), ("generate x --mesh data=0", "mesh"), ("generate x --distributed --coordinator a:1 --num-processes 0 --process-id 0", "num_processes=0 is"),
+    ("generate x --distributed --coordinator a:99999 --num-processes 1 --process-id 0", "coordinator='a:99999'"),
+    (f"generate x --lora {__file__}:abc", "'abc' is not a weight"), ("generate x --lora a.safetensors --lora a.safetensors:0.5", "no such file|twice"), ("serve --lora-rank 0", "--lora-rank without"),
+    ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
+    ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
 
@@ -530,9 +558,158 @@ def test_commands(index: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("info", "MODEL"),
+        ("upscale", "IMAGE"),
+        ("convert emoji", "OUTPUT"),
+        ("train lora -o m", "IMAGES"),
+        ("generate x --tiling", "--tiling"),
+        ("generate x --vae", "--vae"),
+    ],
+)
+def test_what_is_empty_is_called_as_it_was_written(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = command(capsys, *words.split(), "")
+    assert code == BAD_INPUT
+    check_answer(message, f"error: {name}.* is empty")
+
+
+def test_an_empty_prompt_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", " ", "-m", "nope"]) == FAILED
+    assert "the prompt is empty" in capsys.readouterr().err
+    assert main(["generate", "", "--image", "none.png", "-m", "nope"]) in (BAD_INPUT, FAILED)
+    assert "the prompt is empty" not in capsys.readouterr().err
+
+
+JOBS: dict[str, tuple[str, list[str], str]] = {
+    "a name twice": ('{"prompt": "a", "seed": 1, "seed": 2}', [], "'seed' is there twice"),
+    "nothing to carry": ('{"prompt": "a"}', ["--carry", "topic"], "--carry topic: no row"),
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_jobs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row, flags, words = JOBS[kind]
+    Path("rows.jsonl").write_text(row + "\n")
+    code = main(["batch", "rows.jsonl", "-o", "images", "--steps", "1", "-q", *flags])
+    message = capsys.readouterr().err
+    if code == 0:  # a bad row is a line
+        message = json.loads(Path("images/manifest.jsonl").read_text())["error"]
+    check_answer(message, words)
+
+
+# Parameters of a caller's own
+
+LEAVES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "objects": (lambda leaf: np.asarray(leaf).astype(object), "holds object"), "whole numbers": (lambda leaf: np.asarray(leaf).astype(int), "holds int64"),
+    "text": (lambda leaf: np.full(leaf.shape, "a"), "holds <U1"), "complex": (lambda leaf: np.asarray(leaf, complex), "holds complex128"), "a list": (lambda leaf: np.asarray(leaf).tolist(), "is a list"),
+    "None": (lambda leaf: None, "is a NoneType"), "deleted": (lambda leaf: deleted(), "deleted"), "shape": (lambda leaf: leaf[:1], "is .*, not"),
+    "described": (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "ShapeDtypeStruct"), "times": (lambda leaf: np.zeros(leaf.shape, "datetime64[s]"), "holds datetime64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_parameters(kind: str, emoji: canvax.StableDiffusion) -> None:
+    change, words = LEAVES[kind]
+    params = jax.tree.map(lambda leaf: leaf, emoji.params)
+    assert params is not None
+    params["unet"]["conv_in"]["bias"] = change(params["unet"]["conv_in"]["bias"])
+    with pytest.raises(canvax.InputError) as caught:
+        emoji("a cat", num_inference_steps=1, progress=False, params=params)
+    check_answer(str(caught.value), words)
+    assert kind == "described" or "conv_in.bias" in str(caught.value)
+
+
+# What model_index.json names
+
+INDEX: list[tuple[str, Any, str]] = [
+    ("unet", ["diffusers", "UNet3DConditionModel"], "UNet3DConditionModel"), ("unet", ["diffusers", "AutoencoderKL"], "'AutoencoderKL' as unet"),
+    ("vae", ["diffusers", "AutoencoderTiny"], "'AutoencoderTiny' as vae, and vae/config.json 'AutoencoderKL'"), ("vae", ["diffusers", "VQModel"], "VQModel"),
+    ("text_encoder", ["transformers", "T5EncoderModel"], "T5EncoderModel"), ("tokenizer", ["transformers", "T5Tokenizer"], "T5Tokenizer"),
+    ("scheduler", ["diffusers", "NopeScheduler"], "NopeScheduler"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "words"), INDEX)
+def test_classes_of_an_index(name: str, value: Any, words: str, model: Path) -> None:
+    path = model / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    refused(model, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("control_model.input_hint_block.0.weight", "is a ControlNet"),
+        ("ip_adapter.1.to_k_ip.weight", "is an IP-Adapter"),
+    ],
+)
+def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> None:
+    path = empty / "a.safetensors"
+    path.write_bytes(header({name: TENSOR}, b"0000"))
+    refused(path, words)
+
+
+def test_components_that_are_not_used_are_named(model: Path) -> None:
+    path = model / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prior": ["diffusers", "PriorTransformer"]}))
+    with pytest.warns(canvax.errors.HintWarning, match="PriorTransformer"):
+        canvax.load(model, progress=False)
+
+
+def test_the_scheduler_is_of_the_class_in_the_index(model: Path) -> None:
+    path = model / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scheduler": ["diffusers", "EulerDiscreteScheduler"]}))
+    assert canvax.load(model, progress=False).model.scheduler.spec.name == "euler"
+
+
+# Folders to train on
+
+PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
+    "a column of .txt": (lambda: Path("d/0.txt").write_text("a cat"), ["--caption-column", "words"], "caption_column='words'"),
+    "two tables": (lambda: [Path("d/metadata.csv").write_text("file_name,text\n0.png,a\n"), Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}')], [], "both .*metadata"),
+    "a comma": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png,a cat, on a mat\n"), [], "row 1 has more cells"),
+    "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),
+    "a NUL": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,a\0b\n"), [], "caption of row 1 has a NUL"),
+    "a long cell": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png," + "a" * 200_000), [], "metadata.csv cannot be read"),
+    "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
+    "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_folders_to_train_on(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write, flags, words = PICTURES[kind]
+    Path("d").mkdir()
+    Image.new("RGB", (64, 64)).save("d/0.png")
+    write()
+    code, message = command(capsys, "train", "lora", "d", "-o", "m", "--steps", "1", *flags)
+    assert code == BAD_INPUT
+    check_answer(message, words)
+    assert os.listdir() == ["d"]
+
+
+PLANS: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, name) for name in ("steps", "batch") for value in (0, 1.5, True, "x", None)),
+    *(({name: value}, name) for name in ("minutes", "final", "weight_decay", "learning_rate", "b2", "average") for value in ("x", float("nan"), -1)),
+    ({"rates": [1]}, "rates"), ({"rates": {"a": "x"}}, "rates"), ({"seed": None}, "seed"), ({"warmup": "x"}, "warmup"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(PLANS)))
+def test_plans_of_training(index: int) -> None:
+    from canvax.train.loop import Plan
+
+    changes, words = PLANS[index]
+    with pytest.raises(canvax.InputError) as caught:
+        Plan(**{"steps": 1, "batch": 1} | changes)
+    check_answer(str(caught.value), words)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [("CANVAX_CACHE_DIR", "relative", "whole path"), ("CANVAX_CACHE_SIZE", "plenty", "CANVAX_CACHE_SIZE"), ("CANVAX_CACHE_SIZE", "9" * 400, "CANVAX_CACHE_SIZE"),
-     ("CANVAX_CACHE_DIR", "x" * 5000, "whole path"), ("CANVAX_CACHE_DIR", "~nobody-here/x", "whole path|home")],
+     ("CANVAX_CACHE_DIR", "x" * 5000, "whole path"), ("CANVAX_CACHE_DIR", __file__, "not a folder"), ("CANVAX_CACHE_DIR", "~nobody-here/x", "whole path|home")],
 )  # fmt: skip
 def test_environment(
     name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

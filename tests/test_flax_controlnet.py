@@ -131,3 +131,17 @@ def test_what_it_says(loaded: tuple[Any, Any], folders: tuple[Path, Path]) -> No
     ):
         with pytest.raises(canvax.InputError, match=message):
             call()
+
+
+def test_arrays_of_apply_are_named(loaded: tuple[Any, Any]) -> None:
+    pipe, params = loaded
+    right: dict[str, Any] = {
+        "sample": np.zeros((1, 4, 8, 8)), "timesteps": 5, "encoder_hidden_states": np.zeros((1, 77, 48)),
+        "controlnet_cond": np.zeros((1, 3, 64, 64)),
+    }  # fmt: skip
+    wrong = {"sample": np.zeros((1, 3, 3, 3)), "timesteps": "x", "encoder_hidden_states": np.zeros((1, 77, 4))}
+    for name, value in (wrong | {"controlnet_cond": np.zeros((1, 3, 8, 8))}).items():
+        with pytest.raises(canvax.InputError, match=f"^{name} "):
+            pipe.controlnet.apply({"params": params["controlnet"]}, **right | {name: value})
+    with pytest.raises(canvax.InputError, match="'params'"):
+        pipe.controlnet.apply({}, **right)

@@ -181,3 +181,51 @@ def test_every_argument_of_loading_has_an_answer(name: str, folder: Path) -> Non
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": folder, "dtype": "float32", "token": "x"}
     with pytest.raises(canvax.InputError, match=f"^{name}( and .* are one argument|: .*migrating|=7: )"):
         FlaxStableDiffusionPipeline.from_pretrained(**arguments, **{name: 7})
+
+
+def deleted(array: Any) -> Any:
+    array = jnp.asarray(array) + 0
+    array.delete()
+    return array
+
+
+Z = np.zeros(LATENTS, np.float32)
+TIMES, WORDS = Z[:1].astype("datetime64[s]"), np.full(LATENTS, "x", object)
+BAD: dict[str, tuple[Any, str]] = {
+    "ids": (lambda p, w, s, st: p(deleted(p.prepare_inputs("a")), w, jax.random.key(0)), "prompt_ids is not"),
+    "key": (lambda p, w, s, st: p(p.prepare_inputs("a"), w, deleted(jax.random.PRNGKey(0))), "prng_seed was deleted"),
+    "weights": (lambda p, w, s, st: p.save_pretrained("none", w | {"unet": objects(w["unet"])}), "holds object"),
+    "latents": (lambda p, w, s, st: p(p.prepare_inputs("a"), w, jax.random.key(0), latents=TIMES), "latents has"),
+    "shape": (lambda p, w, s, st: s.set_timesteps(st, 4, 3), "shape="),
+    "output": (lambda p, w, s, st: s.step(s.set_timesteps(st, 4, LATENTS), Z[:, :1], 0, Z), "and model_output"),
+    "no output": (lambda p, w, s, st: s.step(s.set_timesteps(st, 4, LATENTS), None, 0, Z), "model_output is a None"),
+    "too far": (lambda p, w, s, st: again(s, s.set_timesteps(st, 1, LATENTS)), "steps are done"),
+    "times": (lambda p, w, s, st: s.add_noise(st, Z, Z, np.array([5000, 1])), "timesteps=.* 0..999"),
+    "no times": (lambda p, w, s, st: s.add_noise(st, Z, Z, "x"), "timesteps is a str"),
+    "noise": (lambda p, w, s, st: s.add_noise(st, Z, Z[:1, :1], np.array([5, 5])), "original_samples has shape"),
+    "state": (lambda p, w, s, st: s.add_noise(5, Z, Z, np.array([5, 5])), "state is a int"),
+    "no axis": (lambda p, w, s, st: flax_api.unreplicate(np.float32(1)), "unreplicate"),
+    "objects": (lambda p, w, s, st: flax_api.numpy_to_pil(np.full((1, 8, 8, 3), "x", object)), "got object"),
+    "resize": (lambda p, w, s, st: flax_api.make_image_grid(p.numpy_to_pil(np.zeros((8, 8, 3))), 1, 1, 0), "resize=0"),
+    "folder": (lambda p, w, s, st: p.save_pretrained(5, w), "save_directory"),
+    "sample": (lambda p, w, s, st: p.vae.apply({"params": w["vae"]}, WORDS, method=p.vae.decode), "latents is"),
+}  # fmt: skip
+
+
+def objects(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(object), tree)
+
+
+def again(scheduler: Any, state: Any) -> Any:
+    """One step more than there are."""
+    for _ in range(len(state.timesteps) + 1):
+        _, state = scheduler.step(state, Z, 0, Z).to_tuple()
+    return state
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_arguments_are_named(kind: str, old: Old, folder: Path) -> None:
+    do, words = BAD[kind]
+    scheduler, state = flax_api.FlaxDDIMScheduler.from_pretrained(folder, subfolder="scheduler")
+    with pytest.raises((canvax.InputError, TypeError), match=words):
+        do(*old, scheduler, state)

@@ -333,6 +333,7 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
         ({"steps": 0}, 400, "invalid_value", "steps", "num_inference_steps"),
         ({"steps": 100_000}, 400, "invalid_value", "steps", "more than"),
         ({"sampler": "Eular"}, 400, "invalid_value", "sampler", "did you mean"),
+        ({"sampler": ""}, 400, "invalid_value", "sampler", "sampler=''"),
         ({"seed": -5}, 400, "invalid_value", "seed", "seed"),
         ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale", "guidance_scale"),
         ({"strength": 0.5}, 400, "invalid_value", "strength", "without an image"),

@@ -397,6 +397,16 @@ def test_openai_bad_bodies(site: Site, body: bytes, param: str | None) -> None:
     assert not site.engine.asks
 
 
+def test_an_empty_sampler_is_none_by_that_name(site: Site) -> None:
+    """And not the model's own: the engine refuses it. Clients of A1111 send it where they mean the model's own."""
+    site.generate(sampler="")
+    assert site.ask.sampler == ""
+    site.post("/hf", {"inputs": "a cat", "parameters": {"scheduler": ""}})
+    assert site.ask.sampler == ""
+    site.post("/sdapi/v1/txt2img", {"prompt": "x", "sampler_name": ""})
+    assert site.ask.sampler is None
+
+
 def test_errors_do_not_repeat_what_was_sent(site: Site) -> None:
     assert len(site.generate(output_format="x" * 100_000).content) < 1000
     assert len(site.generate(size="9" * 100_000).content) < 1000
@@ -643,7 +653,8 @@ A1111_BAD = [
     ({"alwayson_scripts": {"ControlNet": {"args": [{"input_image": b64(picture())}]}}}, "model"),
     ({"sampler_name": "Magic"}, "sampler_name"),
     ({"scheduler": "Magic"}, "scheduler"), ({"subseed_strength": 2}, "subseed_strength"), ({"eta": "NaN"}, "eta"),
-    ({"override_settings": []}, "override_settings"),
+    ({"override_settings": []}, "override_settings"), ({"sampler_index": "Magic"}, "sampler_index"),
+    ({"override_settings": {"CLIP_stop_at_last_layers": "x"}}, "override_settings"),
 ]  # fmt: skip
 A1111_BAD_IMAGES = [
     ({}, "init_images"), ({"init_images": []}, "init_images"), ({"init_images": None}, "init_images"),

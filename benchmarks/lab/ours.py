@@ -26,8 +26,8 @@ from canvax.models.vae import vae_decode
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
-from canvax.pipelines.checks import parse_dtype
 from canvax.planning.flops import count_flops
+from canvax.weights.cast import parse_dtype
 from canvax.weights.load import load_components
 from canvax.weights.open import open_files
 from canvax.weights.source import Source

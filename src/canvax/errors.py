@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -70,22 +70,42 @@ def _cut(text: str, most: int) -> str:
 
 
 @contextmanager
-def reading_arguments() -> Iterator[None]:
+def reading_arguments(arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
     """What arguments of other libraries raise when they are looked at becomes an error of canvax.
 
     An array whose buffer was donated, a tensor without data: their own errors name no argument and no cure.
 
+    Args:
+        arguments: by name; those that cannot be read are named.
+
     Raises:
-        InputError: something inside raised what is neither an error of canvax nor a TypeError.
+        InputError: something inside raised what is neither an error of canvax nor a TypeError; or a TypeError, and one
+            of the arguments is to blame.
     """
     try:
         yield
-    except (CanvaxError, TypeError, AttributeError):
+    except (CanvaxError, AttributeError):
         raise
     except MemoryError as error:
         raise OutOfMemoryError(f"an argument is too large ({error}); give less at a time") from error
     except Exception as error:
-        raise InputError(f"an argument cannot be read ({type(error).__name__}: {error}); give plain values") from error
+        names = [name for name, value in (arguments or {}).items() if not _readable(value)]
+        if isinstance(error, TypeError) and not names:
+            raise
+        which = " and ".join(names) or "an argument"
+        raise InputError(f"{which} cannot be read ({type(error).__name__}: {error}); give plain values") from error
+
+
+def _readable(value: Any) -> bool:
+    """Whether an argument, or what a list or dict holds, can be written out, and its numbers be had."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    try:
+        repr(value)
+        if (read := getattr(value, "__array__", None)) is not None:
+            read()
+    except Exception:
+        return False
+    return all(map(_readable, inside))
 
 
 def refuse_tracers(name: str, value: Any) -> None:
@@ -115,7 +135,10 @@ def plain(value: Any, name: str = "a number") -> Any:
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
-        value = value.item()
+        if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
+            raise InputError(f"{name}={value!r:.80} is a time, not a number")
+        with reading_arguments({name: value}):
+            value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
         raise InputError(f"{name}: a whole number of {value.bit_length()} bits is too large")
     return value

@@ -185,3 +185,12 @@ def temporary_name(folder: Path) -> Path:
             if time.time() - left.lstat().st_mtime > _LEFTOVER:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     return folder / f".canvax-{secrets.token_hex(8)}.partial"
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for ``json.loads``; a ValueError if a name is there twice: one would win without a word."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r:.40} is there twice")
+    return fields

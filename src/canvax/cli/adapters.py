@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,11 @@ def check_adapters(arguments: argparse.Namespace) -> None:
 
     for text in arguments.lora:
         name, weight = split_weight(text)
-        if not name or not math.isfinite(weight):
-            raise InputError(f"--lora {text[:200]}: write FILE:0.8")
+        file, _, number = text.rpartition(":")
+        if not name or not math.isfinite(weight) or (name == text and file and os.path.isfile(file)):
+            raise InputError(f"--lora {text[:200]}: {number!r:.40} is not a weight; write FILE:0.8")
+        if sum(split_weight(other)[0] == name for other in arguments.lora) > 1:
+            raise InputError(f"--lora {name[:200]} is given twice; give it once, with the weight that it is to have")
         _source(name, arguments).check(LORA_FILES)
     for text in arguments.embedding:
         _source(text, arguments).check(EMBEDDING_FILES)

@@ -23,6 +23,7 @@ from canvax.cli.generate_arguments import (
     add_quantize,
     add_source,
     add_upscale,
+    as_written,
 )
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
@@ -194,7 +195,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
                 fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
-                raise InputError(f"--{name.replace('_', '-')} {fault}")
+                raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     report["folder"] = None if folder is None else str(folder)
     if folder is None:
         complain(f"{cache.FOLDER} is off: programs are not cached")
+    elif folder.exists() and not folder.is_dir():
+        raise InputError(f"{cache.FOLDER}={str(folder)!r} is not a folder; name another one, or off")
     elif arguments.action == "path":
         if not arguments.json:
             say(str(folder))

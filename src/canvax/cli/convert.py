@@ -12,12 +12,11 @@ from canvax.cli.terminal import say
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Convert; ``report`` receives the name of what was written."""
     from canvax.families.convert import convert
-    from canvax.pipelines.checks import parse_dtype
 
     output = convert(
         arguments.model,
         arguments.to,
-        dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
+        dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
         **source_keywords(arguments),

@@ -19,7 +19,7 @@ from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import check_preview, previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import CanvaxError, CheckpointError, HubError, InputError
+from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.grid import make_grid
@@ -73,6 +73,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
+    if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
+        warn(
+            "the prompt is empty, so that nothing says what to generate; is a variable of your shell empty?",
+            HintWarning,
+        )
     if len(words) > 1 and not any(" " in word for word in words) and not arguments.quiet:
         complain(f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"')
 
@@ -156,16 +161,16 @@ class Destination:
 
 
 def _check_batch_size(size: int | None) -> None:
-    if size is not None and size < 1:
-        raise InputError(f"--batch-size {size} is not a whole number of at least 1")
+    if size is not None and not 1 <= size <= 1_000_000:
+        raise InputError(f"--batch-size {size} is not a whole number in 1..1000000")
 
 
 def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
     """Checks that depend on the model, if its files are on disk. Reads no weights."""
     from canvax.families.read import family_of, read_model
-    from canvax.pipelines.checks import parse_dtype
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
+    from canvax.weights.cast import parse_dtype
     from canvax.weights.open import open_files
     from canvax.weights.overrides import Overrides
     from canvax.weights.source import Source as ModelSource

@@ -18,6 +18,7 @@ from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
+from canvax.files import once
 from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
@@ -329,7 +330,7 @@ def _content(name: str) -> bytes:
 
 def _json_line(where: str, line: str) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = json.loads(line, object_pairs_hook=_once)
+        fields: dict[str, Any] = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
@@ -346,15 +347,6 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
     if "prompt" not in entry:
         raise InputError(f"{where}has no field 'prompt'")
     return entry
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object none of whose names is there twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r:.40} is there twice")
-    return fields
 
 
 def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:

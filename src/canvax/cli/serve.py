@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     del report
     _check_extra()
     from canvax.parallel.mesh import mesh_of
-    from canvax.pipelines.checks import parse_dtype
     from canvax.server.app import Settings, create_app
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
     from canvax.server.keys import Keys
     from canvax.server.metrics import Metrics
+    from canvax.weights.cast import parse_dtype
 
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:
@@ -168,8 +168,11 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
         InputError: a folder or file is not there, or a number cannot be used.
     """
     if not (arguments.lora_dir or arguments.lora):
+        for name in ("lora_rank", "lora_places", "lora_layers"):
+            if getattr(arguments, name) is not None:
+                raise InputError(f"--{name.replace('_', '-')} without --lora-dir and --lora: give one")
         return None
-    from canvax.pipelines.beside import check_places
+    from canvax.pipelines.beside import COUNT, check_places
     from canvax.server.shelf import AdapterSettings
 
     folder = Path(arguments.lora_dir).expanduser() if arguments.lora_dir else None
@@ -179,8 +182,9 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
-    check_places(arguments.lora_rank or 1, arguments.lora_places, "all")
-    return AdapterSettings(folder, files, arguments.lora_rank, arguments.lora_places, arguments.lora_layers)
+    places = COUNT if arguments.lora_places is None else arguments.lora_places
+    check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
+    return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

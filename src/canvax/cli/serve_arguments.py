@@ -54,7 +54,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="layers that they may change (as the files do)",
     )
     adapters.add_argument(
-        "--lora-places", type=int, default=4, metavar="N",
+        "--lora-places", type=int, metavar="N",
         help="LoRAs in use at a time; each costs memory and work in every step (4)",
     )  # fmt: skip
     parser.add_argument("-q", "--quiet", action="store_true", help="no words on stderr but errors")

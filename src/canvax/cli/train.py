@@ -199,8 +199,8 @@ def _whole(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
-    from canvax.pipelines.checks import parse_dtype
     from canvax.train.task import Training
+    from canvax.weights.cast import parse_dtype
 
     names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
     plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
 """The text encoders and their tokenizers."""
 
+CLASSES = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL", "AutoencoderTiny"),
+    FIRST: ("CLIPTextModel", "CLIPTextModelWithProjection"),
+    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+}
+"""The classes that ``model_index.json`` may name for each component, without Flax in front."""
+
 SECOND_PROMPTS = ("prompt_2", "negative_prompt_2")
 SIZES = (
     *("original_size", "crops_coords_top_left"),
@@ -260,6 +268,7 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     missing = [name for name in wanted if name not in files.components]
     if missing:
         raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
+    _check_classes(files, wanted)
     unet, vae = read_unet(files), read_autoencoder(files)
     configs = {name: _parsed(ClipTextConfig, files, name) for name in encoders}
     text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
@@ -275,6 +284,21 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     if faults := faults + family.faults(networks, files):
         raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))
     return networks
+
+
+def _check_classes(files: ModelFiles, names: Sequence[str]) -> None:
+    """Refuse components of classes that canvax does not compute, whose weights might fit all the same."""
+    faults = []
+    for name in names:
+        kind, known = files.components[name], CLASSES.get(name.removesuffix("_2"), ())
+        if known and kind not in known:
+            faults.append(f"its model_index.json names {kind!r} as {name}, and canvax reads {' or '.join(known)}")
+        elif name in ("unet", "vae"):
+            own = str(files.config(name).get("_class_name", kind)).removeprefix("Flax")
+            if own in known and own != kind:
+                faults.append(f"its model_index.json names {kind!r} as {name}, and {name}/config.json {own!r}")
+    if faults:
+        raise CheckpointError(f"{files}: {'; '.join(faults)}")
 
 
 Parsed = TypeVar("Parsed", bound=Config)

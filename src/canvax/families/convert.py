@@ -20,6 +20,7 @@ from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType, Params
+from canvax.weights.cast import parse_dtype
 from canvax.weights.entries import is_pickle, open_weight_file
 from canvax.weights.layout import PICKLES
 from canvax.weights.load import stored_components
@@ -59,6 +60,7 @@ def convert(
         CheckpointError: the model is missing, damaged or refused.
     """
     check_flag("overwrite", overwrite)
+    dtype = None if dtype is None else parse_dtype(dtype)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
     if output.suffix.lower() in (*PICKLES, ".gguf") and not output.is_dir():
         raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import TOKENIZERS, Defaults, Family, Model, read_clip_unet_vae, read_defaults
 from canvax.families.sd import StableDiffusionFamily
 from canvax.families.sdxl import StableDiffusionXLFamily
 from canvax.models.configs import ClipTextConfig
 from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
+from canvax.samplers.config import KNOWN_CLASSES
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
@@ -24,6 +25,9 @@ LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
 """Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
 
 FAMILIES: tuple[Family, ...] = (SD, SDXL)
+
+PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
+"""Components of a checkpoint that change no image unless they are asked for."""
 
 
 def family_of(index: Mapping[str, Any]) -> Family:
@@ -43,6 +47,15 @@ def family_of(index: Mapping[str, Any]) -> Family:
     )
 
 
+def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
+    """The scheduler's config, of the class that ``model_index.json`` names, which is the one that diffusers makes."""
+    config, name = files.config("scheduler"), files.components["scheduler"]
+    if name not in KNOWN_CLASSES:
+        raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(KNOWN_CLASSES))}")
+    own = str(config.get("_class_name")).removeprefix("Flax")
+    return {**config, "_class_name": name} if own in KNOWN_CLASSES and own != name else config
+
+
 def read_networks(files: ModelFiles) -> Networks:
     """The networks of a checkpoint, from its configs alone.
 
@@ -60,8 +73,13 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
     """
     family = family_of(files.index)
     networks = read_networks(files)
+    if extra := [f"{name} ({files.index[name][1]})" for name in files.unread if name not in PASSED_OVER]:
+        warn(
+            f"{files}: canvax does not use its {', '.join(extra)}; images may be others than it was made for",
+            HintWarning,
+        )
     try:
-        scheduler = from_scheduler_config(family.scheduler_config(files.config("scheduler")))
+        scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
     return Model(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from canvax.errors import CheckpointError
 from canvax.families.base import AESTHETICS, SECOND_PROMPTS, TARGET_SIZES, TOKENIZERS, Defaults, Family, Model
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND
@@ -28,6 +29,7 @@ class StableDiffusionXLFamily(Family):
         return [FIRST, SECOND] if {FIRST, TOKENIZERS[FIRST]} & files.components.keys() else [SECOND]
 
     def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
+        self.zeros_for_no_negative(files)  # refuses another value than true and false
         kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.second
         if kind is None or second is None:
             return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
@@ -72,8 +74,20 @@ class StableDiffusionXLFamily(Family):
         )
 
     def zeros_for_no_negative(self, files: ModelFiles) -> bool:
-        return bool(files.index.get("force_zeros_for_empty_prompt", True))
+        return _flag(files, "force_zeros_for_empty_prompt", True)
 
     def is_refiner(self, files: ModelFiles) -> bool:
         """It is conditioned on an aesthetic score in place of a target size."""
-        return bool(files.index.get("requires_aesthetics_score", False))
+        return _flag(files, "requires_aesthetics_score", False)
+
+
+def _flag(files: ModelFiles, name: str, usual: bool) -> bool:
+    """A field of ``model_index.json`` that is true or false; null is what is usual.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = files.index.get(name)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{files}: {name} = {value!r:.80} in its model_index.json is neither true nor false")
+    return usual if value is None else value

@@ -17,6 +17,7 @@ from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.devices import host_device, on_host
 from canvax.flax_api.images import CONTROL_STEP, prepare_images
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput
+from canvax.flax_api.parts import check_array
 from canvax.flax_api.pipelines import translate_call
 from canvax.models.controlnet import ControlNet, embedded_hint
 from canvax.models.controlnet import controlnet as add_to_unet
@@ -24,9 +25,10 @@ from canvax.models.presets import SD15_UNET
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
-from canvax.pipelines.checks import parse_dtype
+from canvax.pipelines import functions
 from canvax.pipelines.translate import loader
 from canvax.types import Array, DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
 from canvax.weights.load import Component, load_components
 from canvax.weights.source import Source
@@ -135,7 +137,14 @@ class FlaxControlNetModel:
             controlnet_cond: control images [B, 3, H, W] in 0..1.
             conditioning_scale: how strong it is.
         """
-        p = variables["params"]
+        if not isinstance(variables, Mapping) or "params" not in variables:
+            raise InputError("variables has no 'params'; write net.apply({'params': params['controlnet']}, ...)")
+        p, factor = variables["params"], 2 ** len(self.net.hint.conditioning_embedding_out_channels[1:])
+        check_array("sample", sample, (None, self.net.unet.in_channels, None, None))
+        check_array("encoder_hidden_states", encoder_hidden_states, (None, None, self.net.unet.cross_attention_dim))
+        height, width = (factor * side for side in np.shape(sample)[2:])
+        check_array("controlnet_cond", controlnet_cond, (None, 3, height, width))
+        functions.numbers("timesteps", timesteps)
         x, images = (jnp.moveaxis(jnp.asarray(one), 1, -1) for one in (sample, controlnet_cond))
         hint = embedded_hint(p["controlnet_cond_embedding"], images.astype(x.dtype), self.net.hint)
         times = jnp.broadcast_to(jnp.asarray(timesteps), x.shape[:1])

@@ -35,6 +35,8 @@ def unreplicate(tree: Any) -> Any:
     """The first entry of each array with a leading device axis, from the device that has it."""
 
     def one(leaf: Any) -> Any:
+        if not getattr(leaf, "ndim", 0):
+            raise InputError(f"unreplicate: {leaf!r:.80} has no device axis; give what replicate returned")
         return leaf.addressable_shards[0].data[0] if isinstance(leaf, jax.Array) else leaf[0]
 
     return jax.tree.map(one, tree)

@@ -155,8 +155,9 @@ def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least:
     """[D, b, H, W, C] float32 of an array [(D,) b, C, H, W] with values in ``least``..1."""
     try:
         array = np.asarray(value)
-        array = array if np.iscomplexobj(array) else array.astype(np.float32)
-    except (TypeError, ValueError):
+        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
+            array = array.astype(np.float32)
+    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
         raise InputError(f"{name} is not an array of numbers; pass what prepare_inputs returned") from None
     given, wanted = array.shape[: len(lead)], array.shape[len(lead) : len(lead) + 1]
     counts = all(count in (1, most) for count, most in zip(given, lead, strict=False))

@@ -51,7 +51,7 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
     prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
     try:
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     one = ", ".join(map(str, prompt))
     if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):
@@ -164,10 +164,9 @@ def weights_of(params: Any, components: Iterable[str]) -> Params:
 
 def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool = False) -> None:
     """Refuse parameters of another model; ``stacked``: all of them are under a device axis."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf)[1:], np.float32), weights)
     try:
         for name, spec in specs.items():
-            check_params(spec, (shapes if stacked else weights)[name], name)
+            check_params(spec, weights[name], name, stacked=stacked)
     except InputError as error:
         axis = "after replicate" if stacked else "without a device axis"
         raise InputError(f"{error}; pass those that from_pretrained returned with this pipeline, {axis}") from None
@@ -201,8 +200,9 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     """Given latents of this shape, float32; on the host, if they are not traced."""
     try:
         array = latents if isinstance(latents, Tracer) else np.asarray(latents)
-        array = array if np.iscomplexobj(array) else array.astype(np.float32)
-    except (TypeError, ValueError):
+        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
+            array = array.astype(np.float32)
+    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
         raise InputError(f"{name} is not an array of numbers; this call needs {shape} of unit variance") from None
     if array.shape != shape or array.dtype != np.float32:
         raise InputError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from canvax.errors import check_count
 from canvax.images.convert import to_pil
 from canvax.images.grid import make_grid
 
@@ -53,4 +54,6 @@ def numpy_to_pil(images: Any) -> list[Image]:
 
 def make_image_grid(images: Sequence[Image], rows: int, cols: int, resize: int | None = None) -> Image:
     """The images in one, row by row; with ``resize`` each is first made a square of that side."""
+    if resize is not None:
+        check_count("resize", resize, 1 << 14)
     return make_grid([image.resize((resize, resize)) for image in images] if resize else images, rows, cols)

@@ -168,8 +168,8 @@ class UNet(Network):
 
         ``added_cond_kwargs``: SDXL's ``text_embeds`` [B, P] and ``time_ids`` [B, 6].
         """
-        _check_shape("sample", sample, (None, self.model.unet.in_channels, None, None))
-        _check_shape("encoder_hidden_states", encoder_hidden_states, (None, None, self.model.text.width))
+        check_array("sample", sample, (None, self.model.unet.in_channels, None, None))
+        check_array("encoder_hidden_states", encoder_hidden_states, (None, None, self.model.text.width))
         conditions, added = {"text": encoder_hidden_states}, added_cond_kwargs or {}
         if self.model.text.pooled_width:
             if missing := {"text_embeds", "time_ids"} - added.keys():
@@ -189,7 +189,7 @@ class Vae(Network):
 
     def decode(self, latents: Array, *, params: Params) -> FlaxSampleOutput:
         """Images [B, 3, H, W] in about -1..1 of latents [B, C, h, w]."""
-        _check_shape("latents", latents, (None, self.model.vae.latent_channels, None, None))
+        check_array("latents", latents, (None, self.model.vae.latent_channels, None, None))
         weights, cfg = self._checked(params), self.model.vae
         scaled = (jnp.moveaxis(jnp.asarray(latents), 1, -1) - cfg.shift) / cfg.scale
         dtype = weights["decoder"]["conv_in"]["weight"].dtype
@@ -197,7 +197,7 @@ class Vae(Network):
 
     def encode(self, sample: Array, *, params: Params) -> FlaxLatentsOutput:
         """The distribution of the latents of images [B, 3, H, W] in -1..1."""
-        _check_shape("sample", sample, (None, 3, None, None))
+        check_array("sample", sample, (None, 3, None, None))
         weights = self._checked(params)
         images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(weights["encoder"]["conv_in"]["weight"].dtype)
         return FlaxLatentsOutput(FlaxLatents(*_encode(weights, images, cfg=self.model.vae)))
@@ -293,8 +293,9 @@ def _all_layers(params: Params, ids: Array, *, cfg: Any) -> Array:
     return jax.vmap(lambda skip: hidden_states(params, ids, cfg, skip=skip)[0])(skips)
 
 
-def _check_shape(name: str, array: Any, wanted: tuple[int | None, ...]) -> None:
-    shape = np.shape(array)
+def check_array(name: str, array: Any, wanted: tuple[int | None, ...]) -> None:
+    """Refuse what is no array of real numbers of this shape, traced or not; None is any length."""
+    shape = functions.numbers(name, array).shape
     if len(shape) != len(wanted) or any(size not in (None, got) for got, size in zip(shape, wanted, strict=True)):
         axes = ", ".join("any" if size is None else str(size) for size in wanted)
         raise InputError(f"{name} has shape {shape}; this needs [{axes}], channels first as in the old classes")

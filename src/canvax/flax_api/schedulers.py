@@ -20,10 +20,12 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.errors import InputError
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
-from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, scaled, step
+from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_alike, scaled, step
+from canvax.pipelines import functions
 from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, stable_diffusion_config
 from canvax.types import Array
 from canvax.weights.open import read_config
@@ -109,7 +111,7 @@ class FlaxScheduler:
     def set_timesteps(self, state: SchedulerState, num_inference_steps: int, shape: Sequence[int] = ()) -> StepState:
         """The state of a loop of one's own over latents [B, C, h, w] of this shape; it has ``timesteps``."""
         config = stable_diffusion_config(check_state(state).config, xl=self._xl)
-        return begin(json.dumps(config, sort_keys=True), num_inference_steps, tuple(shape))
+        return begin(json.dumps(config, sort_keys=True), num_inference_steps, shape)
 
     def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
         """What the network is given in the next step of ``state``, which knows its timestep."""
@@ -136,8 +138,13 @@ class FlaxScheduler:
 
     def add_noise(self, state: Any, original_samples: Array, noise: Array, timesteps: Any) -> Array:
         """Noisy samples [B, ...] at the training timesteps [B]."""
-        del state
+        if not isinstance(state, SchedulerState | StepState):
+            raise InputError(f"state is a {type(state).__name__}; give that of create_state or set_timesteps")
+        check_alike("original_samples", original_samples, "noise", noise)
         kept = _read(self._state, self._xl).schedule.alphas_cumprod
+        times = functions.numbers("timesteps", timesteps)
+        if not isinstance(times, Tracer) and not ((times >= 0) & (times < len(kept))).all():
+            raise InputError(f"timesteps={timesteps!r:.80} are not in 0..{len(kept) - 1}")
         kept = jnp.asarray(kept, jnp.float32)[jnp.asarray(timesteps)]
         kept = kept.reshape(-1, *[1] * (jnp.ndim(original_samples) - 1))
         return jnp.sqrt(kept) * original_samples + jnp.sqrt(1 - kept) * noise

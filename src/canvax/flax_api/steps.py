@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.denoise import StepInputs, denoise
 from canvax.errors import InputError
 from canvax.flax_api.keys import step_words, wrap_keys
 from canvax.flax_api.output import by_name_or_index
 from canvax.models.denoiser import Denoiser
+from canvax.pipelines import functions
 from canvax.samplers import SLOTS, SamplerTable, build_table, from_scheduler_config
 from canvax.samplers.table import NOISE
 from canvax.types import Array
@@ -68,18 +70,26 @@ class FlaxSchedulerOutput(NamedTuple):
         return self.prev_sample, self.state
 
 
-def begin(config: str, steps: int, shape: tuple[int, ...]) -> StepState:
+def begin(config: str, steps: int, shape: Any) -> StepState:
     """The state before the first step, for latents [B, C, h, w] of this shape.
 
     Raises:
         InputError: a shape of another kind, or steps that the scheduler cannot do.
     """
-    if len(shape) != 4:
+    shape = tuple(shape) if isinstance(shape, list | tuple) else ()
+    if len(shape) != 4 or not all(isinstance(side, int | np.integer) for side in shape):
         raise InputError(f"shape={shape}: give that of the latents, set_timesteps(state, steps, latents.shape)")
     _table(config, steps)
     batch, channels, height, width = shape
     slots = jnp.zeros((batch, SLOTS, height, width, channels), jnp.float32)
     return StepState(jnp.int32(0), slots, config, steps)
+
+
+def check_alike(first: str, one: Any, second: str, other: Any) -> None:
+    """Refuse arrays of different shapes, or no arrays of numbers, traced or not."""
+    shapes = functions.numbers(first, one).shape, functions.numbers(second, other).shape
+    if shapes[0] != shapes[1]:
+        raise InputError(f"{first} has shape {shapes[0]} and {second} {shapes[1]}; they must be alike")
 
 
 def scaled(state: StepState, sample: Array) -> Array:
@@ -93,7 +103,10 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
     Raises:
         InputError: the sampler needs noise, and there is no key.
     """
+    check_alike("sample", sample, "model_output", model_output)
     table, batch = state.table, sample.shape[0]
+    if not isinstance(state.index, Tracer) and int(state.index) >= len(table):
+        raise InputError(f"state: its {len(table)} steps are done; begin again with set_timesteps")
     noisy = table.M[:, :, NOISE].any(axis=1)
     if noisy.any() and key is None:
         raise InputError("key=None: this scheduler adds noise in each step; pass key=jax.random.key(0)")

@@ -26,6 +26,8 @@ def to_uint8(images: Any) -> np.ndarray:
     array = np.asarray(images)
     if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
         raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+    if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
+        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32)
     if np.isnan(array).any():
         warn(

@@ -25,7 +25,6 @@ MOST_PIXELS = 1 << 26
 """Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
 
 
-@reading_arguments()
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
     """One image for all of ``count``, or one for each, as upright RGB (or with ``grey`` L) images.
 
@@ -39,6 +38,12 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
     Raises:
         InputError: naming the argument and what is wrong with it.
     """
+    with reading_arguments({name: value}):
+        return [_upright(name, one, grey=grey) for one in _entries(name, value, count)]
+
+
+def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
+    """One image, or one for each of ``count``."""
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
@@ -47,7 +52,7 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
         raise InputError(f"{name}={value!r} is not an image, a path or an array; nor a list of these")
     if len(values) not in (1, count):
         raise InputError(f"{name} has {len(values)} entries for {count} images; give one for all, or one for each")
-    return [_upright(name, one, grey=grey) for one in values]
+    return values
 
 
 def fingerprint(image: Image.Image) -> str:

@@ -101,6 +101,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes = {name: int(size) for name, size in pairs}
     if len(sizes) < len(pairs):
         raise InputError(f"mesh {text!r} names an axis twice; write data=4,model=2")
+    if 0 in sizes.values():
+        raise InputError(f"mesh {text!r}: the sizes of axes are numbers of at least 1")
     check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
     return sizes
 

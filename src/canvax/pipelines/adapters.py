@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.errors import HintWarning, InputError, nearest, warn
+from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
@@ -118,6 +118,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             HubError: the Hub cannot be reached or does not have it.
         """
         check_name(name, self._loaded)
+        check_flag("beside", beside)
         parse_weight(weight, None)
         self._own()
         origin = AdapterSource(source, weight_name, revision, token, cache_dir, local_files_only)
@@ -219,12 +220,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError, CheckpointError, HubError: as ``load``.
         """
         self._own()
+        asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
         origin = AdapterSource(source, weight_name, revision, hub_token, cache_dir, local_files_only)
         paths, _ = origin.find(EMBEDDING_FILES)
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]
-        asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
         words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count, check_number, nearest, plain, refuse_tracers
+from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
 from canvax.noise import image_seeds
 from canvax.types import DType
 
@@ -26,12 +26,6 @@ LARGEST_WHOLE = 1536 * 1536
 same image on every machine."""
 
 Tiling = Literal["auto", "on", "off"]
-
-_DTYPES = {
-    "float32": "float32", "fp32": "float32", "f32": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16", "half": "float16",
-}  # fmt: skip
 
 
 def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
@@ -127,7 +121,8 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     refuse_tracers(name, latents)
     try:
         array = np.asarray(latents)
-        array = array if np.iscomplexobj(array) else array.astype(np.float32)
+        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
+            array = array.astype(np.float32)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name}: not an array of numbers; this call needs [B, h, w, C] = {shape}") from None
     if array.shape != shape or array.dtype != np.float32:
@@ -169,23 +164,6 @@ def check_precision(precision: str | None) -> None:
             pass
     except (TypeError, ValueError):
         raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
-
-
-def parse_dtype(dtype: DType) -> DType:
-    """A floating point dtype from itself or from any of its usual names.
-
-    Raises:
-        InputError: not float32, bfloat16 or float16.
-    """
-    name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
-    if name is None:
-        try:
-            name = jnp.dtype(dtype).name
-        except TypeError:
-            name = str(dtype)
-    if name not in _DTYPES:
-        raise InputError(f"dtype={dtype!r} is not supported; {nearest(str(name), list(_DTYPES))}")
-    return jnp.dtype(_DTYPES[name])
 
 
 def default_dtype(mesh: Mesh) -> DType:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.compile.programs import Programs
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
 from canvax.families.base import Model
 from canvax.families.controls import component_name, control_of, read_control
 from canvax.models.controlled import Control
@@ -51,14 +51,15 @@ def control_sources(controlnet: Any, **source: Any) -> list[Source]:
         InputError: it is something else.
     """
     names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
-    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) for name in names):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
         raise InputError(
             f"controlnet={controlnet!r:.80} is not a folder, a Hub id or a safetensors file, nor a list of these"
         )
     if len(names) > MOST:
         raise InputError(f"controlnet has {len(names)} entries; a pipeline takes {MOST}, of which a call uses some")
-    kept = {name: value for name, value in source.items() if name in _OF_SOURCE}
-    return [Source(os.fspath(name), **kept) for name in names]
+    if unknown := sorted(source.keys() - set(_OF_SOURCE)):
+        raise InputError(f"{unknown[0]!r} is not an argument beside controlnet; {nearest(unknown[0], _OF_SOURCE)}")
+    return [Source(os.fspath(name), **source) for name in names]
 
 
 def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:

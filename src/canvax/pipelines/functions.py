@@ -19,11 +19,13 @@ from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
+from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
+from canvax.pipelines.request import check_clip_skip
 from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.types import Array
@@ -49,10 +51,11 @@ def encode(
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
+    check_clip_skip(options.clip_skip, model)
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError(f"prompt={prompt!r:.80} adds prompts up (AND): encode each of them")
-    weights = {name: _weights(params, name) for name in model.text.parts}
+    weights = {name: _weights(model, params, name) for name in model.text.parts}
 
     def one_pass(ids: Ids) -> Conditions:
         return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
@@ -83,16 +86,16 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
     if given is None:
         raise InputError("image=None: give a PIL image, a path, an array or a list of these")
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
-    return _encode_images(_weights(params, "vae"), pixels, cfg=model.vae)[0]
+    return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
     """See ``canvax.StableDiffusion.denoiser``."""
     denoiser = model.networks.denoiser
-    weights = _weights(params, denoiser.component)
+    weights = _weights(model, params, denoiser.component)
     latents = _latents(model, latents)
     _check_conditions(model, conditions, len(latents))
-    timesteps = _numbers("timestep", timestep)
+    timesteps = numbers("timestep", timestep)
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
@@ -102,18 +105,19 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
     """See ``canvax.StableDiffusion.decode``."""
-    return _decode_images(_weights(params, "vae"), _latents(model, latents), cfg=model.vae)
+    return _decode_images(_weights(model, params, "vae"), _latents(model, latents), cfg=model.vae)
 
 
-def _weights(params: Any, component: str) -> Params:
-    """The parameters of a component."""
+def _weights(model: Model, params: Any, component: str) -> Params:
+    """The parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError(f"params has no {component!r} ({found!s:.80}); pass pipe.params, or a dict like it")
+    check_params(model.networks.specs()[component], params[component], component)
     return params[component]
 
 
-def _numbers(name: str, value: Any) -> Array:
+def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
@@ -129,7 +133,7 @@ def _numbers(name: str, value: Any) -> Array:
 
 
 def _latents(model: Model, value: Any) -> Array:
-    latents, channels = _numbers("latents", value), model.vae.latent_channels
+    latents, channels = numbers("latents", value), model.vae.latent_channels
     if latents.ndim != 4 or latents.shape[-1] != channels:
         raise InputError(f"latents of shape {latents.shape} are not [B, h, w, {channels}] numbers")
     if 0 in latents.shape:
@@ -142,11 +146,15 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError(f"conditions={conditions!r:.80} is not a dict of arrays; {cure}")
+    known = {"text", "pooled", "time_ids"} if model.text.second else {"text"}
+    known |= {"guidance"} if model.networks.embeds_guidance else set()
+    if unknown := sorted(map(repr, conditions.keys() - known)):
+        raise InputError(f"conditions has {', '.join(unknown)}, which {model.name} does not read; {cure}")
     ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if model.text.second else {})
     for name, rank in ranks.items():
         if name not in conditions:
             raise InputError(f"conditions has no {name!r}; {cure}")
-        array = _numbers(f"conditions[{name!r}]", conditions[name])
+        array = numbers(f"conditions[{name!r}]", conditions[name])
         if (
             array.ndim != rank
             or len(array) not in (1, count)

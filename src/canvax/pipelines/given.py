@@ -145,7 +145,7 @@ def check_given(
     fingerprints = {"image": [fingerprint(one) for one in images], "mask": [fingerprint(one) for one in masks]}
     fingerprints = {name: found for name, found in fingerprints.items() if found}
     if options.outpaint:
-        images, masks = _outpainted(images, masks, options.outpaint)
+        images, masks = _outpainted(images, masks, options.outpaint, 1 if any(size) else factor)
     if strength is None:
         strength = STRENGTH_OF_MASKED if masks else STRENGTH
     strength = check_strength(strength)
@@ -187,11 +187,19 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
     return height, width
 
 
-def _outpainted(images: list[Image.Image], masks: list[Image.Image], sides: Box) -> tuple[list[Any], list[Any]]:
+def _outpainted(
+    images: list[Image.Image], masks: list[Image.Image], sides: Box, factor: int
+) -> tuple[list[Any], list[Any]]:
     """Images with more on each side, and masks by which that is generated."""
     for image in images:
         if (image.width + sides[0] + sides[2]) * (image.height + sides[1] + sides[3]) > MOST_PIXELS:
             raise InputError(f"outpaint={sides}: that is more than {MOST_PIXELS} pixels; add fewer")
+        added = sides[0] + sides[2], sides[1] + sides[3]
+        for side, length, more in zip(("width", "height"), image.size, added, strict=True):
+            if length % factor == 0 and more % factor:
+                raise InputError(
+                    f"outpaint={sides} makes a {side} of {length + more} pixels; add a multiple of {factor} to {length}"
+                )
     given: Sequence[Any] = masks or [None]
     count = max(len(images), len(given))
     whole = [around(entry(given, i), entry(images, i).size, sides) for i in range(count)]

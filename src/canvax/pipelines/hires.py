@@ -87,7 +87,7 @@ def second_pass(model: Model, request: Request) -> Request:
         width=width,
         shape=model.networks.latent_shape(len(request.prompts), height, width),
         steps=steps,
-        sampler=options.hires_sampler or request.sampler,
+        sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
         latents=None,
         texts=texts,
         given=Given(blank, [], strength, {}, (blank, []), [], whole, skipped),

@@ -46,7 +46,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
         InputError: it is something else, or ``image_encoder`` is.
     """
     names = [ip_adapter] if isinstance(ip_adapter, str | os.PathLike) else ip_adapter
-    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) for name in names):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
         raise InputError(f"ip_adapter={ip_adapter!r:.80} is not a safetensors file or a Hub id, nor a list of these")
     if len(names) > MOST:
         raise InputError(f"ip_adapter has {len(names)} entries; a pipeline takes {MOST}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from canvax.compile.aot import Build
@@ -23,13 +24,14 @@ from canvax.parallel.mesh import padded_batch
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
-from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled, parse_dtype
+from canvax.pipelines.checks import MOST_IMAGES, check_size, is_tiled
 from canvax.pipelines.display import Display
 from canvax.pipelines.open import weight_bytes
 from canvax.pipelines.request import check_layers
 from canvax.prompts.grammar import PromptSyntax
 from canvax.samplers import build_table
 from canvax.types import Array, DType
+from canvax.weights.cast import parse_dtype
 
 
 @dataclass(eq=False, repr=False)
@@ -254,7 +256,9 @@ class LoadedModel:
             if not more["image_prompts"]:
                 why = "no IP-Adapter with an image encoder; leave it out"
                 raise InputError(f"image_prompt=True with {self.model.name}, which has {why}")
-        self._ready(self._params(params), (height, width), batch, guidance, display, image=image or mask, **more)
+        self._ready(
+            self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
+        )
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
     def _ready(
@@ -288,8 +292,11 @@ class LoadedModel:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
         return params
 
-    def _params(self, params: Params | None) -> Params:
-        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them."""
+    def _params(self, params: Params | None, *, described: bool = False) -> Params:
+        """Checked parameters on the devices; those of the pipeline stay there, should the user have edited them.
+
+        ``described``: shapes, dtypes and shardings are enough.
+        """
         own = params is None or params is self.params
         params = self._own(params)
         if not isinstance(params, Mapping):
@@ -298,6 +305,8 @@ class LoadedModel:
         if own and placed:
             return params
         refuse_tracers("params", params)
+        if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise InputError("params are jax.ShapeDtypeStruct, which hold no numbers; pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:

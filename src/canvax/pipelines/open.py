@@ -16,9 +16,10 @@ from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
-from canvax.pipelines.checks import check_precision, default_dtype, parse_dtype
+from canvax.pipelines.checks import check_precision, default_dtype
 from canvax.quantize import check_kind
 from canvax.types import DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_components
 from canvax.weights.open import open_files

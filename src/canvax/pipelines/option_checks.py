@@ -13,6 +13,7 @@ import numpy as np
 
 from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
+from canvax.samplers.catalog import find
 
 _SIDES = ("left", "top", "right", "bottom")
 MOST_NUMBERS = 10_000
@@ -156,6 +157,11 @@ def check_hires(options: Any) -> None:
         raise InputError(f"hires_steps={steps!r} is not a whole number of at least 1")
     if sampler is not None and not isinstance(sampler, str):
         raise InputError(f"hires_sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
+    if sampler is not None:
+        try:
+            find(sampler)
+        except InputError as error:  # of "sampler="
+            raise InputError(f"hires_{error}") from None
     if options.hires == 1 and (given := [name for name in sorted(options.given()) if name.startswith("hires_")]):
         raise InputError(f"{given[0]} without hires: give hires=2 as well")
 

@@ -225,8 +225,12 @@ class Options:
             raise InputError(f"canvax.Options has no {name!r}; {nearest(name, _names())}")
         return super().__new__(cls)
 
-    @reading_arguments()
     def __post_init__(self) -> None:
+        with reading_arguments(dict(vars(self))):
+            self._check()
+
+    def _check(self) -> None:
+        """Every field, which it makes plain."""
         for field in dataclasses.fields(self):
             object.__setattr__(
                 self, field.name, plain(getattr(self, field.name), field.name)

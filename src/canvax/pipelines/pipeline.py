@@ -115,7 +115,7 @@ class StableDiffusion(LoadedModel):
         """
         from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
 
-        sources = ip_adapter_sources(ip_adapter or [], image_encoder, **source)
+        sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
         other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
         pipe = StableDiffusion(*other, self.safety_checker)
         vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
@@ -133,7 +133,7 @@ class StableDiffusion(LoadedModel):
         """
         from canvax.pipelines.controls import control_sources, open_controls, with_controls
 
-        opened = open_controls(self.model, control_sources(controlnet or [], **source))
+        opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
         other = with_controls(self.model, self.programs, self.params, opened)
         pipe = StableDiffusion(*other, self.safety_checker)
         vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
@@ -210,6 +210,7 @@ class StableDiffusion(LoadedModel):
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         loaded = vars(self).get("adapters")  # an empty one is false
         bank = None if loaded is None else loaded.bank
         if bank is None and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
@@ -220,7 +221,7 @@ class StableDiffusion(LoadedModel):
                 )  # fmt: skip
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments():
+        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments(arguments):
             own, params = params, self._params(params)
             shares = None
             if bank is not None or adapters is not None:
@@ -386,7 +387,7 @@ def load(
         raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
-    sources = control_sources(controlnet or [], **hub)
+    sources = control_sources([] if controlnet is None else controlnet, **hub)
     controls: list[Opened] = []
     opened = open_model(
         model,

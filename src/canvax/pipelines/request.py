@@ -214,10 +214,18 @@ def check_for_model(options: Options, model: Model) -> None:
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
         if model.networks.embeds_guidance and name in options.changed():
             raise InputError(f"options.{name}: {model.name} takes one guidance scale, as an input; leave it out")
-    limit = model.text.max_skip
-    if not 0 <= options.clip_skip <= limit:
-        raise InputError(f"clip_skip={options.clip_skip!r} is not in 0..{limit}")
+    check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
+
+
+def check_clip_skip(skip: int, model: Model) -> None:
+    """Refuse to leave out more layers than the text encoder can spare.
+
+    Raises:
+        InputError: naming how many these are.
+    """
+    if not 0 <= skip <= model.text.max_skip:
+        raise InputError(f"clip_skip={skip!r} is not in 0..{model.text.max_skip}")
 
 
 def check_seed_size(options: Options, factor: int) -> None:

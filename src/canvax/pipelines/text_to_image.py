@@ -75,9 +75,12 @@ def text_to_image(
     if request.given is not None:
         pixels = request.given.pasted(pixels, indices)
     if not np.isfinite(pixels).all():
+        half = model.dtype == "float16"
+        cause = "" if half else ", or its weights (params) are not finite"
+        advice = "load it with dtype='bfloat16' or 'float32'" if half else "look at the weights"
         raise CanvaxError(
-            f"the images have values that are not finite: {model.name} overflows in {model.dtype}; load it with "
-            "dtype='bfloat16' or 'float32', or lower the guidance scale"
+            f"the images have values that are not finite: {model.name} overflows in {model.dtype}{cause}; {advice}, or "
+            "lower the guidance scale"
         )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
     timings |= {"first_step": display.first_step - began, "total": time.perf_counter() - began}

@@ -93,3 +93,5 @@ def check_for_upscale(options: Options) -> None:
     """
     if options.hires > 1 or options.outpaint or options.padding_mask_crop is not None:
         raise InputError("hires, outpaint and padding_mask_crop do not go with upscale; leave them out")
+    if options.denoising_start or options.denoising_end < 1:
+        raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")

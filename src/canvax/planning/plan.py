@@ -22,12 +22,13 @@ from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
-from canvax.pipelines.checks import check_size, parse_dtype
+from canvax.pipelines.checks import check_size
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.open import open_files
 from canvax.weights.source import BUNDLED, Source
 

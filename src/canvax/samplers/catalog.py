@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -71,7 +72,8 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    return "".join(c for c in str(name).lower().replace("++", "pp") if c.isalnum())
+    """A spelling without case, spaces and the signs between words; other signs stay, so that no name has them."""
+    return re.sub(r"[\s\-_.,;:+*/()]", "", str(name).lower().replace("++", "pp"))
 
 
 # Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.
@@ -97,6 +99,7 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
     sampler: the default to use in place of the file's own class; needed where that class is a relative that canvax
     does not have (UniPC, Heun, ...), whose noise schedule is read all the same.
     """
+    config = _table_of(config)
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
     stem = ALIASES.get(stem, stem)
@@ -109,6 +112,19 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
     return Scheduler(schedule_of(config, stem), _as_configured(spec, options), options, dict(config))
+
+
+def _table_of(config: Any) -> Mapping[str, Any]:
+    """A config as a table of names and values.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(config, Mapping):
+        raise InputError(f"config={config!r:.80} is not a table, such as json.loads of a scheduler_config.json gives")
+    if other := [name for name in config if not isinstance(name, str)]:
+        raise InputError(f"config: {other[0]!r:.80} is not the name of a field")
+    return config
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
@@ -138,6 +154,7 @@ def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> d
     reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means. A value that no
     config can have stays, to be reported.
     """
+    config = _table_of(config)
     if xl:
         return {"clip_sample": False, **config}
     right = {"steps_offset": 1, "clip_sample": False}

@@ -162,6 +162,9 @@ ALIASES = {"DDIMParallelScheduler": "DDIMScheduler", "DDPMParallelScheduler": "D
 RELATIVES = frozenset({"DPMSolverMultistepInverseScheduler"})
 """Classes we have no solver for, but whose files describe the same kind of noise schedule."""
 
+KNOWN_CLASSES = frozenset({*CLASS_DEFAULTS, *ALIASES, *RELATIVES})
+"""Every scheduler class whose files are read."""
+
 # Fields of sibling classes. A config carries them along when the class was changed; they mean nothing to this one.
 _FOREIGN_DEFAULTS = {name: default for fields in CLASS_DEFAULTS.values() for name, default in fields.items()}
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {

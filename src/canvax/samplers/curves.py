@@ -50,7 +50,10 @@ CURVES = (
 
 def curve_label(name: str) -> str:
     """What A1111 calls the curve `name`."""
-    return next(curve.also[0] for curve in CURVES if curve.name == name)
+    for curve in CURVES:
+        if curve.name == name:
+            return curve.also[0]
+    raise InputError(f"curve {name!r:.80} is not known; {nearest(str(name), NAMES)}")
 
 
 NAMES = tuple(curve.name for curve in CURVES)

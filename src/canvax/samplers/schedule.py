@@ -46,11 +46,16 @@ class NoiseSchedule:
     shift: float = 1.0
 
     def __post_init__(self) -> None:
-        values = np.asarray(self.alphas_cumprod, np.float64)
+        try:
+            values = np.asarray(self.alphas_cumprod, np.float64)
+        except (TypeError, ValueError):
+            raise InputError(f"alphas_cumprod={self.alphas_cumprod!r:.80} is not a list of numbers") from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
             raise InputError(f"prediction_type={self.prediction_type!r} is not known; {hint}")
+        if values.ndim == 1 and (np.diff(values) > 0).any():
+            raise InputError("alphas_cumprod rises somewhere; give what is left of the image at each timestep, falling")
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
             raise InputError(
                 f"alphas_cumprod must be a non-empty list of numbers in 0..1, got shape {values.shape}; "

@@ -111,6 +111,10 @@ class SamplerTable:
 
         DDIM inversion is the exception: its x before a row is cleaner than the level of the row.
         """
+        if not (isinstance(row, int | np.integer) and -len(self) <= row < len(self)):
+            raise InputError(f"row={row!r:.80} is not one of the {len(self)} rows")
+        if (shapes := (np.shape(x0), np.shape(eps)))[0] != shapes[1] or isinstance(x0, str):
+            raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
@@ -118,6 +122,12 @@ class SamplerTable:
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
+            try:
+                finite = bool(np.isfinite(np.asarray(value, np.float64)).all())
+            except (TypeError, ValueError):
+                finite = False
+            if not finite:
+                raise InputError(f"{name}={value!r:.80} is not a finite number, or a list of them")
             if np.shape(value) not in ((), (steps,)):
                 numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
                 raise InputError(f"{name} has {numbers}; give one, or one for each of {steps} steps")
@@ -128,6 +138,8 @@ class SamplerTable:
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
         """Rows lo..hi alone. With lo > 0, x begins as `noised` of some image; `init_scale` stays row 0's."""
+        if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
+            raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
         return replace(self, first_row=self.first_row + lo, **columns)
 

@@ -65,10 +65,12 @@ class Plan:
         """Read the file once. Of ``share`` (k, n), every nth row from number k on is to be done; ``total`` is of all.
 
         Raises:
-            InputError: it cannot be read, has no rows, unknown columns, or an id twice.
+            InputError: it cannot be read, has no rows, or none with what is carried, unknown columns, or an id twice.
         """
         digests: dict[str, str] = {}
+        absent = set(carried)
         for row in read_rows(path):
+            absent -= row.values.keys()
             if not digests and row.fault is None:
                 check_names(row.values, carried)
             if row.id in digests:
@@ -79,6 +81,8 @@ class Plan:
                 digests[row.id] = ""
         if not digests:
             raise InputError(f"{path}: holds no rows")
+        if absent:
+            raise InputError(f"--carry {' '.join(sorted(absent))}: no row of {path} has that; leave it out")
         own = dict(list(digests.items())[share[0] :: share[1]])
         return cls(Path(path), defaults, carried, seed, len(digests), own)
 

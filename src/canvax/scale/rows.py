@@ -13,7 +13,7 @@ from typing import Any
 
 from canvax.errors import InputError, plain
 from canvax.familiar import CALL, answer, renamed
-from canvax.files import named_path, open_regular
+from canvax.files import named_path, once, open_regular
 from canvax.pipelines.option_checks import check_once, plain_value
 from canvax.pipelines.options import Options
 
@@ -158,7 +158,7 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
 
 def _object(line: str) -> Mapping[str, Any] | InputError:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         return InputError(f"is not JSON ({error}); write one object a line")
     return value if isinstance(value, dict) else InputError(f"{line:.40} is not a JSON object")

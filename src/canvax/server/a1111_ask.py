@@ -99,7 +99,8 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
     sampler = body.sampler_name or body.sampler_index or None
     spec = spec_of(sampler or card.sampler)
     if sampler and spec is None:
-        raise _refused("sampler_name", f"{sampler!r} is not known; /sdapi/v1/samplers lists them")
+        field = "sampler_name" if body.sampler_name else "sampler_index"
+        raise _refused(field, f"{sampler!r} is not known; /sdapi/v1/samplers lists them")
     options = {"prompt_syntax": "a1111", **dict(_options(body, spec))}
     image = mask = strength = None
     if isinstance(body, ImageToImage):
@@ -163,7 +164,9 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
     if spec is not None and (taken := {name: value for name, value in churn.items() if name in spec.settings}):
         yield "sampler_settings", taken
     layers = (body.override_settings or {}).get("CLIP_stop_at_last_layers", body.clip_skip)
-    if isinstance(layers, int) and layers > 1:
+    if not isinstance(layers, int | None) or isinstance(layers, bool):
+        raise _refused("override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number, such as 2")
+    if layers is not None and layers > 1:
         yield "clip_skip", layers - 1  # there, 1 is the last layer
     if body.subseed_strength:
         yield "variation_seed", secrets.randbits(32) if body.subseed in (None, -1) else body.subseed

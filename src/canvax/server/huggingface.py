@@ -134,7 +134,7 @@ async def _ask(request: Request, name: str | None, kind: Format) -> Ask:
         height=first(given.height, size and size.height),
         steps=given.num_inference_steps,
         guidance_scale=given.guidance_scale,
-        sampler=given.scheduler or None,
+        sampler=given.scheduler,
         seed=None if given.seed == -1 else given.seed,
         image=image,
         strength=given.strength,

@@ -192,7 +192,7 @@ def _ask(
         height=height,
         steps=first(body.steps, body.num_inference_steps),
         guidance_scale=first(body.guidance_scale, body.cfg_scale, body.cfg),
-        sampler=body.sampler or None,
+        sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
         mask=mask,

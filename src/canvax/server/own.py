@@ -252,7 +252,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         height=height,
         steps=body.steps,
         guidance_scale=body.guidance_scale,
-        sampler=body.sampler or None,
+        sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
         mask=mask,

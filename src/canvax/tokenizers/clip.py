@@ -90,6 +90,9 @@ class ClipTokenizer:
             lacking += [content["unk_token"]] if content["unk_token"] not in vocab else []
             if lacking:
                 raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, lacking))}")
+            kind = config.get("tokenizer_class")
+            if kind is not None and kind not in ("CLIPTokenizer", "CLIPTokenizerFast"):
+                raise CheckpointError(f"{folder}: its tokenizer_class is {kind!r:.80}; canvax reads CLIPTokenizer")
             if "left" in (config.get("padding_side"), config.get("truncation_side")):
                 raise CheckpointError(f"{folder}: pads or cuts prompts on the left; a CLIP tokenizer does on the right")
             _add_tokens(backend, list(added.values()), named, config)

@@ -16,10 +16,10 @@ from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
 from canvax.params import Params, init_params
-from canvax.pipelines.checks import parse_dtype
 from canvax.train.diffusion import CONTROL
 from canvax.train.task import PLAN, Start, Subject, Training, in_dtype, train
 from canvax.types import DType
+from canvax.weights.cast import parse_dtype
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
@@ -74,6 +74,12 @@ class Controlling:
         """Refuse what it cannot show."""
         if training.prompts:
             raise InputError("preview is not there for a ControlNet, whose images need a control image each")
+        count = int(model.vae.factor).bit_length()
+        if self.widths is not None and not (len(self.widths) == count and all(0 < one <= 4096 for one in self.widths)):
+            raise InputError(
+                f"hint-channels (widths) = {','.join(map(str, self.widths))}: {model.name} needs {count} numbers in "
+                "1..4096, one more than its autoencoder halves an image; leave it out for the usual ones"
+            )
         self._net(model)
 
     def _config(self, model: Model) -> dict[str, Any]:
@@ -134,6 +140,6 @@ def train_controlnet(
         deadline: see there.
         say: see there.
     """
-    aim = Controlling(widths, parse_dtype(save_dtype))
+    aim = Controlling(widths, parse_dtype(save_dtype, "save_dtype"))
     subject = Subject(control_column=control_column)
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from canvax.families.base import Model
 from canvax.params import Params
-from canvax.pipelines.checks import parse_dtype
 from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, train
 from canvax.types import DType
+from canvax.weights.cast import parse_dtype
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,5 @@ def finetune(
 
     Args, returns and errors are those of ``canvax.train.task.train`` and ``Whole``.
     """
-    aim = Whole(text, text_rate, parse_dtype(save_dtype))
+    aim = Whole(text, text_rate, parse_dtype(save_dtype, "save_dtype"))
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)

@@ -74,21 +74,25 @@ class Plan:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        positive = ("steps", "batch", "chunk", "learning_rate", "clip", "accumulate")
-        numbers = {name: getattr(self, name) for name in positive}
-        numbers |= {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
-        wrong = {
-            name: value
-            for name, value in numbers.items()
-            if not (isinstance(value, int | float) and 0 < value < math.inf)
-        }
-        faults = [f"{name} = {value} must be more than 0, and finite" for name, value in wrong.items()]
-        if self.minutes is not None and self.minutes <= 0:
-            faults.append(f"minutes = {self.minutes} must be more than 0")
-        if not 0 <= self.average < 1:
-            faults.append(f"average = {self.average} must be in 0..1, 1 excluded")
-        if self.warmup < 0 or self.seed < 0:
-            faults.append(f"warmup = {self.warmup} and seed = {self.seed} must not be negative")
+        if not isinstance(self.rates, Mapping):
+            raise InputError(f"rates = {self.rates!r:.80} is not a table of learning rates by part")
+        rates = {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
+        positive = {name: getattr(self, name) for name in ("learning_rate", "clip")} | rates
+        positive |= {} if self.minutes is None else {"minutes": self.minutes}
+        whole = {name: getattr(self, name) for name in ("steps", "batch", "chunk", "accumulate", "warmup", "seed")}
+        shares = {name: getattr(self, name) for name in ("average", "b2")}
+        faults = [
+            *(f"{name} = {value!r:.80} must be more than 0, and finite"
+              for name, value in positive.items() if not (_is_number(value) and value > 0)),
+            *(f"{name} = {value!r:.80} must be a whole number of at least {least}"
+              for name, value in whole.items() for least in [0 if name in ("warmup", "seed") else 1]
+              if not (isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least)),
+            *(f"{name} = {value!r:.80} must be in 0..1, 1 excluded"
+              for name, value in shares.items() if not (_is_number(value) and 0 <= value < 1)),
+            *(f"{name} = {value!r:.80} must be a finite number of at least 0"
+              for name in ("final", "weight_decay") for value in [getattr(self, name)]
+              if not (_is_number(value) and value >= 0)),
+        ]  # fmt: skip
         if faults:
             raise InputError("; ".join(faults))
 
@@ -96,6 +100,11 @@ class Plan:
         """Samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         found = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
         return found.reshape(self.chunk, self.accumulate, self.batch)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,13 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         The averaged parameters, and whether the run is finished (or was stopped by the deadline).
 
     Raises:
-        InputError: the folder holds a run with another plan or number of samples.
+        InputError: the folder holds a run with another plan or number of samples; there are no samples.
         CanvaxError: the loss is not a finite number any more.
     """
+    if session.folder.exists() and not session.folder.is_dir():
+        raise InputError(f"folder = {str(session.folder)!r} is not a folder; choose another name")
+    if samples < 1:
+        raise InputError(f"samples = {samples}: there is nothing to train on")
     if plan.batch % session.mesh.shape["data"]:
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)

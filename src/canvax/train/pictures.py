@@ -29,6 +29,8 @@ from canvax.types import HostArray
 
 METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
+CAPTION = "text"
+"""The column of captions, unless another one is named."""
 SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASK, MASK_ENDING = "mask", "-masklabel.png"
@@ -98,7 +100,7 @@ def read_pictures(
     source: str | Path,
     size: int,
     *,
-    caption_column: str = "text",
+    caption_column: str = CAPTION,
     captions: Sequence[str] = (),
     control_column: str | None = None,
     masked: bool = False,
@@ -122,6 +124,10 @@ def read_pictures(
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
         raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
+    if limit is not None:
+        check_count("limit", limit)
+    if isinstance(captions, str):
+        raise InputError(f"captions={captions!r:.80} is a text; give a list of captions, [{captions!r:.40}]")
     files = _Files(source)
     if captions:
         told = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
@@ -188,7 +194,7 @@ class _Files:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
         try:
             return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last of an encrypted one
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
 
 
@@ -229,8 +235,9 @@ def _masks(
 def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
     """Rows of the tables, every one checked; [] if there is none. Without a column captions are not looked for."""
     tables: dict[PurePosixPath, str] = {}
-    for kind in reversed(TABLES):
-        tables |= {PurePosixPath(name).parent: name for name in files.names if PurePosixPath(name).name == kind}
+    for name in (name for name in files.names if PurePosixPath(name).name in TABLES):
+        if (other := tables.setdefault(PurePosixPath(name).parent, name)) != name:
+            raise InputError(f"{source}: has both {other} and {name}; keep the one that the captions are to come from")
     depth = min((len(folder.parts) for folder in tables), default=0)
     return [
         row
@@ -245,16 +252,21 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
     try:
         text = files.read(table).decode("utf-8-sig")
         if table.endswith(".csv"):
-            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            rows: list[Any] = list(csv.DictReader(io.StringIO(text), strict=True))
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
             raise InputError(f"{source}: {table}: row {number} has no file_name")
+        if None in row:  # of a .csv
+            raise InputError(
+                f"{source}: {table}: row {number} has more cells than there are columns, from {row[None][0]!r:.80} "
+                "on; put a caption with commas into quotation marks"
+            )
         if column is not None:
-            _check_caption(row, column, f"{source}: {table}: row {number}")
+            _check_caption(row, column, f"{source}: {table}", number)
         row.pop(_MASK_FILE, None)  # a column of the user's
         if isinstance(row.get(MASK), str) and row[MASK]:
             row[_MASK_FILE] = (folder / row[MASK]).as_posix()
@@ -264,20 +276,31 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
     return rows
 
 
-def _check_caption(row: dict[str, Any], column: str, where: str) -> None:
+def _check_caption(row: dict[str, Any], column: str, table: str, number: int) -> None:
     caption = row.get(column)
     good = isinstance(caption, str) or (
         isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
     )
     if not good:
         known = ", ".join(sorted(str(key) for key in row))
-        raise InputError(f"{where} has no caption {column!r}; its columns are {known}")
+        raise InputError(f"{table}: row {number} has no caption {column!r}; its columns are {known}")
+    try:
+        nul = b"\0" in "".join(caption or "").encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{table}: the caption of row {number} is no valid Unicode: {error}") from None
+    if nul:
+        raise InputError(f"{table}: the caption of row {number} has a NUL character; is it text?")
 
 
 def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     """Captions in text files beside the pictures."""
     texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
     pictures = _pictures(files)
+    if texts and column != CAPTION:
+        raise InputError(
+            f"caption_column={column!r}: {source} has no {' or '.join(TABLES)}, and .txt files have no columns; leave "
+            "it out, or write a table"
+        )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""

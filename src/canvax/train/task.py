@@ -6,6 +6,7 @@ model, reading and encoding pictures, the loop, previews, and going on with a ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -78,9 +79,9 @@ class Training:
     tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.empty < 1:
+        if not isinstance(self.empty, int | float) or not 0 <= self.empty < 1:
             raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
-        if self.gamma is not None and self.gamma <= 0:
+        if self.gamma is not None and not (isinstance(self.gamma, int | float) and 0 < self.gamma < math.inf):
             raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
         if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
             raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")

@@ -12,7 +12,7 @@ from typing import Any
 from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.layout import PICKLES
+from canvax.weights.layout import PICKLES, pickle_refused
 from canvax.weights.source import Source
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
@@ -26,13 +26,6 @@ _HUB_ID = re.compile(
     r"(?![^/]*/[^/]*\.safetensors$)([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+\.safetensors))?", re.ASCII
 )
 """``owner/name``, or a file of it; a file of a folder that is not there is none."""
-
-CONVERT = (
-    "canvax does not open pickles (.pt, .bin, .ckpt), which can run code. Where you trust it, convert it with PyTorch: "
-    "python -c \"import torch, safetensors.torch as s; d = torch.load('{name}', weights_only=True); "
-    "d = {{'emb_params': d['string_to_param']['*']}} if 'string_to_param' in d else d; "
-    "s.save_file({{k: v.contiguous() for k, v in d.items()}}, '{stem}.safetensors')\""
-)
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class AdapterSource:
                 raise CheckpointError(_other_file(path))
             return [path], _config(path.parent, path.name)
         if path.suffix.lower() in PICKLES:
-            raise CheckpointError(f"{path}: {CONVERT.format(name=path.name, stem=path.stem)}")
+            raise CheckpointError(f"{path}: {pickle_refused(path)}")
         if is_folder:
             names = self._chosen([one.name for one in path.iterdir() if one.is_file()], usual)
             return [path / name for name in names], _config(path, names[0])
@@ -147,7 +140,7 @@ class AdapterSource:
             return tensors
         if not tensors and (pickles := sorted(name for name in names if name.endswith(PICKLES))):
             name = pickles[0]
-            raise CheckpointError(f"{self.name}: has only {name}. {CONVERT.format(name=name, stem=Path(name).stem)}")
+            raise CheckpointError(f"{self.name}: has only {name}. {pickle_refused(Path(name))}")
         what = "several files; choose one with weight_name" if tensors else "no safetensors file"
         raise CheckpointError(f"{self.name}: has {what}{_there(names)}")
 
@@ -165,5 +158,5 @@ def _config(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _other_file(path: Path) -> str:
     if path.suffix.lower() in PICKLES:
-        return f"{path}: {CONVERT.format(name=path.name, stem=path.stem)}"
+        return f"{path}: {pickle_refused(path)}"
     return f"{path}: is no safetensors file, the one kind of file that canvax reads adapters from"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from functools import cache
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from canvax.types import HostArray
+from canvax.errors import InputError, nearest
+from canvax.types import DType, HostArray
 
 _HALF, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 _SINGLE = np.dtype(np.float32)
@@ -36,3 +38,27 @@ def _of_half(dtype: np.dtype) -> HostArray:
     """Every float16 by its bits, as ``dtype``, in which all of them fit [65536]."""
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.arange(1 << 16, dtype=np.uint16).view(_HALF).astype(dtype)
+
+
+_DTYPES = {
+    "float32": "float32", "fp32": "float32", "f32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+}  # fmt: skip
+
+
+def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
+    """A floating point dtype from itself or from any of its usual names.
+
+    Raises:
+        InputError: not float32, bfloat16 or float16.
+    """
+    name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
+    if name is None:
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:
+            name = str(dtype)
+    if name not in _DTYPES:
+        raise InputError(f"{argument}={dtype!r} is not supported; {nearest(str(name), list(_DTYPES))}")
+    return jnp.dtype(_DTYPES[name])

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from canvax.errors import CheckpointError
 from canvax.weights.entries import Entry
-from canvax.weights.layout import PICKLES
+from canvax.weights.layout import PICKLES, pickle_refused
 from canvax.weights.ldm_names import unet_entries
 from canvax.weights.open import open_network
 from canvax.weights.safetensors import open_safetensors
@@ -95,7 +95,7 @@ def open_control(source: Source, *, accept: Callable[[Kind, Mapping[str, Any]], 
     """
     path = _path(source)
     if path is not None and path.suffix.lower() in PICKLES:
-        raise CheckpointError(f"{source.name}: canvax does not open pickles, which can run code. {conversion(path)}")
+        raise CheckpointError(f"{source.name}: {pickle_refused(path)}")
     if path is not None and path.is_file():
         return _of_arrays(source.name, open_safetensors(path))
     if path is not None and path.is_dir() and not (path / "config.json").is_file():
@@ -123,17 +123,6 @@ def is_union(config: Mapping[str, Any]) -> bool:
     return "Union" in str(config.get("_class_name")) or "num_control_type" in config
 
 
-def conversion(path: Path) -> str:
-    """How to make a safetensors file of a pickle, where it is trusted."""
-    new = path.with_suffix(".safetensors").name
-    code = (
-        "import torch; from safetensors.torch import save_file; "
-        f"d = torch.load({path.name!r}, map_location='cpu', weights_only=True); "
-        f"save_file({{k: v.contiguous() for k, v in d.get('state_dict', d).items()}}, {new!r})"
-    )
-    return f'If you trust {path.name}, convert it where PyTorch is: python -c "{code}"'
-
-
 def _path(source: Source) -> Path | None:
     """The file or folder that is named; None for a Hub id and for what is nowhere, which ``open_network`` reports."""
     try:
@@ -150,7 +139,7 @@ def _only_file(name: str, folder: Path) -> Path:
         return files[0]
     pickles = sorted(one for one in folder.iterdir() if one.suffix.lower() in PICKLES)
     if pickles and not files:
-        raise CheckpointError(f"{name}: holds only {pickles[0].name}, a pickle. {conversion(pickles[0])}")
+        raise CheckpointError(f"{name}: holds only {pickles[0].name}. {pickle_refused(pickles[0])}")
     raise CheckpointError(
         f"{name}: has no config.json and {len(files) or 'no'} safetensors files; name a folder of diffusers with "
         "config.json and diffusion_pytorch_model.safetensors, or one file"

@@ -96,6 +96,8 @@ def check_token(name: object) -> str:
     """
     if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
         raise InputError(f"token={str(name)[:80]!r} cannot be a word of a prompt; give another with token=")
+    if name.strip().lower() in ("<|startoftext|>", "<|endoftext|>"):
+        raise InputError(f"token={name!r} is what CLIP begins and ends prompts with; give another with token=")
     return name.strip()
 
 

@@ -7,6 +7,7 @@ files is chosen for each component: safetensors of the variant asked for, plain 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -49,10 +50,11 @@ STEMS: dict[Kind, str] = {"diffusers": "diffusion_pytorch_model", "transformers"
 FLAX_FILES: dict[Kind, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
 
 PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
-PICKLE_REFUSED = (
+_REFUSED = (
     "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
-    "anything: canvax convert FILE.ckpt FILE.safetensors"
+    "anything: canvax convert"
 )
+PICKLE_REFUSED = f"{_REFUSED} FILE.ckpt FILE.safetensors"
 
 _VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -71,6 +73,12 @@ class WeightPlan:
     file: str
     sharded: bool
     variant: str | None
+
+
+def pickle_refused(path: Path) -> str:
+    """Why a pickle is not opened, and the command that makes a safetensors file of it."""
+    new = path.with_suffix(".safetensors")
+    return f"{_REFUSED} {shlex.quote(str(path))} {shlex.quote(str(new))}"
 
 
 def config_file(component: str) -> str:

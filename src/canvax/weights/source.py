@@ -75,8 +75,8 @@ class Source:
             raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
-        if self.cache_dir is not None:
-            named_path("cache_dir", self.cache_dir)
+        if self.cache_dir is not None and named_path("cache_dir", self.cache_dir).is_file():
+            raise InputError(f"cache_dir = {str(self.cache_dir)[:200]!r} is a file; name a folder.")
         check_flag("local_files_only", self.local_files_only)
         check_flag("progress", self.progress)
 
@@ -157,9 +157,17 @@ class Source:
 
 _PLACES = {
     "a LoRA": ", and this to pipe.adapters.load or --lora",
+    "a ControlNet": ", and this to controlnet= or --controlnet",
+    "an IP-Adapter": ", and this to pipe.with_ip_adapter or --ip-adapter",
     "a textual inversion": ", and this to pipe.adapters.load_embedding or --embedding",
 }
 """Where files of other kinds are read."""
+
+_BEGINNINGS = {
+    "a ControlNet": ("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks."),
+    "an IP-Adapter": ("ip_adapter.", "image_proj."),
+}
+"""By which names of arrays they are told."""
 
 
 def _other_kind(path: Path) -> str | None:
@@ -173,4 +181,7 @@ def _other_kind(path: Path) -> str | None:
         return None
     if names and any(is_adapters(name) for name in names):
         return "a LoRA"
+    for kind, starts in _BEGINNINGS.items():
+        if any(name.startswith(starts) for name in names) and not any(name.startswith("model.") for name in names):
+            return kind
     return "a textual inversion" if names and names <= {"emb_params", "clip_l", "clip_g"} else None
