@@ -314,6 +314,7 @@ def test_bad_images(old: Old) -> None:
 # Inpainting
 
 
+@pytest.mark.slow
 def test_documented_inpainting(inpainting: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(inpainting)

@@ -145,6 +145,7 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
+@pytest.mark.slow
 def test_other_sizes_are_told_to_the_model(old: Old, native: canvax.StableDiffusion) -> None:
     pipeline, params = old
     given = np.random.default_rng(1).standard_normal((1, 4, 8, 12), np.float32)

@@ -39,6 +39,7 @@ def test_a_replica_gives_at_most_what_full_batches_give() -> None:
     assert outcome.filled == pytest.approx(4, abs=0.1)
 
 
+@pytest.mark.slow
 def test_more_of_everything() -> None:
     """Batches help; more replicas help; bursts and days need more than an even load."""
     load = Load(0.8 * SPEED.most(20), steps={20: 1.0})

@@ -201,6 +201,7 @@ def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes])
     assert whole["error"] in ("HubError", "CheckpointError")
 
 
+@pytest.mark.slow
 def test_a_network_of_its_own(hub: HubImitation, client: Client) -> None:
     """A repository without model_index.json; the second time it is in the cache, also offline."""
     files = {"config.json": b"{}", "diffusion_pytorch_model.safetensors": raw_safetensors({})}

@@ -313,6 +313,7 @@ def test_encoders(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> N
     assert Path(found.name) == root / "models" / "image_encoder"
 
 
+@pytest.mark.slow
 def test_two_networks_of_images(pipe: canvax.StableDiffusion, tmp_path: Path) -> None:
     """A ControlNet beside an IP-Adapter, in whichever order they were given."""
     net = controlnet(tmp_path / "net", pipe, strength=0.5)
@@ -385,6 +386,7 @@ def test_metadata(pipe: canvax.StableDiffusion) -> None:
     assert "mask_sha256" not in first[1]
 
 
+@pytest.mark.slow
 def test_command(base: canvax.StableDiffusion, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -463,6 +465,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.slow
 def test_hub(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> None:
     """The adapter's file and the encoder that suits it, of one commit, and nothing else; later without the Hub."""
     files = {f"models/{name}": data for name, data in folder_files(root / "models").items()}

@@ -25,6 +25,9 @@ rng = np.random.default_rng(0)
 ROUNDING = 1e-5
 """Of sums of hundreds of products of numbers up to five, in float32."""
 
+ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
+"""Devices: two show what one does."""
+
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal(shape, np.float32))
@@ -165,7 +168,7 @@ def test_a_gpu_whose_cudnn_has_no_attention(
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", ONE_OR_TWO)
 def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cuDNN has no kernel, as for the VAE's one wide head: the same numbers and gradients, in less memory."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -219,7 +222,7 @@ def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: commo
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=numbers)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
 def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +273,7 @@ def check_on_a_cpu(
     return text
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_convolution_of_a_doubled_image_on_a_cpu(
@@ -289,7 +292,7 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
     assert "x18x10x24x" not in text  # the doubled image
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_convolution_by_tiles_on_a_cpu(
@@ -419,7 +422,7 @@ def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.tanh(x @ p["weight"]) @ k
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("rows", [1024, 1031], ids=["whole parts", "filled up"])
 def test_rows_a_few_at_a_time(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers and gradients as all at once, each image with its own ``k``, on one device and on two."""

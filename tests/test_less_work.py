@@ -93,6 +93,7 @@ def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(got.latents, draw(emoji).latents, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: Any) -> None:
     got = draw(emoji, num_inference_steps=150)
     request.getfixturevalue("all_guided")
@@ -358,9 +359,8 @@ def test_an_image_encoded_in_tiles(emoji: canvax.StableDiffusion) -> None:
     assert taken[1] < 0.5 * taken[0]
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"data": 2, "model": 2}, *(pytest.param({"data": n}, marks=pytest.mark.slow) for n in (1, 8))], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"data": 1}, {"data": 8}], ids=str)
 def test_a_large_batch_is_decoded_in_turns(
     emoji: canvax.StableDiffusion, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

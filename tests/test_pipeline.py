@@ -106,7 +106,8 @@ def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion, sample
         np.testing.assert_allclose(among.latents[i], alone.latents[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 8])
 def test_same_picture_on_many_devices(emoji: canvax.StableDiffusion, count: int) -> None:
     want = draw(emoji, PROMPTS, seed=40, sampler="Euler a")
     pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:count]))
@@ -218,6 +219,7 @@ def test_a_pipeline_is_a_line(emoji: canvax.StableDiffusion) -> None:
     assert repr(emoji) == "StableDiffusion('emoji', 64x64, DDIM, 11.7M parameters, float32)"
 
 
+@pytest.mark.slow
 def test_functional_style() -> None:
     pipe, params = canvax.StableDiffusion.from_pretrained("emoji", mesh=make_mesh(jax.devices()[:1]))
     assert params.keys() == {"unet", "vae", "text_encoder"}
@@ -360,6 +362,7 @@ def test_saving_over_a_folder(emoji: canvax.StableDiffusion, tmp_path: Path, mon
         assert list((tmp_path / leaf).glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
     """Another precision is another program, also in a pipeline that has one already."""
     draw(emoji, "a cat")

@@ -257,6 +257,7 @@ def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableD
         seen.append(result.latents)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
     """A short prompt gives the image that it gives alone, beside one of two chunks and with a long negative."""
     prompts = ["a cat", "a dog BREAK a (red:1.2) house"]

@@ -120,6 +120,7 @@ def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
     assert psnr(one, whole) > 40
 
 
+@pytest.mark.slow
 def test_half_precision_does_not_overflow(whole: np.ndarray) -> None:
     """Weights of up to 127 are widened by their scales before they are multiplied."""
     pipe = canvax.load("emoji", dtype="float16", quantize="int8")
@@ -135,6 +136,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "a cat", "--quantize", "int8", "--steps", "2", "-o", "a.png", "-q"]) == 0

@@ -285,6 +285,7 @@ def larger(image: Image.Image, **changes: Any) -> canvax.Result:
     return PIPE.upscale(image, "a red apple", **{"scale": 2.5, "seed": 5, "num_inference_steps": 20, **changes})
 
 
+@pytest.mark.slow
 def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> None:
     """Its tiles are in batches with other people's images."""
     image = apple().resize((60, 50))
@@ -525,6 +526,7 @@ def test_another_size_is_compiled_on_demand_while_others_go_on() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_two_models_share_little_memory(tmp_path: Any) -> None:
     PIPE.save(tmp_path / "copy")
     metrics, names = Metrics(), {"emoji": "emoji", "copy": str(tmp_path / "copy")}

@@ -170,6 +170,7 @@ def test_taesd_from_an_image(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert psnr(draw(load(folder, vae=tmp_path / "taesd"), image=photo(1), strength=0.5).pixels, want) >= 60
 
 
+@pytest.mark.slow
 def test_another_autoencoder(folder: Path, tmp_path: Path) -> None:
     """A folder, one with a model around it, one file of either naming, in a whole model's file."""
     theirs = large(7)

@@ -213,6 +213,7 @@ def test_same_image(sampler: str, steps: int, changes: dict[str, Any], pair: Any
     assert psnr(got.pixels, without.pixels) < near - 20
 
 
+@pytest.mark.slow
 def test_two_nets(pair: Any, nets: list[Any]) -> None:
     theirs, ours = pair
     theirs = diffusers.StableDiffusionControlNetPipeline(

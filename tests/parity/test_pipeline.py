@@ -139,6 +139,7 @@ def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffus
     assert psnr(got.pixels, want) >= 60
 
 
+@pytest.mark.slow
 def test_guidance_as_an_input(tmp_path: Path) -> None:
     """A latent consistency model: the network takes the scale, and no negative prompt is evaluated."""
     folder = build(tmp_path / "lcm", "epsilon", time_cond_proj_dim=24)

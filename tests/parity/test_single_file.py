@@ -203,6 +203,7 @@ def test_command_line(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "epsilon" in told
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_files_of_strangers(data: st.DataObject, made: Made) -> None:
