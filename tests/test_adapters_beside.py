@@ -64,6 +64,7 @@ def pixels(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **more: Any) -> 
     return pipe(prompt, **{"seed": 1, **STEPS, **more}).pixels
 
 
+@pytest.mark.slow
 def test_as_merged(sd: canvax.StableDiffusion, loras: Path) -> None:
     """Beside the weights and merged into them is the same image, in both networks and in every layer."""
     plain = pixels(sd)

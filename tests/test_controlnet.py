@@ -164,7 +164,8 @@ def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
         assert together.metadata[i]["control_sha256"] == alone.metadata[0]["control_sha256"]
 
 
-@pytest.mark.parametrize("shape", [(4, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
 def test_on_several_devices(
     shape: tuple[int, int], base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion
 ) -> None:

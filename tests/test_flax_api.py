@@ -141,6 +141,7 @@ def test_negative_prompts(old: Old, copies: Params) -> None:
         assert (np.abs(images - plain).max() > 0.01) == changes
 
 
+@pytest.mark.slow
 def test_guidance_in_every_form(old: Old, copies: Params) -> None:
     pipeline, _ = old
 

@@ -114,6 +114,7 @@ def psnr(got: Any, want: Any) -> float:
 # Image to image
 
 
+@pytest.mark.slow
 def test_documented_call(folder: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folder, dtype=jnp.bfloat16)

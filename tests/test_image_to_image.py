@@ -75,6 +75,7 @@ def test_strength_is_how_much_changes(emoji: canvax.StableDiffusion, apple: Imag
     assert changes[0] < changes[-1] / 3
 
 
+@pytest.mark.slow
 def test_each_image_of_a_batch_has_its_own(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     other = draw(emoji, "a lemon", num_inference_steps=8).images[0]
     masks = [half(), Image.new("L", apple.size, 255)]

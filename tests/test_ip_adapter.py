@@ -78,6 +78,7 @@ def pipe(base: canvax.StableDiffusion, root: Path) -> canvax.StableDiffusion:
     return base.with_ip_adapter([root / "models" / "plain.safetensors", root / "models" / "plus.safetensors"])
 
 
+@pytest.mark.slow
 def test_strength_zero_is_no_image_prompt(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
     want = draw(base).latents
     assert far(draw(pipe, image_prompt=ImagePrompt(photo(1), 0)).latents, want) < 1e-4

@@ -275,7 +275,7 @@ def check_on_a_cpu(
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_convolution_of_a_doubled_image_on_a_cpu(
     dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_tiles_cover_all_and_fade_into_each_other() -> None:
         assert weight.min() > 0
 
 
+@pytest.mark.slow
 def test_no_seam(emoji: canvax.StableDiffusion) -> None:
     """Steps between neighbouring pixels are as large where tiles meet as elsewhere."""
     image = draw(emoji, num_inference_steps=20).images[0]

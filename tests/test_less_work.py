@@ -116,6 +116,7 @@ def test_saved_guidance_of_sdxl(sdxl: canvax.StableDiffusion, request: Any) -> N
     np.testing.assert_allclose(got.latents / want.std(), want / want.std(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_saved_guidance_compiles_one_program_more(emoji: canvax.StableDiffusion) -> None:
     """The first of a size makes the decoder and one denoiser, an interval one more, and then nothing does."""
     size = {"height": 72, "width": 56}
@@ -314,7 +315,8 @@ def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> f
     return float(steps[at].mean() / np.delete(steps, at).mean())
 
 
-@pytest.mark.parametrize("model", ["emoji", pytest.param("full channels", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["emoji", "full channels"])
 def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.
 

@@ -139,6 +139,7 @@ def test_rows_one_by_one_draw_what_they_draw_in_one_go(emoji: canvax.StableDiffu
     )
 
 
+@pytest.mark.slow
 def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
     mesh = emoji.programs.mesh
     assert mesh.size == 1

@@ -367,6 +367,7 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion
     return one, four
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("syntax", "prompts"),
     [

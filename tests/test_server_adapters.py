@@ -101,6 +101,7 @@ def test_each_request_has_its_own(
     assert np.abs(found[1][0] - merged).max() <= 2
 
 
+@pytest.mark.slow
 def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
     wanted, _ = drawn(client, prompt="a red apple <lora:ink:0.8>")

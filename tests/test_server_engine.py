@@ -388,6 +388,7 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
     finished(jobs[-1:])
 
 
+@pytest.mark.slow
 def test_a_device_without_memory_costs_a_smaller_batch_and_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canvax.server.policy.WORTH_IT", 100.0)  # a busy machine may find that batches gain nothing
     engine, step, met = started(), Group.step, []
@@ -425,6 +426,7 @@ def test_one_image_that_fails_does_not_harm_others(engine: ImageEngine, monkeypa
     assert jobs[3].error == ("server_error", "the image could not be generated; the server's log says why")
 
 
+@pytest.mark.slow
 def test_a_storm_of_requests_and_cancellations_loses_nothing(engine: ImageEngine) -> None:
     jobs: list[Job] = []
     lock = threading.Lock()

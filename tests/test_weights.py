@@ -259,6 +259,7 @@ def write_large(folder: Path, form: str) -> None:
             (weights.parent / f"{name}.msgpack").write_bytes(flax_bytes(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_peak_host_memory(tmp_path: Path) -> None:
     def peak(where: str, dtype: str) -> int:

@@ -156,6 +156,7 @@ def test_taesd_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
             load(folder, vae=tmp_path / f"taesd_{half}.safetensors")
 
 
+@pytest.mark.slow
 def test_taesd_from_an_image(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tiny()
     theirs.save_pretrained(tmp_path / "taesd")
@@ -233,6 +234,7 @@ def test_schedule(prediction: str | None, changes: dict[str, Any], folder: Path,
         np.testing.assert_array_equal(draw(load(folder, scheduler=given)).pixels, draw(ours).pixels)
 
 
+@pytest.mark.slow
 def test_single_file(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a 2.x predicts is a guess, which the caller may end; a file without an autoencoder is given one."""
     parts = model("sd2")

@@ -291,6 +291,7 @@ def test_pickles_of_strangers(data: st.DataObject, tmp_path_factory: pytest.Temp
         pass
 
 
+@pytest.mark.slow
 def test_command_line(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, single = made("sd1")
     assert main(["convert", str(single), str(tmp_path / "out"), "--dtype", "float16", "--quiet"]) == 0

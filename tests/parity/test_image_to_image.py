@@ -105,6 +105,7 @@ def test_same_image(name: str, strength: float, pair: Any, monkeypatch: pytest.M
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
 
 
+@pytest.mark.slow
 def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old Flax name, also with the noise of the encoding."""
     theirs, _ = pair
@@ -149,6 +150,7 @@ def test_image_encoding(pair: Any) -> None:
     np.testing.assert_array_equal(one, latents(seed=1, image_encoding="sample"))
 
 
+@pytest.mark.slow
 def test_nothing_recompiles(pair: Any) -> None:
     _, ours = pair
     first = {"image": photo(1), "seed": 1, "num_inference_steps": 4, "progress": False}

@@ -190,7 +190,8 @@ def test_each_image_of_a_batch_has_its_own(pair: Pair) -> None:
         assert psnr(one, other) >= 60
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "plus"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "plus"])
 def test_sdxl(kind: str, tmp_path: Path) -> None:
     both = Pair(build_xl(tmp_path / "model"), tmp_path, xl=True)
     pipe = both.load(kind)

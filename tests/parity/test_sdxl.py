@@ -262,6 +262,7 @@ def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) 
     assert psnr(got.pixels, images) >= 60
 
 
+@pytest.mark.slow
 def test_empty_negative_without_zeros(tmp_path: Path) -> None:
     theirs, ours = load(build(tmp_path / "base", zeros=False), "StableDiffusionXLPipeline")
     latents, images = reference_picture(theirs, "Euler", **PLAIN)
@@ -335,6 +336,7 @@ def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path
     assert psnr(got.pixels, out.images) >= 60
 
 
+@pytest.mark.slow
 def test_nothing_recompiles(base: tuple[Any, canvax.StableDiffusion]) -> None:
     _, ours = base
     ours("a cat", num_inference_steps=2, seed=1, options=QUIET)

@@ -85,7 +85,7 @@ def cases() -> Iterator[Any]:
     for name, fields in VARIANTS:
         for prediction in ("epsilon", "v_prediction", "sample"):
             further = prediction == "sample" or (prediction == "v_prediction" and bool(fields))
-            slow = further or (name in NO_SAMPLE and (bool(fields) or name == NO_SAMPLE[1]))
+            slow = further or (name in NO_SAMPLE and (bool(fields) or name.startswith("KDPM2")))
             yield pytest.param(name, fields, prediction, marks=pytest.mark.slow if slow else ())
 
 
