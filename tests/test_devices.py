@@ -296,6 +296,7 @@ def test_rows_of_a_batch() -> None:
 # Memory.
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_compiler_says(emoji: canvax.StableDiffusion) -> None:
     found = emoji.memory(batch=2)
     assert found.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(emoji.params))

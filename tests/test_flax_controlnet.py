@@ -50,6 +50,7 @@ def loaded(folders: tuple[Path, Path]) -> tuple[Any, Any]:
     return pipe, params
 
 
+@pytest.mark.slow
 def test_documented_example(loaded: tuple[Any, Any], folders: tuple[Path, Path]) -> None:
     """As in diffusers' documentation of the class, line by line."""
     pipe, params = loaded

@@ -104,6 +104,7 @@ def test_a_graded_mask_begins_later_where_it_is_darker() -> None:
     np.testing.assert_allclose(np.asarray(mixed).ravel(), mask.ravel())
 
 
+@pytest.mark.slow
 def test_encode_image(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     latents = emoji.encode_image(apple)
     assert latents.shape == (1, 8, 8, 32)

@@ -499,6 +499,7 @@ def test_eight_devices_generate_the_same() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_draining_finishes_what_was_accepted() -> None:
     engine = started(warm=(Warm(None, (1,)),))
     jobs = [engine.submit(Ask("a red apple", seed=i, steps=6)) for i in range(4)]

@@ -133,6 +133,7 @@ def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(tiled, whole) < 0.05
 
 
+@pytest.mark.slow
 def test_taesd_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
     """As a folder of diffusers and as TAESD's own file, which numbers the decoder's layers from one."""
     theirs = tiny()

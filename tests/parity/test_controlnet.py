@@ -321,6 +321,7 @@ def test_adapter(kind: str) -> None:
         assert relative_error(one, nhwc(other)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*decode_latents")
 def test_adapter_in_a_pipeline(pair: Any, nets: list[Any], tmp_path: Path) -> None:
     """Alone, and with a ControlNet beside it, which diffusers has no pipeline for."""
