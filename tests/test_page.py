@@ -227,6 +227,7 @@ def test_history_survives_a_reload(site: Site) -> None:
         site.draw(prompt)
     site.page.hover(".tile")
     site.page.click(".tile .favourite")
+    site.page.wait_for_selector(".tile .favourite[aria-pressed=true]", state="attached")
     site.open()
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face", "a red apple"]
     site.page.fill("#search", "apple")

@@ -86,10 +86,10 @@ export async function undoDelete() {
 export async function toggleFavourite(id) {
   const record = byId(id);
   record.favourite = !record.favourite;
+  await kept.put(record).catch(() => {}); // it shows once it is kept
   const node = $("tiles").querySelector(`[data-id="${id}"] .favourite`);
   if (node) node.ariaPressed = String(record.favourite);
   announce(record.favourite ? "A favourite now" : "No favourite any more");
-  await kept.put(record).catch(() => {});
 }
 
 /** Show all tiles anew: after a search, a reload, more of them. */
