@@ -219,7 +219,7 @@ def test_ten_jobs_leave_a_connection_for_cancelling(site: Site) -> None:
     site.page.click("#queue-cancel")
     site.idle()
     started = time.monotonic()
-    while not all(job.status.over for job in site.stub.engine.accepted):  # the page shows it before the server has heard
+    while not all(job.status.over for job in site.stub.engine.accepted):  # the page is ahead of the server
         assert time.monotonic() - started < 1.5
         site.page.wait_for_timeout(50)
 
