@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ import pytest
 
 import canvax
 from canvax.familiar import ATTRIBUTES, CALL, LOAD
+from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import translate_call, translate_load
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
+ADAPTERS = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
 
 
 def test_other_names_of_the_same_arguments(emoji: canvax.StableDiffusion) -> None:
@@ -200,3 +203,26 @@ def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
     assert float(jnp.abs(slopes[2]["unet"]["conv_in"]["weight"]).max()) > 0
     both = jax.vmap(lambda latents: emoji.denoiser(latents[None], 500, conditions)[0])(jnp.concatenate([noise, -noise]))
     np.testing.assert_allclose(both[0], emoji.denoiser(noise, 500, conditions)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["int8", "embedding", "adapter", "low-rank"])
+def test_the_networks_as_functions_of_other_weights(emoji: canvax.StableDiffusion, weights: str) -> None:
+    """They run with whatever a pipeline can hold, and with the low-rank factors that somebody trains beside them."""
+    pipe = canvax.load("emoji", quantize="int8" if weights == "int8" else None)
+    if weights == "embedding":
+        pipe.adapters.load_embedding(ADAPTERS / "rainbow-flag.safetensors")
+    elif weights == "adapter":
+        pipe.adapters.load("night", ADAPTERS / "night.safetensors", beside=True)
+    noise = jax.random.normal(jax.random.key(0), (1, 8, 8, 32))
+    params, conditions = pipe.params, pipe.encode("a <rainbow-flag>")
+    assert params is not None
+    if weights == "low-rank":
+        layer = params["unet"]["time_embedding"]["linear_1"]
+        inputs, outputs = layer["weight"].shape
+        factors = {"down": jnp.ones((inputs, 2)), "up": jnp.full((2, outputs), 0.1)}
+        params["unet"]["time_embedding"]["linear_1"] = {**layer, LOW_RANK: factors}
+    plain = np.asarray(emoji.denoiser(noise, 500, emoji.encode("a <rainbow-flag>")))
+    got = pipe.denoiser(noise, 500, conditions, params=params)
+    far = float(jnp.linalg.norm(got - plain) / jnp.linalg.norm(plain))
+    assert weights == "adapter" or 1e-3 < far < (0.1 if weights == "int8" else 2)  # an adapter beside has no part in it
+    assert pipe.decode(noise).shape == (1, 64, 64, 3)

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,7 +18,7 @@ from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, Tin
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoders
-from canvax.params import Params
+from canvax.params import Params, Spec
 from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
@@ -194,12 +195,17 @@ class Model:
         """Height and width the model was trained for, in pixels."""
         return self.networks.native_size
 
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Declared parameters of each part that has weights, quantised as they are."""
+        return self.networks.specs(self.quantize)
+
     @property
     def components(self) -> list[Component]:
         """The parts that have weights."""
         return [
             Component(name, spec, "transformers" if name in self.text.parts else "diffusers")
-            for name, spec in self.networks.specs(self.quantize).items()
+            for name, spec in self.specs.items()
         ]
 
     def tokenize(self, prompts: Sequence[str], prompts_2: Sequence[str]) -> Ids:

@@ -143,9 +143,8 @@ class FlaxPipeline:
             overwrite: whether files there may be replaced.
         """
         save_directory = named_path("save_directory", save_directory)
-        specs = {part.name: part.spec for part in self.model.components}
-        weights = weights_of(params, specs)
-        check_weights(specs, weights)
+        weights = weights_of(params, self.model.specs)
+        check_weights(self.model.specs, weights)
         return self.model.save(save_directory, weights, overwrite=overwrite)
 
     @classmethod
@@ -280,10 +279,9 @@ class FlaxPipeline:
         text = self.model.text
         ids = check_ids("prompt_ids", prompt_ids, text, jit)
         negative = None if neg_prompt_ids is None else check_pair(ids, neg_prompt_ids, text, jit)
-        specs = {part.name: part.spec for part in self.model.components}
-        weights = weights_of(params, specs)
+        weights = weights_of(params, self.model.specs)
         devices = stacked_devices(weights, len(ids)) if jit else []
-        check_weights(specs, weights, stacked=jit)
+        check_weights(self.model.specs, weights, stacked=jit)
         table = self._table(params, steps, strength)
         lead = ids.shape[: 2 if jit else 1]
         pixels, mask = check_given(given, lead) if given else (None, None)

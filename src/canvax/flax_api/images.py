@@ -14,6 +14,7 @@ from canvax.errors import InputError
 from canvax.flax_api.keys import LatentsShape, encoding_noise, wrap_keys
 from canvax.images.given import read_images
 from canvax.images.masks import as_floats, pixels_resized, resized
+from canvax.pipelines.checks import floats
 
 STEP, CONTROL_STEP = 32, 64
 """Pixels that the sides of a prepared image, and of a control image, are a multiple of, as they were."""
@@ -154,10 +155,8 @@ class ControlImage:
 def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least: int) -> np.ndarray:
     """[D, b, H, W, C] float32 of an array [(D,) b, C, H, W] with values in ``least``..1."""
     try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
-            array = array.astype(np.float32)
-    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
+        array = floats(value)
+    except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name} is not an array of numbers; pass what prepare_inputs returned") from None
     given, wanted = array.shape[: len(lead)], array.shape[len(lead) : len(lead) + 1]
     counts = all(count in (1, most) for count, most in zip(given, lead, strict=False))

@@ -17,7 +17,7 @@ from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.models.text import Conditions, TextEncoders
 from canvax.parallel.rules import check_params
 from canvax.params import Params, Spec
-from canvax.pipelines.checks import check_size
+from canvax.pipelines.checks import check_size, floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,10 +199,8 @@ def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> Any:
     """Given latents of this shape, float32; on the host, if they are not traced."""
     try:
-        array = latents if isinstance(latents, Tracer) else np.asarray(latents)
-        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
-            array = array.astype(np.float32)
-    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
+        array = floats(latents)
+    except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name} is not an array of numbers; this call needs {shape} of unit variance") from None
     if array.shape != shape or array.dtype != np.float32:
         raise InputError(

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from canvax.errors import InputError
+from canvax.parallel.rules import is_deleted
 from canvax.types import Array
 
 LatentsShape = tuple[int, int, int, int]
@@ -28,7 +28,7 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
     Raises:
         InputError: not a key, or not one for each device.
     """
-    if isinstance(keys, jax.Array) and not isinstance(keys, Tracer) and keys.is_deleted():
+    if is_deleted(keys):
         raise InputError("prng_seed was deleted or donated; make another with jax.random.key(0)")
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         try:

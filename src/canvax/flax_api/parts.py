@@ -146,8 +146,7 @@ class Network(Part, ABC):
         return call(*arguments, params=variables["params"], **keywords)
 
     def _checked(self, params: Any) -> Params:
-        specs = {part.name: part.spec for part in self.model.components if part.name == self.name}
-        check_weights(specs, {self.name: params})
+        check_weights({self.name: self.model.specs[self.name]}, {self.name: params})
         return params
 
 

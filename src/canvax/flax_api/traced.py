@@ -61,8 +61,7 @@ class FlaxTextToImage(FlaxPipeline):
         check_static("num_inference_steps", num_inference_steps)
         prompt_ids = check_ids("prompt_ids", prompt_ids, self.model.text)
         batch = prompt_ids.shape[0]
-        specs = {part.name: part.spec for part in self.model.components}
-        check_weights(specs, weights_of(params, specs))
+        check_weights(self.model.specs, weights_of(params, self.model.specs))
         shape = self._latents_shape(batch, height, width)
         table = self._table(params, num_inference_steps)
         noise, words = draw(wrap_keys(prng_seed), shape)

@@ -117,32 +117,44 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
     return unflatten({key: place(param, given[key], mesh) for key, param in flatten(spec)})
 
 
-def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False) -> None:
+def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, more: bool = False) -> None:
     """Refuse parameters that are not those of a spec; ``stacked``: each is under a device axis.
+
+    ``more``: others may lie beside them, as low-rank adapters do that somebody trains.
 
     Raises:
         InputError: some are missing, unknown, of another shape or no numbers; naming them, below ``name``.
     """
     if not isinstance(params, Mapping):
         raise InputError(f"params[{name!r}] is {type(params).__name__}, not a dict of arrays")
+    declared, structure = jax.tree.flatten(spec)
+    leaves, found = jax.tree.flatten(params)
+    # Loops of one's own come here before each step: names are put together only where something is wrong.
+    if structure == found and not any(_unfit(*pair, stacked) for pair in zip(declared, leaves, strict=True)):
+        return
     wanted, given = dict(flatten(spec)), dict(flatten(params))
     faults = [f"{key} is missing" for key in wanted if key not in given]
-    faults += [f"{key} is not a parameter" for key in given if key not in wanted]
+    faults += [f"{key} is not a parameter" for key in given if key not in wanted and not more]
     unfit = {key: _unfit(param, given[key], stacked) for key, param in wanted.items() if key in given}
     faults += [f"{key} {why}" for key, why in unfit.items() if why]
     if faults:
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{more}")
+        rest = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{rest}")
+
+
+def is_deleted(value: Any) -> bool:
+    """Whether it is an array of JAX's that was deleted or donated to a call."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
     """Why something is not this parameter; "" if it is, be it traced or only described."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         return f"is a {type(leaf).__name__}, not an array of NumPy or JAX"
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+    if is_deleted(leaf):
         return "was deleted or donated, so that nothing is left of it"
     shape = leaf.shape[1:] if stacked else leaf.shape
-    if shape not in (param.shape, param.in_parts) or (stacked and not leaf.ndim):
+    if (shape != param.shape and shape != param.in_parts) or (stacked and not leaf.ndim):
         return f"is {shape}, not {param.shape}"
     # A weight of 8 bits has that dtype in any case; of others any number with a point does.
     if leaf.dtype != param.dtype_in(np.float32) and not jnp.issubdtype(leaf.dtype, jnp.floating):

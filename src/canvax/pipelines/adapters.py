@@ -57,7 +57,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
-        self._merging = Merging(model.networks.specs(model.quantize), mesh)
+        self._merging = Merging(model.specs, mesh)
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         self._check_known(name)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
@@ -120,9 +121,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
         return None
     refuse_tracers(name, latents)
     try:
-        array = np.asarray(latents)
-        if array.dtype.kind not in "mMc" and array.dtype.fields is None:  # not times, complex numbers and records
-            array = array.astype(np.float32)
+        array = floats(latents)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name}: not an array of numbers; this call needs [B, h, w, C] = {shape}") from None
     if array.shape != shape or array.dtype != np.float32:
@@ -132,6 +131,16 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     if not np.isfinite(array).all():
         raise InputError(f"{name} has values that are not finite")
     return array
+
+
+def floats(value: Any) -> Any:
+    """An array of it, traced as it was: float32, but as it is of times, complex numbers and records.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: no array of numbers comes of it; the last of a deleted one.
+    """
+    array = value if isinstance(value, Tracer) else np.asarray(value)
+    return array if array.dtype.kind in "mMc" or array.dtype.fields else array.astype(np.float32)
 
 
 def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import Conditions, encode_text
-from canvax.parallel.rules import check_params
+from canvax.parallel.rules import check_params, is_deleted
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
@@ -113,20 +112,18 @@ def _weights(model: Model, params: Any, component: str) -> Params:
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError(f"params has no {component!r} ({found!s:.80}); pass pipe.params, or a dict like it")
-    check_params(model.networks.specs()[component], params[component], component)
+    check_params(model.specs[component], params[component], component, more=True)
     return params[component]
 
 
 def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-            raise ValueError
-        array = jnp.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # of text, None, ragged lists and deleted arrays
+        array = None if is_deleted(value) else jnp.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # of text, None, ragged lists and lists of deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        deleted = " that was deleted" if isinstance(value, jax.Array) and array is None else ""
+        deleted = " that was deleted" * is_deleted(value)
         kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}{deleted}"
         raise InputError(f"{name} is {kind}, not a number or an array of real numbers")
     return array
