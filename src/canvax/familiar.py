@@ -12,6 +12,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
+from canvax.checked import is_deleted
 from canvax.errors import InputError
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -326,6 +327,9 @@ def accepts(translate: Translate) -> Callable[[F], F]:
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
+            for name, value in (*zip(parameters, arguments, strict=False), *keywords.items()):
+                if is_deleted(value):
+                    raise InputError(f"{name} is an array of JAX that was deleted or donated; give one that is there")
             others = {name: value for name, value in keywords.items() if name not in parameters}
             if not others:
                 return function(*arguments, **keywords)

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from canvax.checked import shown
 from canvax.errors import CheckpointError, InputError
 
 DAMAGED = "The file is damaged or incomplete: download or copy it again."
@@ -38,11 +39,10 @@ def named_path(label: str, name: Any) -> Path:
 
     Raises:
         InputError: no file can have this name: it is empty, too long, has a null byte, names an unknown user, or lies
-            where nobody may look.
-        TypeError: it is neither.
+            where nobody may look; or it is neither.
     """
     if not isinstance(name, str | os.PathLike):
-        raise TypeError(f"{label}={name!r:.80} is not the name of a file or folder")
+        raise InputError(f"{label}={shown(name)} is not the name of a file or folder")
     if not str(name):
         raise InputError(f"{label}={name!r} is empty; give a name")
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from canvax.checked import checked
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
@@ -39,6 +40,7 @@ _ALIKE = {
 """Fields of configs that may be written in several ways, or that specs say already."""
 
 
+@checked
 def convert(
     model: str | Path, output: str | Path, *, dtype: DType | None = None, overwrite: bool = False, **source: Any
 ) -> Path:

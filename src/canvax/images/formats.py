@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
+from canvax.checked import checked, shown
 from canvax.errors import InputError
 from canvax.images.infotext import to_infotext
 
@@ -139,6 +140,7 @@ class GeneratedImage(Image.Image):
     metadata: Mapping[str, Any]
 
     @classmethod
+    @checked
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
         """The same pixels with ``metadata``."""
         copy = cls()
@@ -154,13 +156,17 @@ class GeneratedImage(Image.Image):
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own."""
+        if not isinstance(format, str | None):
+            raise InputError(f"format={shown(format)} is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         kind = str(format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
         try:
             super().save(fp, format, **own | params)
         except (AttributeError, KeyError, ValueError) as error:  # Pillow's word for another format, and for parameters
-            raise InputError(f"{name or fp!r} cannot be saved ({error}); end it with .png, .jpg or .webp") from None
+            raise InputError(
+                f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"
+            ) from None
 
 
 def _encodable(text: str) -> str:

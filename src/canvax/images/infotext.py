@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from canvax.samplers.curves import CURVES, curve_label
+from canvax.samplers.curve_names import CURVES, curve_label
 
 _NEGATIVE = "Negative prompt:"
 _PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
+from canvax.checked import checked
 from canvax.errors import warn
 
 
@@ -40,6 +41,7 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capab
         yield
 
 
+@checked
 def plain_kernels() -> AbstractContextManager[None]:
     """Compute as the models are written down, without kernels of any platform's own.
 

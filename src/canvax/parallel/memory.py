@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from canvax.errors import OutOfMemoryError
+from canvax.checked import checked
+from canvax.errors import InputError, OutOfMemoryError
 
 _MEMINFO = Path("/proc/meminfo")
 _CONTROL = Path("/sys/fs/cgroup")
@@ -26,6 +27,7 @@ _ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 """What programs take. Asking the compiler costs tens of milliseconds, and every image wants to know of three."""
 
 
+@checked
 @dataclass(frozen=True)
 class Memory:
     """Bytes that each device needs for a model at some size and batch.
@@ -40,6 +42,12 @@ class Memory:
     weights: int
     programs: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
+        for name, size in sizes.items():
+            if size < 0:
+                raise InputError(f"{name}={size} bytes are fewer than none")
 
     @property
     def total(self) -> int:

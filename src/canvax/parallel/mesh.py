@@ -14,11 +14,13 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count
 
 AXES = ("data", "model")
 
 
+@checked
 def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
     """Mesh over JAX devices, for ``canvax.load(..., mesh=)``.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -66,6 +67,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 
+    @checked
     def get(self, key: str, default: Any = None) -> Any:
         """The adapter, or ``default`` where there is none of this name."""
         return self._loaded.get(key, default)
@@ -85,6 +87,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """The textual inversions, as prompts write them."""
         return tuple(self._words)
 
+    @checked
     def load(
         self,
         name: str,
@@ -136,6 +139,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
         return loaded
 
+    @checked
     def beside(self, rank: int | None = 16, places: int = COUNT, layers: str = "all") -> None:
         """Make places for adapters beside the weights, for which programs are compiled once; later ones fill them.
 
@@ -148,6 +152,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
         held = [one for one in self._loaded.values() if one.place is not None]
+        check_places(COUNT if rank is None else rank, places, layers)
         if rank is None:
             self.remove(*(one.name for one in held)) if held else None
             self._bank = None
@@ -191,6 +196,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         by_block, _ = parted(loaded.weights, bank.components)
         return loaded.factor if by_block else None
 
+    @checked
     def load_embedding(
         self,
         source: str | Path,
@@ -230,6 +236,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
+    @checked
     def set(self, weights: Mapping[str, float | Mapping[str, Any]]) -> None:
         """Give adapters these weights, and all others none; they stay loaded.
 
@@ -262,6 +269,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if parted(before.weights, self._bank.components)[0] != parted(now.weights, self._bank.components)[0]:
             self._bank.put(now.place, self._bank.pack(now.name, now.adapter, self._inner(now)))
 
+    @checked
     def remove(self, *names: str) -> None:
         """Remove adapters and textual inversions; without names, all of them.
 
@@ -297,6 +305,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
+    @checked
     def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
@@ -334,6 +343,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         places = self._bank and self._bank.places
         return [*([(places.rank, places.count, places.layers)] if places else []), *adapters, *words]
 
+    @checked
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
         """Load what ``recipe`` tells of."""
         for entry in recipe:
@@ -360,7 +370,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._params()
 
     def _check_known(self, name: str) -> None:
-        if name not in self._loaded:
+        if not isinstance(name, str) or name not in self._loaded:
             there = nearest(str(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
             raise InputError(f"adapter {str(name)[:80]!r} is not loaded; {there}")
 

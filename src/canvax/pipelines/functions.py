@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from canvax.checked import shown
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
-from canvax.models.text import Conditions, encode_text
+from canvax.models.text import SECOND, Conditions, encode_text
 from canvax.parallel.rules import check_params, is_deleted
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
@@ -49,6 +51,10 @@ def encode(
     """See ``canvax.StableDiffusion.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
+    if prompt_2 is not None and SECOND not in model.text.parts:
+        raise InputError(f"prompt_2 with {model.name}, which has one text encoder; leave it out")
+    if guidance_scale is not None and not model.networks.embeds_guidance:
+        raise InputError(f"guidance_scale with {model.name}, which reads none: mix its outputs yourself; leave it out")
     options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
     check_clip_skip(options.clip_skip, model)
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
@@ -95,6 +101,8 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     latents = _latents(model, latents)
     _check_conditions(model, conditions, len(latents))
     timesteps = numbers("timestep", timestep)
+    if not isinstance(timesteps, Tracer) and not bool(jnp.all((timesteps >= 0) & jnp.isfinite(timesteps))):
+        raise InputError(f"timestep={shown(timestep)} is not a finite number of at least 0")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
@@ -120,7 +128,12 @@ def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
         array = None if is_deleted(value) else jnp.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # of text, None, ragged lists and lists of deleted arrays
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # of text, None, ragged lists and lists of deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         deleted = " that was deleted" * is_deleted(value)

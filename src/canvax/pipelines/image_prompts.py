@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from canvax.checked import checked
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
@@ -32,6 +33,7 @@ MOST = 16
 """Image prompts of one call."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
     """An image as a prompt, for a pipeline with an IP-Adapter (docs/ip-adapter.md).
@@ -53,6 +55,14 @@ class ImagePrompt:
     adapter: int = 0
     embeds: Any = None
     negative_embeds: Any = None
+
+    def __post_init__(self) -> None:
+        if (self.image is None) == (self.embeds is None):
+            raise InputError("image_prompt: give an image or embeds, one of the two")
+        if self.adapter < 0:
+            raise InputError(f"image_prompt: adapter={self.adapter} is not 0, the first adapter, or a later one")
+        if not isinstance(self.scale, Mapping | list | tuple | np.ndarray):
+            _number("scale", self.scale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.compile.aot import Build
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
@@ -74,6 +75,7 @@ class LoadedModel:
         """The tokenizer of the first text encoder."""
         return next(iter(self.model.tokenizers.values()))
 
+    @checked
     def encode(
         self,
         prompt: str | Sequence[str],
@@ -105,6 +107,7 @@ class LoadedModel:
         more["prompt_syntax"] = prompt_syntax
         return functions.encode(self.model, params, prompt, prompt_2, **more)
 
+    @checked
     def encode_image(
         self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
     ) -> Array:
@@ -118,6 +121,7 @@ class LoadedModel:
         """
         return functions.encode_image(self.model, self._own(params), image, height, width)
 
+    @checked
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
         """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
 
@@ -131,6 +135,7 @@ class LoadedModel:
         """
         return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
 
+    @checked
     def decode(self, latents: Array, *, params: Params | None = None) -> Array:
         """Images [B, H, W, 3] float32 in 0..1 of latents [B, h, w, C], such as ``Result.latents``.
 
@@ -138,6 +143,7 @@ class LoadedModel:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    @checked
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
     ) -> Path:
@@ -165,6 +171,7 @@ class LoadedModel:
 
     save_pretrained = save
 
+    @checked
     def place(self, params: Params) -> Params:
         """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
 
@@ -181,6 +188,7 @@ class LoadedModel:
             for part in self.model.components
         }
 
+    @checked
     def memory(
         self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
     ) -> Memory:
@@ -203,6 +211,7 @@ class LoadedModel:
         programs = {name: program_bytes(program) or 0 for name, program in ready.named}
         return Memory(weights, programs, None if free is None else free + held)
 
+    @checked
     def compile(
         self,
         height: int | None = None,

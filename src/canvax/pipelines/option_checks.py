@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from canvax.checked import check_function
 from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
 from canvax.samplers.catalog import find
@@ -23,25 +23,14 @@ MOST_NUMBERS = 10_000
 def check_callback(callback: Any) -> None:
     """Refuse what cannot be called with one ``Step``, before anything runs."""
     also = "; callback_on_step_end takes a function of (pipe, index, timestep, tensors)"
-    _check_function("callback", callback, 1, f"one argument, a canvax.Step{also}")
+    if callback is not None:
+        check_function("callback", callback, 1, f"one argument, a canvax.Step{also}")
 
 
 def check_step_end(callback: Any) -> None:
     """Refuse what cannot be called as a callback of diffusers is, before anything runs."""
-    _check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
-
-
-def _check_function(name: str, function: Any, count: int, told: str) -> None:
-    if function is None:
-        return
-    if not callable(function):
-        raise InputError(f"{name}={function!r:.80} is not a function; it is called with {told}")
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except ValueError:  # a function of C, which does not tell
-        return
-    except TypeError:
-        raise InputError(f"{name}={function!r:.80} cannot be called with {told}") from None
+    if callback is not None:
+        check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
 
 
 def is_number(value: Any) -> bool:
@@ -62,6 +51,8 @@ def numbers_of(name: str, value: Any) -> Any:
         value = value.split(",")
     if value is None and name != "guidance_interval":
         return None
+    if isinstance(value, bytes | set | frozenset | Mapping):  # which iterate as well, and mean something else
+        value = ()
     try:
         numbers = tuple(float(one) for one in islice(value or (), MOST_NUMBERS + 1))
     except (TypeError, ValueError, OverflowError):

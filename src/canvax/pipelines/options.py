@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
+from canvax.checked import shown
 from canvax.errors import InputError, check_count, nearest, plain, reading_arguments
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
@@ -29,6 +30,8 @@ from canvax.pipelines.option_checks import (
     sides_of,
 )
 from canvax.prompts.grammar import PromptSyntax
+from canvax.samplers.catalog import curve_named
+from canvax.samplers.options import SPACINGS
 from canvax.samplers.strength import StrengthRule
 
 
@@ -232,15 +235,22 @@ class Options:
     def _check(self) -> None:
         """Every field, which it makes plain."""
         for field in dataclasses.fields(self):
-            object.__setattr__(
-                self, field.name, plain(getattr(self, field.name), field.name)
-            )  # metadata keeps plain values
+            value = plain(getattr(self, field.name), field.name)
+            if isinstance(value, np.ndarray) and field.name not in ("outpaint", "callback"):
+                value = value.tolist()
+            object.__setattr__(self, field.name, value)  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval", "freeu"):
             object.__setattr__(self, name, numbers_of(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
             check_count(name, getattr(self, name))
-        if self.spacing is not None and not isinstance(self.spacing, str):
-            raise InputError(f"spacing={self.spacing!r} is not the name of a spacing, such as trailing")
+        if self.spacing is not None and self.spacing not in SPACINGS:
+            raise InputError(f"spacing={self.spacing!r} is not known; {nearest(str(self.spacing), SPACINGS)}")
+        if isinstance(self.sigmas, str):
+            curve_named(self.sigmas)
+        for name in ("prompt_2", "negative_prompt_2", "hires_prompt"):
+            texts = [value] if isinstance(value := getattr(self, name), str) else value
+            if texts is not None and not (isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)):
+                raise InputError(f"{name}={shown(value)} is neither a string nor a list of strings")
         object.__setattr__(self, "sampler_settings", settings_of("sampler_settings", self.sampler_settings))
         object.__setattr__(self, "guidance_settings", settings_of("guidance_settings", self.guidance_settings))
         if not is_whole(self.clip_skip) or self.clip_skip < 0:

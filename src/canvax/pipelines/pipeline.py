@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
@@ -95,6 +96,7 @@ class StableDiffusion(LoadedModel):
 
         return Adapters(self.model, self.mesh, lambda: self._params(None))
 
+    @checked
     def with_ip_adapter(
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
@@ -121,6 +123,7 @@ class StableDiffusion(LoadedModel):
         vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
         return pipe
 
+    @checked
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
@@ -265,6 +268,7 @@ class StableDiffusion(LoadedModel):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
+    @checked
     def upscale(
         self,
         image: Any,

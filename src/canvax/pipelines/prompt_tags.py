@@ -27,6 +27,8 @@ def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
     Raises:
         InputError: they name different ones, or a weight is no number.
     """
+    if not prompts:
+        raise InputError("prompt=[] holds no prompt; give at least one")
     found = [tags_of(prompt) for prompt in prompts]
     if any(tags != found[0] for tags in found):
         raise InputError(

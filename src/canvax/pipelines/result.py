@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from canvax.checked import checked
 from canvax.errors import CanvaxError, InputError
 from canvax.files import named_path
 from canvax.images.convert import to_pil
@@ -73,10 +74,12 @@ class Result:
         make_grid(to_pil(self.pixels)).save(buffer, "PNG")
         return buffer.getvalue()
 
+    @checked
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
 
+    @checked
     def save(self, path: str | Path) -> list[Path]:
         """Write each image with its metadata; returns the paths.
 

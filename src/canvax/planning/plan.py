@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax._version import __version__
+from canvax.checked import checked
 from canvax.denoise import WINDOW
 from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.read import family_of, read_networks
@@ -200,6 +201,7 @@ class Plan:
         }
 
 
+@checked
 def plan(
     model: str | Path,
     target: str,

@@ -12,7 +12,7 @@ from canvax.samplers.catalog import (
     from_scheduler_config,
     stable_diffusion_config,
 )
-from canvax.samplers.curves import CURVES, Curve, curve_label
+from canvax.samplers.curve_names import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from canvax.checked import checked, shown
 from canvax.errors import FLOAT32_MAX, InputError, nearest
-from canvax.samplers import curves
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
-from canvax.samplers.options import SamplerOptions, check_option, fault_of
+from canvax.samplers.curve_names import CURVES, NAMES
+from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.samplers.table import SamplerTable
@@ -28,6 +29,7 @@ IMPOSSIBLE = {
 }
 
 
+@checked
 @dataclass(frozen=True)
 class Scheduler:
     """What a scheduler_config.json says: the noise the model was trained with, its own sampler, and its options."""
@@ -38,6 +40,7 @@ class Scheduler:
     config: Mapping[str, Any]
 
 
+@checked
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     """The sampler called `name` in any spelling, and the options that this name implies.
 
@@ -79,20 +82,22 @@ def _plain(name: str) -> str:
 # Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.
 _SUFFIXES = {
     _plain(spelling): curve.name
-    for curve in curves.CURVES
+    for curve in CURVES
     for spelling in (curve.name, *curve.also)
     if curve.name != "automatic" or spelling == "automatic"
 }
 _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
+@checked
 def curve_named(name: str) -> str:
     """The curve called `name` in any spelling."""
     if _plain(name) not in _SUFFIXES:
-        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), curves.NAMES)}")
+        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES)}")
     return _SUFFIXES[_plain(name)]
 
 
+@checked
 def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
     """Read a scheduler_config.json. Raises InputError with every field and value that cannot be honoured, together.
 
@@ -147,6 +152,7 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
     return replace(spec, stochastic=True, eta=True, settings=("s_noise", *spec.settings))
 
 
+@checked
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
     """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
 
@@ -162,6 +168,7 @@ def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> d
     return {**config, **{name: value for name, value in right.items() if name not in wrong}}
 
 
+@checked
 def build_table(
     scheduler: Scheduler,
     steps: int | None,
@@ -214,6 +221,8 @@ def build_table(
         )
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
+    if skip < 0:
+        raise InputError(f"skip={skip} steps cannot be left out; give 0 or more")
     if not spec.curves and (start or end < 1 or skip):
         raise InputError(f"sampler={spec.name!r} is run whole; a part of it means nothing")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
@@ -279,7 +288,7 @@ def _guided(
     schedule: NoiseSchedule,
 ) -> SamplerTable:
     """The table with its guidance, 1 outside of the interval."""
-    low, high = interval
+    low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
             f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1"
@@ -327,29 +336,18 @@ def _changes(
     if isinstance(sigmas, str):
         changes["sigmas"] = curve_named(sigmas)
     elif sigmas is not None:
-        changes["sigmas"] = _falling("sigmas", sigmas)
+        changes["sigmas"] = falling("sigmas", sigmas)
     if changes.get("sigmas", "automatic") != "automatic" and not spec.curves:
         raise InputError(f"sigmas={sigmas!r} does not apply to sampler={spec.name!r}; leave it out")
     for name, value in settings.items():
         if name == "timesteps" and spec.curves:
-            changes[name] = _falling(name, value)
+            changes[name] = falling(name, value)
             continue
         able = (*SHAPES, *spec.settings)
         if name not in able:
-            raise InputError(f"{name}={value!r} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}")
+            raise InputError(
+                f"{name}={shown(value)} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}"
+            )
         check_option(name, value)
         changes[name] = tuple(value) if isinstance(value, list) else value
     return {name: value for name, value in changes.items() if value is not None}
-
-
-def _falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    try:
-        bools = any(isinstance(value, bool) for value in values)
-        numbers = np.empty(0) if bools else np.asarray(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        numbers = np.empty(0)
-    if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
-        raise InputError(f"{name}={values!r:.80} is not a list of numbers in 0..1e6")
-    if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
-        raise InputError(f"{name}={values!r:.80} does not fall from noise to image; sort it from the largest down")
-    return tuple(float(number) for number in numbers)

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
+from canvax.checked import placed, shown
 from canvax.errors import FLOAT32_MAX, InputError, nearest
+from canvax.samplers.curve_names import NAMES
 
 SPACINGS = ("leading", "trailing", "linspace")
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -20,6 +24,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "final_sigmas_type": ("zero", "sigma_min", "repeated"),
     "sigma_schedule": ("karras", "exponential"),
     "time_shift_type": ("exponential", "linear"),
+    "sigmas": NAMES,
     "variance_type": (None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
 }
 LIMITS: dict[str, tuple[float, float]] = {
@@ -45,17 +50,19 @@ LIMITS: dict[str, tuple[float, float]] = {
     "timestep_scaling": (0, math.inf),
     "dynamic_thresholding_ratio": (0, 1),
     "sample_max_value": (1, FLOAT32_MAX),
+    "restart": (0, 100_000),
 }
 
 
 def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[str | None, ...]] = CHOICES) -> str:
     """What the field `name`, whose kind follows from its default, should hold in place of `value`; "" if it may."""
     if name in choices:
-        return "" if value in choices[name] else nearest(str(value), [str(choice) for choice in choices[name]])
+        known = (value is None or isinstance(value, str)) and value in choices[name]
+        return "" if known else nearest(str(value), [str(choice) for choice in choices[name]])
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, list | tuple):
-        good = isinstance(value, Sequence) and all(isinstance(number, Integral) for number in value)
+        good = isinstance(value, list | tuple) and all(isinstance(number, Integral) for number in value)
         return "" if good else "a list of whole numbers"
     whole = isinstance(default, int)
     low, high = LIMITS.get(name, (1, 100_000) if whole else (-FLOAT32_MAX, FLOAT32_MAX))
@@ -65,6 +72,7 @@ def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[st
     return f"a {'whole ' if whole else ''}number in {low:g}..{high:g}"
 
 
+@placed
 @dataclass(frozen=True)
 class SamplerOptions:
     """Choices of a sampler; a field that a solver does not use is ignored by it.
@@ -133,11 +141,28 @@ class SamplerOptions:
     """Steps at the beginning that another run has done: nothing is remembered of them."""
 
     def __post_init__(self) -> None:
-        for name in CHOICES:
-            check_option(name, getattr(self, name))
+        for name, value in vars(self).items():
+            if name in ("sigmas", "timesteps") and not isinstance(value, str | None):
+                object.__setattr__(self, name, falling(name, value))
+            elif value is not None or getattr(SamplerOptions, name) is not None:
+                check_option(name, value)
 
 
 def check_option(name: str, value: Any) -> None:
     """Refuse what a field of `SamplerOptions` cannot hold."""
     if fault := fault_of(name, value, getattr(SamplerOptions, name)):
-        raise InputError(f"{name}={value!r:.80} cannot be used ({fault})")
+        raise InputError(f"{name}={shown(value)} cannot be used ({fault})")
+
+
+def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """Noise levels or timesteps as numbers, if they are such and fall."""
+    try:
+        bools = any(isinstance(value, bool) for value in values)
+        numbers = np.empty(0) if bools else np.asarray(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        numbers = np.empty(0)
+    if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
+        raise InputError(f"{name}={shown(values)} is not a list of numbers in 0..1e6")
+    if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
+        raise InputError(f"{name}={shown(values)} does not fall from noise to image; sort it from the largest down")
+    return tuple(float(number) for number in numbers)

@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.checked import checked, shown
+from canvax.errors import InputError, check_count, nearest
 
+TIMESTEP_UNITS = ("index", "quarter_log", "angle")
+MOST_TIMESTEPS = 1_000_000
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", "flow_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "exp", "laplace", "sigmoid")
 
@@ -24,6 +28,7 @@ SMALLEST_ALPHA_CUMPROD = 2.0**-24
 there: sigma 4096, the convention of the field."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class NoiseSchedule:
     """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and what its network predicts.
@@ -54,6 +59,12 @@ class NoiseSchedule:
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
             raise InputError(f"prediction_type={self.prediction_type!r} is not known; {hint}")
+        if self.timestep_unit not in TIMESTEP_UNITS:
+            hint = nearest(self.timestep_unit, TIMESTEP_UNITS)
+            raise InputError(f"timestep_unit={self.timestep_unit!r:.80} is not known; {hint}")
+        for name in ("sigma_data", "shift"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise InputError(f"{name}={value} must be more than 0")
         if values.ndim == 1 and (np.diff(values) > 0).any():
             raise InputError("alphas_cumprod rises somewhere; give what is left of the image at each timestep, falling")
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
@@ -63,6 +74,7 @@ class NoiseSchedule:
             )
 
     @classmethod
+    @checked
     def from_betas(
         cls, betas: np.ndarray | Sequence[float], prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
     ) -> NoiseSchedule:
@@ -71,22 +83,32 @@ class NoiseSchedule:
         return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
 
     @classmethod
+    @checked
     def flow(cls, num_train_timesteps: int = 1000, shift: float = 1.0) -> NoiseSchedule:
         """Rectified flow: t = 1/n, 2/n, ... 1, shifted."""
+        check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
+        if not 0 < shift <= 1e6:
+            raise InputError(f"shift={shift} must be more than 0, and at most 1e6; 1 is none")
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
         return cls((1 - t) ** 2 / ((1 - t) ** 2 + t**2), "flow_prediction", shift=shift)
 
     @classmethod
+    @checked
     def edm(
         cls, sigma_min: float, sigma_max: float, sigma_data: float, prediction_type: str, num_train_timesteps: int
     ) -> NoiseSchedule:
         """A network with EDM preconditioning between two noise levels: Karras et al. 2022, table 1."""
+        check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
+        if not 0 < sigma_min < sigma_max <= 1e6:
+            raise InputError(f"sigma_min={sigma_min} and sigma_max={sigma_max} are not in order within 0..1e6")
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
         return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
     @classmethod
+    @checked
     def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
         """sigma = sin^2 of an even angle, v prediction, timesteps that are the angle of the level (IPNDM's models)."""
+        check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         std = np.sin(np.arange(1, num_train_timesteps + 1) / num_train_timesteps * np.pi / 2) ** 2
         return cls(1 - std**2, "v_prediction", timestep_unit="angle")
 
@@ -114,8 +136,10 @@ class NoiseSchedule:
     def log_sigmas(self) -> np.ndarray:
         return np.log(self.sigmas)
 
-    def timestep_of(self, sigmas: np.ndarray) -> np.ndarray:
+    @checked
+    def timestep_of(self, sigmas: np.ndarray | Sequence[float] | float) -> np.ndarray:
         """The network's timestep at each level: for most a fractional index, linear in log sigma, held at the ends."""
+        sigmas = _numbers("sigmas", sigmas, 0)
         match self.timestep_unit:
             case "quarter_log":
                 return 0.25 * np.log(sigmas)
@@ -125,9 +149,19 @@ class NoiseSchedule:
             return sigmas * self.num_train_timesteps
         return np.interp(np.log(sigmas), self.log_sigmas, np.arange(self.num_train_timesteps))
 
-    def sigma_at(self, timesteps: np.ndarray) -> np.ndarray:
+    @checked
+    def sigma_at(self, timesteps: np.ndarray | Sequence[float] | float) -> np.ndarray:
         """The level at fractional timesteps, log-linear between training timesteps."""
+        timesteps = _numbers("timesteps", timesteps)
         return np.exp(np.interp(timesteps, np.arange(self.num_train_timesteps), self.log_sigmas))
+
+
+def _numbers(name: str, values: Any, least: float = -np.inf) -> np.ndarray:
+    """Levels or timesteps as float64."""
+    array = np.asarray(values, np.float64)
+    if not np.all((array >= least) & np.isfinite(array)):
+        raise InputError(f"{name}={shown(values)} holds what is not a finite number" + " of at least 0" * (least == 0))
+    return array
 
 
 def shifted(t: np.ndarray, shift: float) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from canvax.checked import check_function, checked
 from canvax.errors import InputError
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
@@ -32,6 +33,7 @@ _INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
 """Shape of a column behind its rows, where it is more than a number."""
 
 
+@checked
 @dataclass(frozen=True)
 class Clip:
     """Limits on the denoised image, for pixel models. Hashable: it decides a program.
@@ -44,8 +46,15 @@ class Clip:
     range: float
     ratio: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.range <= 0 or not 0 <= (1 if self.ratio is None else self.ratio) <= 1:
+            raise InputError(f"range={self.range} and ratio={self.ratio}: range is more than 0, ratio None or in 0..1")
+
+    @checked
     def apply(self, denoised: np.ndarray) -> np.ndarray:
         """The limited `denoised`, whose first axis is the batch. Plain numpy, for tests and as the definition."""
+        if denoised.ndim == 0:
+            raise InputError("denoised is one number; give an array with the batch first")
         if self.ratio is None:
             return np.clip(denoised, -self.range, self.range)
         size = np.quantile(np.abs(denoised).reshape(len(denoised), -1), self.ratio, axis=1)
@@ -53,6 +62,7 @@ class Clip:
         return np.clip(denoised, -size, size) / size
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class SamplerTable:
     """The rows of one run. R rows, K = SLOTS; all arrays float64.
@@ -89,7 +99,7 @@ class SamplerTable:
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
-            shape = (len(self.timestep), *_INNER.get(name, ()))
+            shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
                 raise InputError(f"{name} of a sampler table has shape {getattr(self, name).shape}, not {shape}")
 
@@ -106,6 +116,7 @@ class SamplerTable:
         """Noise level std / alpha of x before each row [R]; 4096 stands for pure noise."""
         return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
+    @checked
     def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
         """x before `row` from clean latents and unit noise of the same shape: where image-to-image begins.
 
@@ -117,6 +128,7 @@ class SamplerTable:
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
+    @checked
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
         """The same table with other guidance: one number, or one for each step."""
         first = int(self.step[0])
@@ -136,6 +148,7 @@ class SamplerTable:
         ]
         return replace(self, guidance=each[0], rescale=each[1])
 
+    @checked
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
         """Rows lo..hi alone. With lo > 0, x begins as `noised` of some image; `init_scale` stays row 0's."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
@@ -143,12 +156,15 @@ class SamplerTable:
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
         return replace(self, first_row=self.first_row + lo, **columns)
 
+    @checked
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
 
         `row` (int32) is the index in the whole run, from which the noise of a step is derived; `progress` the part of
         this run that lies before the row's step, 0..1.
         """
+        if lo < 0 or size < 0:
+            raise InputError(f"lo={lo} and size={size}: a window begins at row 0 or later, and has 0 rows or more")
         out: dict[str, np.ndarray] = {"row": np.arange(lo, lo + size, dtype=np.int32) + self.first_row}
         for name in _PROGRAM:
             values = getattr(self, name)[lo : lo + size]
@@ -173,17 +189,26 @@ Denoise = Callable[[np.ndarray, float, int], np.ndarray]
 """(network input, timestep, row) -> network output, guidance already done."""
 
 
+@checked
 def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray | None = None) -> np.ndarray:
     """Execute `table` in float64 on the host: the definition that the compiled loop must agree with.
 
     x: unit noise, any shape with the batch first. noises: [R, *x.shape], needed by stochastic tables only.
     Returns x after every row, [R, *x.shape]; the last is the sample.
+    Raises InputError: noises are missing or of another shape, or denoise gives another shape than it was given.
     """
+    check_function("denoise", denoise, 3, "(network input, timestep, row)")
+    if noises is None and table.M[:, :, NOISE].any():
+        raise InputError(f"noises=None with a sampler that adds noise; give an array {(len(table), *x.shape)}")
+    if noises is not None and (noises.shape[1:] != x.shape or len(noises) < len(table)):
+        raise InputError(f"noises has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row")
     state = np.zeros((SLOTS, *x.shape))
     state[0] = table.init_scale * x
     seen = np.empty((len(table), *x.shape))
     for r in range(len(table)):
-        output = denoise(table.c_in[r] * state[0], float(table.timestep[r]), r)
+        output = np.asarray(denoise(table.c_in[r] * state[0], float(table.timestep[r]), r))
+        if output.shape != x.shape or output.dtype.kind not in "biuf":
+            raise InputError(f"denoise returned {output.dtype} {output.shape}, not numbers of shape {x.shape}")
         raw = table.p[r] * state[0] + table.q[r] * output
         denoised = raw if table.clip is None else table.clip.apply(raw)
         noise = np.zeros_like(raw) if noises is None else noises[r]

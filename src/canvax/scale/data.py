@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
+from canvax.checked import checked
 from canvax.errors import CanvaxError, InputError, check_count
 from canvax.pipelines.checks import MOST_IMAGES
 from canvax.scale.batch import Plan
@@ -48,6 +49,7 @@ class Generate:
         load: further arguments of ``canvax.load``.
     """
 
+    @checked
     def __init__(
         self,
         model: str = "emoji",

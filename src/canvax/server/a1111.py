@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 from canvax.errors import InputError
 from canvax.images.formats import INFOTEXT, exif_texts
 from canvax.images.infotext import from_infotext
-from canvax.samplers.curves import CURVES
+from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, parameters_of
 from canvax.server.a1111_control import MOST_UNITS, SCRIPT, VERSION, models_of, modules

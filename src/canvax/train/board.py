@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.files import check_writable
 from canvax.types import HostArray
@@ -14,6 +15,7 @@ from canvax.types import HostArray
 _FLUSH = 30  # seconds, as often as TensorBoard looks again unless told otherwise
 
 
+@checked
 def check_board(folder: Path) -> None:
     """Refuse what ``Board`` cannot write, before anything is loaded.
 
@@ -31,6 +33,7 @@ class Board:
     first new one on.
     """
 
+    @checked
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: Any = None

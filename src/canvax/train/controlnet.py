@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.families.controls import control_of
@@ -40,6 +41,7 @@ _OF_UNET = (
 _WIDTHS = (16, 32, 96, 256)
 
 
+@checked
 @dataclass(frozen=True)
 class Controlling:
     """The ``Aim`` of training a ControlNet.
@@ -119,6 +121,7 @@ class Controlling:
         return target
 
 
+@checked
 def train_controlnet(
     training: Training,
     mesh: Mesh,

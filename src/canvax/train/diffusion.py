@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import checked
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
@@ -37,6 +38,7 @@ EMPTY = 0.1
 """Share of samples whose caption is left out, so that guidance has something to lead away from (Ho & Salimans 2022)."""
 
 
+@checked
 def new_denoiser(text: ClipTextConfig, cfg: UNetConfig, seed: int) -> Params:
     """Random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
 
@@ -58,6 +60,7 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
+@checked
 def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
     """Ids of the captions of each picture, int32 [N, M, T]; a picture with fewer captions repeats its own."""
     most = max(len(texts) for texts in captions)
@@ -65,6 +68,7 @@ def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], len
     return tokenizer(flat, length=length).reshape(len(captions), most, length)
 
 
+@checked
 def denoising_data(
     tokenizers: Mapping[str, ClipTokenizer],
     latents: HostArray,
@@ -118,6 +122,7 @@ class Draw(NamedTuple):
     mask: Array | None = None
 
 
+@checked
 def draw(
     data: Mapping[str, Any], chosen: Array, key: Array, size: int, *, focus: tuple[float, float] | None, empty: float
 ) -> Draw:
@@ -151,11 +156,13 @@ def draw(
     return jax.tree.map(lambda one, two: jnp.concatenate([one, two]), drawn, other)
 
 
+@checked
 def replaced(trained: Params, frozen: Params) -> Params:
     """The ``Assemble`` of training whole components."""
     return {**frozen, **trained}
 
 
+@checked
 @dataclass(frozen=True)
 class Objective:
     """What ``denoising_loss`` is made of; see there."""
@@ -173,6 +180,7 @@ class Objective:
     prior: float = 1.0
 
 
+@checked
 def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
     """The loss of a text-to-image model as a function of what is trained.
 
@@ -199,6 +207,7 @@ def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule
     return partial(_denoising_loss, tables=(alphas, loss_weights(schedule, objective.gamma)), objective=objective)
 
 
+@checked
 def training_times(
     order_key: Array, time_key: Array, batch: int, size: int, focus: tuple[float, float] | None = None
 ) -> Array:

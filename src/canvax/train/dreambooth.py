@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
@@ -19,6 +20,7 @@ from canvax.train.pictures import SUFFIXES
 from canvax.train.task import Subject, Training, check_pictures
 
 
+@checked
 @dataclass(frozen=True)
 class Instance:
     """What the pictures show, and how the model is kept from forgetting.
@@ -53,6 +55,7 @@ class Instance:
             raise InputError(f"prior weight = {self.weight} must be more than 0")
 
 
+@checked
 def subject_of(
     instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
 ) -> Subject:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
@@ -19,6 +20,7 @@ from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
+@checked
 def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
     """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
 
@@ -37,6 +39,7 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: 
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
+@checked
 def as_input(pixels: Array) -> Array:
     """uint8 pixels -> -1..1 float32."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
@@ -53,11 +56,13 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
     return jitted(encode, mesh)
 
 
+@checked
 def jitted(function: Any, mesh: Mesh) -> Any:
     """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split."""
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
 
 
+@checked
 def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
     """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
     if not len(inputs):

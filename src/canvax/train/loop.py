@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from canvax.checked import checked
 from canvax.errors import CanvaxError, InputError
 from canvax.kernels.target import compiled_on
 from canvax.parallel.mesh import replicated
@@ -37,6 +38,7 @@ Loss = Callable[[Params, Any, Array, Array], tuple[Array, dict[str, Array]]]
 Program = Callable[[TrainState, Any, HostArray, Any], tuple[TrainState, dict[str, Any]]]
 
 
+@checked
 @dataclass(frozen=True)
 class Plan:
     """How long to train, and how.
@@ -96,6 +98,7 @@ class Plan:
         if faults:
             raise InputError("; ".join(faults))
 
+    @checked
     def indices(self, done: int, samples: int) -> HostArray:
         """Samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         found = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
@@ -107,6 +110,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
+@checked
 @dataclass(frozen=True)
 class Session:
     """Where a run is kept, and when to look up from it.
@@ -134,6 +138,7 @@ class Session:
     watch: Callable[[int, Mapping[str, float]], None] | None = None
 
 
+@checked
 def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session) -> tuple[Params, bool]:
     """Train, or go on with a run that ``session.folder`` holds.
 
@@ -227,6 +232,7 @@ def _drawn_with(state: TrainState) -> Params:
     return state.params if state.average is None else state.average
 
 
+@checked
 def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
     """Samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
 
@@ -241,11 +247,13 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     return out.reshape(steps, batch)
 
 
+@checked
 def step_key(seed: int, step: Array | int) -> Array:
     """The key of all random choices of one update."""
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
+@checked
 def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
     """Linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
     step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
@@ -346,11 +354,13 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: i
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
+@checked
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
     """What a run must be gone on with."""
     return {**asdict(plan), "samples": samples}
 
 
+@checked
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
     """Refuse to go on with a file that was begun with another plan or other data."""
     # As JSON has them; what runs of earlier versions did not say was as usual.
@@ -367,6 +377,7 @@ def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
+@checked
 def read_log(path: Path) -> list[dict[str, float]]:
     """The lines of a log; a last line that a kill cut short is left out."""
     lines = []

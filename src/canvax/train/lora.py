@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.images.formats import written
@@ -30,6 +31,7 @@ _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "st
 _MOST_RANK = 1024
 
 
+@checked
 @dataclass(frozen=True)
 class Lora:
     """The ``Aim`` of training a LoRA.
@@ -132,6 +134,7 @@ class Lora:
         return low_rank.targets(specs | (model.text.specs if self.text else {}), self.layers)
 
 
+@checked
 def train_lora(
     training: Training,
     lora: Lora,

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import checked
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray
@@ -33,6 +34,7 @@ Targets = dict[str, dict[str, Param]]
 """The weights that have factors, by component and dotted name of the layer."""
 
 
+@checked
 def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
     """The layers of these components that ``layers``, one of ``LAYERS``, names."""
     return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
@@ -53,6 +55,7 @@ def _targets(component: str, spec: Spec, layers: str) -> Iterator[tuple[str, Par
             yield module, param
 
 
+@checked
 def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     """Factors ``{component: {layer: {"down", "up"}}}`` that change nothing yet: ``up`` is zero.
 
@@ -69,6 +72,7 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     return {component: {name: one(param) for name, param in of.items()} for component, of in chosen.items()}
 
 
+@checked
 def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with factors beside their weights, as ``canvax.nn`` reads them."""
     found = dict(params)
@@ -80,6 +84,7 @@ def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
     return found
 
 
+@checked
 def merged(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with the factors added to their weights, which is what a pipeline's programs take."""
     found = dict(params)
@@ -104,6 +109,7 @@ def _layer(tree: Params, name: str) -> Params:
     return tree
 
 
+@checked
 def write_factors(
     path: Path,
     factors: Params,
@@ -135,6 +141,7 @@ def write_factors(
     write_safetensors(path, outgoing, text)
 
 
+@checked
 def stored(param: Param, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
     """Both factors as files have them: (r, in, kh, kw) and (out, r, 1, 1), of a matrix without the kernel."""
     down, up = np.asarray(pair["down"], np.float32), np.asarray(pair["up"], np.float32)
@@ -170,6 +177,7 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
     return found
 
 
+@checked
 def count(factors: Params) -> int:
     """How many numbers are trained."""
     pairs = (pair for of in factors.values() for pair in of.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode
@@ -15,6 +16,7 @@ from canvax.types import Array
 TARGETS = ("epsilon", "v_prediction", "sample")
 
 
+@checked
 def check_trainable(schedule: NoiseSchedule) -> None:
     """Refuse models whose noise or target is not in this file.
 
@@ -33,12 +35,14 @@ def check_trainable(schedule: NoiseSchedule) -> None:
         )
 
 
+@checked
 def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
     """x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
     a = alphas_cumprod[:, None, None, None]
     return jnp.sqrt(a) * x0 + jnp.sqrt(1.0 - a) * noise
 
 
+@checked
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
     """The output to train towards, one of TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
@@ -49,6 +53,7 @@ def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: s
     return x0
 
 
+@checked
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """Weight of the loss at each training timestep [num_train_timesteps] float32; ones where ``gamma`` is None.
 
@@ -68,6 +73,7 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     return jnp.minimum(snr, gamma)
 
 
+@checked
 def squared_error(output: Array, target: Array, mask: Array | None = None) -> Array:
     """Mean squared error of each image [B], in float32.
 
@@ -78,6 +84,7 @@ def squared_error(output: Array, target: Array, mask: Array | None = None) -> Ar
     return (errors if mask is None else errors * mask[..., None]).mean((1, 2, 3))
 
 
+@checked
 def autoencoder_loss(
     p: Params, images: Array, noise: Array, cfg: VaeConfig, *, kl: float, edges: float
 ) -> tuple[Array, dict[str, Array]]:
@@ -103,6 +110,7 @@ def autoencoder_loss(
     return loss + kl * divergence, {"mse": mse, "kl": divergence}
 
 
+@checked
 def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Array, Array]:
     """Squared error and ``edges`` x the mean absolute error of differences between neighbours; and the first alone."""
     error = decoded.astype(jnp.float32) - images.astype(jnp.float32)
@@ -111,6 +119,7 @@ def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Ar
     return mse + edges * outline, mse
 
 
+@checked
 def cast(params: Params, dtype: jnp.dtype) -> Params:
     """The parameters in the dtype computed in; gradients come back in the dtype they are kept in."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

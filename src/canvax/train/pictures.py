@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
@@ -40,6 +41,7 @@ _MASK_FILE = "mask_file"
 """The column that a row gets: the mask's name in the whole of the folder."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Pictures:
     """Pictures and what is known of them.
@@ -65,6 +67,7 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.pixels)
 
+    @checked
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Some of them, in the order given."""
         which = list(chosen)
@@ -91,11 +94,13 @@ class Pictures:
                 digest.update(np.ascontiguousarray(more).data)
         return digest.hexdigest()[:16]
 
+    @checked
     def split(self, name: str) -> Pictures:
         """Those whose column ``split`` is ``name``; a picture without one is of "train"."""
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
+@checked
 def read_pictures(
     source: str | Path,
     size: int,

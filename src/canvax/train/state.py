@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import checked
 from canvax.errors import CheckpointError
 from canvax.params import Params
 from canvax.types import Array, HostArray
@@ -39,6 +40,7 @@ class TrainState:
     optimizer: Any
 
 
+@checked
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     """The state before the first step; a copy of ``params``, because a step uses the state up that it is given."""
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
@@ -46,6 +48,7 @@ def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
+@checked
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Write a state, or any tree of arrays, under a temporary name, then rename it.
 
@@ -59,6 +62,7 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     write_safetensors(path, arrays, {"canvax": json.dumps(dict(facts))})
 
 
+@checked
 def read_facts(path: Path) -> dict[str, Any]:
     """What ``save_state`` wrote beside the arrays."""
     try:
@@ -67,6 +71,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not a state of a training run; delete it to begin again.") from error
 
 
+@checked
 def load_state(path: Path, like: Tree) -> Tree:
     """Read what has the structure of ``like``, device arrays, onto the same devices.
 

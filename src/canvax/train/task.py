@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
@@ -41,6 +42,7 @@ PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.9
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
 
 
+@checked
 @dataclass(frozen=True)
 class Training:
     """What to go on with, on what.
@@ -89,6 +91,7 @@ class Training:
             check_board(self.tensorboard)
 
 
+@checked
 @dataclass(frozen=True)
 class Subject:
     """What pictures show that have no captions, and what keeps the model from forgetting the rest.
@@ -111,6 +114,7 @@ class Subject:
 OWN_CAPTIONS = Subject()
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Start:
     """Where a training begins.
@@ -171,6 +175,7 @@ class Aim(Protocol):
         ...
 
 
+@checked
 def train(
     training: Training,
     aim: Aim,
@@ -294,6 +299,7 @@ def _preview(
     return preview
 
 
+@checked
 def check_pictures(training: Training, subject: Subject) -> None:
     """Look at the table and the first picture, before a model is fetched or anything is generated.
 
@@ -399,6 +405,7 @@ def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarr
     return found[0]
 
 
+@checked
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
     """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
     for name in names:

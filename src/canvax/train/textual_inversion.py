@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.params import Params
@@ -41,6 +42,7 @@ CAPTIONS: Mapping[str, Sequence[str]] = {
 """What is said of every picture: what the word stands for, or nothing but the word."""
 
 
+@checked
 @dataclass(frozen=True)
 class Inversion:
     """The ``Aim`` of training a word.
@@ -131,6 +133,7 @@ class Inversion:
         return target
 
 
+@checked
 def train_inversion(
     training: Training,
     inversion: Inversion,

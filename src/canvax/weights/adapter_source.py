@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from canvax.checked import placed
 from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
@@ -28,6 +29,7 @@ _HUB_ID = re.compile(
 """``owner/name``, or a file of it; a file of a folder that is not there is none."""
 
 
+@placed
 @dataclass(frozen=True)
 class AdapterSource:
     """Where an adapter comes from.
@@ -57,6 +59,7 @@ class AdapterSource:
             not isinstance(self.weight_name, str) or not self.weight_name.endswith(".safetensors")
         ):
             raise InputError(f"weight_name={self.weight_name!r:.80} is not the name of a safetensors file")
+        Source(self.name, self.revision, None, self.token, self.cache_dir, self.local_files_only, self.progress)
 
     def find(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
         """The files, fetched if need be, and PEFT's config if there is one beside them.

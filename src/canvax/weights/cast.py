@@ -6,12 +6,14 @@ that to bfloat16 longer than reading them from disk.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from canvax.checked import shown
 from canvax.errors import InputError, nearest
 from canvax.types import DType, HostArray
 
@@ -55,10 +57,9 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
     """
     name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
     if name is None:
-        try:
-            name = jnp.dtype(dtype).name
-        except TypeError:
-            name = str(dtype)
+        with suppress(TypeError):
+            name = None if hasattr(dtype, "shape") else jnp.dtype(dtype).name  # of an array, JAX takes its own
     if name not in _DTYPES:
-        raise InputError(f"{argument}={dtype!r} is not supported; {nearest(str(name), list(_DTYPES))}")
+        name = shown(dtype) if name is None else name
+        raise InputError(f"{argument}={shown(dtype)} is not supported; {nearest(str(name), list(_DTYPES))}")
     return jnp.dtype(_DTYPES[name])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.checked import shown
 from canvax.errors import InputError, nearest
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
@@ -46,9 +47,9 @@ class Overrides:
 
             vae = os.fspath(vae) if isinstance(vae, os.PathLike) else vae
             check_vae_name(vae)
-        if prediction_type is not None and prediction_type not in PREDICTION_TYPES:
+        if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             told = nearest(str(prediction_type), list(PREDICTION_TYPES))
-            raise InputError(f"prediction_type={prediction_type!r:.80} is not known; {told}")
+            raise InputError(f"prediction_type={shown(prediction_type)} is not known; {told}")
         return cls(vae, prediction_type, _fields(scheduler))
 
     @property
