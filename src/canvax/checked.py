@@ -195,6 +195,8 @@ def _is_array(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "shape") or isinstance(value, type):
         return False
+    if not isinstance(dtype, np.dtype | str | type):
+        return True  # keys of JAX, whose dtype NumPy does not know
     kind = np.dtype(dtype).kind
     return kind in "biuf" or (kind == "V" and np.dtype(dtype).fields is None)
 
@@ -249,7 +251,7 @@ def _kind(hint: Any, default: Any = inspect.Parameter.empty) -> Kind:
 
 
 def _of_class(wanted: Any, inside: tuple[Any, ...]) -> Kind:
-    if not isinstance(wanted, type) or wanted is object or wanted is Any:
+    if not isinstance(wanted, type) or issubclass(wanted, np.dtype) or wanted in (object, Any):
         return Kind(lambda _: True, "")
     if getattr(wanted, "_is_protocol", False):
         members = [name for name in dir(wanted) if not name.startswith("_")]
@@ -274,6 +276,6 @@ def _of_class(wanted: Any, inside: tuple[Any, ...]) -> Kind:
         )
     if issubclass(wanted, os.PathLike):
         return _SIMPLE[os.PathLike]
-    if wanted.__module__.startswith("jax") and wanted.__name__ == "Array":
+    if wanted.__module__.startswith("jax") and wanted.__name__.endswith("Array"):
         return Kind(_is_array, "an array of numbers")
     return Kind(lambda value: isinstance(value, wanted), f"of the class {wanted.__module__}.{wanted.__name__}")

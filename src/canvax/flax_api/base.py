@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import checked
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
 from canvax.engine.batch import Batch, Texts
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.files import named_path
@@ -63,6 +64,7 @@ FROM_PRETRAINED = (
 )
 
 
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class FlaxPipeline:
     """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
@@ -134,6 +136,7 @@ class FlaxPipeline:
             raise AttributeError(name)
         return name
 
+    @checked
     def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
         """Write the model in the diffusers layout; ``params`` without a device axis.
 
@@ -270,6 +273,7 @@ class FlaxPipeline:
         strong it is.
         """
         given = given or {}
+        check_flag("jit", jit)
         if self.safety_checker is not None:
             self.safety_checker.check(params, stacked=jit)
         refuse_traced(

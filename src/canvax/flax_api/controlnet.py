@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.checked import checked
+from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.families.controls import check_family, controlnet_config
 from canvax.flax_api.base import FlaxPipeline
@@ -63,6 +64,7 @@ class FlaxControlNetModel:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -192,6 +194,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         model = replace(model, networks=networks, controls=(controlnet.files,))
         return cls(model, pipeline.scheduler, pipeline.safety_checker), params
 
+    @checked
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77].
 
@@ -200,6 +203,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         """
         return self._ids(prompt)
 
+    @checked
     def prepare_image_inputs(self, image: Any) -> np.ndarray:
         """Control images float32 [B, 3, H, W] in 0..1.
 
@@ -251,6 +255,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
+        check_flag("return_dict", return_dict)
         images = self._draw(
             prompt_ids, params, prng_seed, num_inference_steps, (None, None), guidance_scale, latents, neg_prompt_ids,
             jit, control=(image, controlnet_conditioning_scale),

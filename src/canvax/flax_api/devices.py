@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
+from canvax.checked import checked, is_deleted, shown
 from canvax.errors import InputError
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.types import Array, Params
 
 
+@checked
 def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     """A copy of each array for each device: [...] becomes [D, ...], entry d on device d.
 
@@ -24,6 +27,8 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     everywhere, stacked = replicated(mesh), over_batch(mesh)
 
     def one(leaf: Any) -> Array:
+        if is_deleted(leaf) or isinstance(leaf, Tracer) or np.asarray(leaf).dtype.kind in "OSUmM":
+            raise InputError(f"replicate: {shown(leaf)} is not an array of numbers")
         copies = jax.device_put(_one_entry(leaf), everywhere)
         shards = [shard.data for shard in copies.addressable_shards]
         return jax.make_array_from_single_device_arrays((mesh.size, *copies.shape[1:]), stacked, shards)
@@ -31,17 +36,19 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     return jax.tree.map(one, tree)
 
 
+@checked
 def unreplicate(tree: Any) -> Any:
     """The first entry of each array with a leading device axis, from the device that has it."""
 
     def one(leaf: Any) -> Any:
         if not getattr(leaf, "ndim", 0):
-            raise InputError(f"unreplicate: {leaf!r:.80} has no device axis; give what replicate returned")
+            raise InputError(f"unreplicate: {shown(leaf)} has no device axis; give what replicate returned")
         return leaf.addressable_shards[0].data[0] if isinstance(leaf, jax.Array) else leaf[0]
 
     return jax.tree.map(one, tree)
 
 
+@checked
 def shard(tree: Any) -> Any:
     """Split the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
 
@@ -52,7 +59,7 @@ def shard(tree: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         if not hasattr(leaf, "ndim"):
-            raise InputError(f"shard: {leaf!r:.80} is not an array")
+            raise InputError(f"shard: {shown(leaf)} is not an array")
         if leaf.ndim == 0 or leaf.shape[0] % devices:
             raise InputError(
                 f"shard: an array of shape {leaf.shape} cannot be split over {devices} devices; make its first axis a "

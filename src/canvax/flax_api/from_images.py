@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.checked import checked
+from canvax.errors import InputError, check_flag
 from canvax.familiar import accepts
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.images import prepare_images
@@ -21,6 +22,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
 
     XL = False
 
+    @checked
     def prepare_inputs(self, prompt: str | list[str], image: Any) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [B, 77], and images float32 [B, 3, H, W] in -1..1.
 
@@ -78,6 +80,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
         """
         if strength is None:
             raise InputError("strength=None is not a number; give one in 0..1")
+        check_flag("return_dict", return_dict)
         images = self._draw(
             prompt_ids,
             params,
@@ -99,6 +102,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
 
     XL, INPAINTS = False, True
 
+    @checked
     def prepare_inputs(
         self, prompt: str | list[str], image: Any, mask: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,6 +170,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
+        check_flag("return_dict", return_dict)
         images = self._draw(
             prompt_ids,
             params,

@@ -200,7 +200,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     """Given latents of this shape, float32; on the host, if they are not traced."""
     try:
         array = floats(latents)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InputError(f"{name} is not an array of numbers; this call needs {shape} of unit variance") from None
     if array.shape != shape or array.dtype != np.float32:
         raise InputError(

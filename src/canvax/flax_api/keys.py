@@ -33,7 +33,7 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         try:
             keys = jax.random.wrap_key_data(jnp.asarray(keys))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"prng_seed is not a key ({error}); make one with jax.random.key(0)") from error
     wanted = () if devices is None else (devices,)
     if keys.shape != wanted:

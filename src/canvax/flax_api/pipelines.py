@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
 from canvax.flax_api.traced import FlaxTextToImage
@@ -69,6 +69,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         size = (height, width)
+        check_flag("return_dict", return_dict)
         images = self._draw(
             prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
         )
@@ -120,6 +121,7 @@ class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
         """
         if output_type not in (None, "latent"):
             raise InputError(f"output_type={output_type!r} is neither None, for images, nor 'latent'")
+        check_flag("return_dict", return_dict)
         images = self._draw(
             prompt_ids,
             params,

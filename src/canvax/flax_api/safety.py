@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import checked
 from canvax.errors import CheckpointError, HintWarning, InputError, warn
 from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.flax_api.devices import host_device, on_host, unreplicate
@@ -76,6 +77,7 @@ class FlaxStableDiffusionSafetyChecker:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -131,6 +133,7 @@ class FlaxStableDiffusionSafetyChecker:
         seen = np.moveaxis(values, 1, -1) * np.asarray(STD, np.float32) + np.asarray(MEAN, np.float32)
         return np.asarray(self._with(params).judge(seen))
 
+    @checked
     def check(self, params: Any, *, stacked: bool = False) -> None:
         """Refuse parameters of a pipeline without those of this checker; ``stacked``: they are under a device axis.
 
@@ -170,7 +173,7 @@ class FlaxStableDiffusionSafetyChecker:
 
 def check_checker(value: Any) -> None:
     """Refuse what ``from_pretrained(..., safety_checker=value)`` cannot use."""
-    if not (value is None or isinstance(value, FlaxStableDiffusionSafetyChecker) or value == "own"):
+    if not (value is None or isinstance(value, FlaxStableDiffusionSafetyChecker) or str(value) == "own"):
         raise InputError(
             f"safety_checker={value!r:.80} is neither None, for none, nor a FlaxStableDiffusionSafetyChecker of "
             "canvax.flax_api; leave it out for the checkpoint's own"

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.denoise import StepInputs, denoise
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.flax_api.keys import step_words, wrap_keys
 from canvax.flax_api.output import by_name_or_index
 from canvax.models.denoiser import Denoiser
@@ -79,6 +79,7 @@ def begin(config: str, steps: int, shape: Any) -> StepState:
     shape = tuple(shape) if isinstance(shape, list | tuple) else ()
     if len(shape) != 4 or not all(isinstance(side, int | np.integer) for side in shape):
         raise InputError(f"shape={shape}: give that of the latents, set_timesteps(state, steps, latents.shape)")
+    steps = check_count("num_inference_steps", steps)
     _table(config, steps)
     batch, channels, height, width = shape
     slots = jnp.zeros((batch, SLOTS, height, width, channels), jnp.float32)

@@ -122,7 +122,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     refuse_tracers(name, latents)
     try:
         array = floats(latents)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InputError(f"{name}: not an array of numbers; this call needs [B, h, w, C] = {shape}") from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
@@ -57,6 +57,13 @@ class Controlling:
 
     name = "ControlNet"
     part = "control"
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.save_dtype, "save_dtype")
+        for width in self.widths or ():
+            check_count("widths", width, 65536)
+        if self.widths is not None and not len(self.widths):
+            raise InputError("widths=() names no channels; leave it out for the paper's")
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
+from canvax.checked import checked, shown
+from canvax.errors import InputError, check_count
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
@@ -27,6 +28,7 @@ from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.loop import Loss
 from canvax.train.objectives import add_noise, cast, check_trainable, loss_weights, squared_error, target_of
 from canvax.types import Array, DType, HostArray
+from canvax.weights.cast import parse_dtype
 
 CONTROL = "controlnet"
 """The parameters of a ControlNet."""
@@ -63,6 +65,11 @@ def _zero_branches(p: Params) -> None:
 @checked
 def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
     """Ids of the captions of each picture, int32 [N, M, T]; a picture with fewer captions repeats its own."""
+    check_count("length", length)
+    if length < 2 or not captions or not all(captions):
+        raise InputError(
+            f"captions={shown(captions)} of length={length}: each picture has a caption, of 2 tokens or more"
+        )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
     return tokenizer(flat, length=length).reshape(len(captions), most, length)
@@ -179,6 +186,17 @@ class Objective:
     control: ControlNet | None = None
     prior: float = 1.0
 
+    def __post_init__(self) -> None:
+        parse_dtype(self.dtype)
+        if self.gamma is not None and self.gamma <= 0:
+            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+        if not 0 <= self.empty < 1:
+            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+        if self.prior <= 0:
+            raise InputError(f"prior = {self.prior} must be more than 0")
+        if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
+            raise InputError(f"focus = {self.focus} is not a mean and a spread of more than 0")
+
 
 @checked
 def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
@@ -223,6 +241,10 @@ def training_times(
         size: timesteps of the schedule.
         focus: mean and spread of the logit of a time as a share of the schedule; None takes all times alike.
     """
+    check_count("batch", batch)
+    check_count("size", size)
+    if focus is not None and len(focus) != 2:
+        raise InputError(f"focus = {focus} is not a mean and a spread")
     part = (jax.random.permutation(order_key, batch) + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:
         mean, spread = focus

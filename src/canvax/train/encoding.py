@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError
+from canvax.checked import check_function, checked
+from canvax.errors import InputError, check_count
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.vae import vae_encode
@@ -34,6 +34,9 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: 
     Raises:
         InputError: the autoencoder is a tiny one, which would teach its own faults.
     """
+    check_count("batch", batch)
+    if pixels.ndim != 4 or pixels.shape[-1] != 3:
+        raise InputError(f"pixels has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
         raise InputError("vae: an AutoencoderTiny is for looking; train with the model's own autoencoder")
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
@@ -65,7 +68,9 @@ def jitted(function: Any, mesh: Mesh) -> Any:
 @checked
 def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
     """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
-    if not len(inputs):
+    check_count("batch", batch)
+    check_function("program", program, 2, "(parameters, part)")
+    if not inputs.ndim or not len(inputs):
         raise InputError("there are no pictures to encode")
     p = jax.device_put(p, replicated(mesh))
     parts: list[HostArray] = []

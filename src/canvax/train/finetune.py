@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from canvax.checked import checked
 from canvax.families.base import Model
 from canvax.params import Params
-from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, train
+from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, check_rate, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
@@ -35,6 +35,10 @@ class Whole:
 
     name = "fine-tuning"
     part = "unet"
+
+    def __post_init__(self) -> None:
+        check_rate(self.text, self.text_rate)
+        parse_dtype(self.save_dtype, "save_dtype")
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError
+from canvax.checked import check_function, checked, shown
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.kernels.target import compiled_on
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
 from canvax.train.progress import Progress
-from canvax.train.state import TrainState, load_state, new_state, read_facts, save_state
+from canvax.train.state import TrainState, check_arrays, load_state, new_state, read_facts, save_state
 from canvax.types import Array, HostArray
 
 STATE, LOG = "state.safetensors", "log.jsonl"
@@ -137,6 +137,18 @@ class Session:
     preview_every: float = 900.0
     watch: Callable[[int, Mapping[str, float]], None] | None = None
 
+    def __post_init__(self) -> None:
+        if not str(self.folder) or not self.name:
+            raise InputError(f"folder={str(self.folder)!r} and name={self.name!r}: a run has a folder and a name")
+        if "data" not in self.mesh.shape:
+            raise InputError(f"mesh has the axes {tuple(self.mesh.shape)}, and no 'data'; take canvax.make_mesh()")
+        for what in ("save_every", "preview_every"):
+            if getattr(self, what) < 0:
+                raise InputError(f"{what}={getattr(self, what)} seconds are fewer than none")
+        for what, told in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
+            if getattr(self, what) is not None:
+                check_function(what, getattr(self, what), 2, told)
+
 
 @checked
 def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session) -> tuple[Params, bool]:
@@ -161,6 +173,9 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         raise InputError(f"folder = {str(session.folder)!r} is not a folder; choose another name")
     if samples < 1:
         raise InputError(f"samples = {samples}: there is nothing to train on")
+    check_arrays("params", params, trained=True)
+    check_arrays("data", data)
+    _check_loss(loss, params, data, plan)
     if plan.batch % session.mesh.shape["data"]:
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
@@ -214,6 +229,16 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     return _drawn_with(state), done >= steps
 
 
+def _check_loss(loss: Loss, params: Params, data: Any, plan: Plan) -> None:
+    """Refuse a loss that does not give ``(number, what to log)``; what it raises itself is its own."""
+    check_function("loss", loss, 4, "(params, data, indices, key)")
+    chosen, key = jax.ShapeDtypeStruct((plan.batch,), jnp.int32), jax.random.key(0)
+    found = jax.eval_shape(loss, params, data, chosen, key)
+    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+    if not pair or getattr(found[0], "shape", None) != () or not jnp.issubdtype(found[0].dtype, jnp.floating):
+        raise InputError(f"loss returned {shown(found)}; return (a number, {{}}), the second what else to log, by name")
+
+
 def _check_finite(what: str, number: Any, name: str, done: int) -> None:
     if not math.isfinite(number):
         raise CanvaxError(
@@ -238,6 +263,10 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
 
     Epoch after epoch, each a random order of all samples: a function of the seed and the position alone.
     """
+    for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
+        check_count(name, value)
+    if seed < 0 or start < 0:
+        raise InputError(f"seed={seed} and start={start} are whole numbers of at least 0")
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
@@ -250,6 +279,8 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
 @checked
 def step_key(seed: int, step: Array | int) -> Array:
     """The key of all random choices of one update."""
+    if isinstance(step, int) and step < 0:
+        raise InputError(f"step={step} is not a whole number of at least 0")
     return jax.random.fold_in(jax.random.key(seed), step)
 
 

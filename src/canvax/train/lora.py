@@ -15,15 +15,14 @@ from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.params import Params, Spec
 from canvax.train import low_rank
-from canvax.train.low_rank import LAYERS
-from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, in_dtype, train
+from canvax.train.low_rank import FORMATS, LAYERS
+from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, check_rate, in_dtype, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 LORA_PLAN = replace(PLAN, learning_rate=1e-4)
 """As the scripts of diffusers have it."""
 
-FORMATS = ("peft", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
 """The name that ``load_lora_weights`` of diffusers looks for in a folder."""
 
@@ -65,6 +64,7 @@ class Lora:
             raise InputError(f"rank = {self.rank} is more than {_MOST_RANK}")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
             raise InputError(f"alpha = {self.alpha} must be more than 0")
+        check_rate(self.text, self.text_rate)
         parse_dtype(self.save_dtype, "save_dtype")
         for what, value, known in (("layers", self.layers, LAYERS), ("format", self.names, FORMATS)):
             if value not in known:

@@ -12,10 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
+from canvax.checked import checked, shown
+from canvax.errors import InputError, check_count, nearest
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray
+from canvax.weights.cast import parse_dtype
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.save import narrowed
 
@@ -30,6 +32,9 @@ _ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0")
 _OF_TEXT = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
+FORMATS = ("peft", "kohya")
+"""Names of the arrays of a file: those of diffusers and PEFT, and those of kohya and A1111."""
+
 Targets = dict[str, dict[str, Param]]
 """The weights that have factors, by component and dotted name of the layer."""
 
@@ -37,6 +42,8 @@ Targets = dict[str, dict[str, Param]]
 @checked
 def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
     """The layers of these components that ``layers``, one of ``LAYERS``, names."""
+    if layers not in LAYERS:
+        raise InputError(f"layers = {layers!r:.80} is not known; {nearest(layers, list(LAYERS))}")
     return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
 
 
@@ -61,6 +68,9 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
 
     ``down`` is uniform with a variance of 1 / (3 x inputs), as the original code and PEFT have it.
     """
+    check_count("rank", rank)
+    if seed < 0:
+        raise InputError(f"seed={seed} is not a whole number of at least 0")
     rng = np.random.default_rng(seed)
 
     def one(param: Param) -> dict[str, HostArray]:
@@ -76,6 +86,7 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
 def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with factors beside their weights, as ``canvax.nn`` reads them."""
     found = dict(params)
+    _check_factors(factors, params)
     for component, of in factors.items():
         tree = _copied(params[component])
         for name, pair in of.items():
@@ -87,6 +98,7 @@ def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
 @checked
 def merged(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with the factors added to their weights, which is what a pipeline's programs take."""
+    _check_factors(factors, params)
     found = dict(params)
     for component, of in factors.items():
         tree = _copied(params[component])
@@ -96,6 +108,19 @@ def merged(factors: Params, params: Params, *, scale: float) -> Params:
             layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
         found[component] = tree
     return found
+
+
+def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
+    """Refuse what ``new_factors`` does not make, and components that ``of`` has not."""
+    for component, layers in factors.items():
+        if not isinstance(layers, Mapping) or not all(
+            isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
+        ):
+            raise InputError(f"factors[{component!r}]={shown(layers)} are no factors; new_factors makes them")
+        if not isinstance(of.get(component), Mapping):
+            raise InputError(
+                f"factors are of {component!r}, and there is none; {nearest(component, list(of) or ['unet'])}"
+            )
 
 
 def _copied(tree: Params) -> Params:
@@ -124,6 +149,12 @@ def write_factors(
 
     The change of a weight is alpha / rank x up down.
     """
+    dtype = parse_dtype(dtype)
+    if names not in FORMATS:
+        raise InputError(f"names={names!r:.80} is not known; {nearest(names, FORMATS)}")
+    _check_factors(factors, chosen)
+    if not any(factors.values()):
+        raise InputError("factors={} holds none; new_factors makes them")
     outgoing: list[Outgoing] = []
     for component, of in factors.items():
         for name, pair in of.items():
@@ -180,5 +211,6 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
 @checked
 def count(factors: Params) -> int:
     """How many numbers are trained."""
+    _check_factors(factors, factors)
     pairs = (pair for of in factors.values() for pair in of.values())
     return sum(math.prod(np.shape(leaf)) for pair in pairs for leaf in pair.values())

@@ -71,6 +71,8 @@ class Pictures:
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Some of them, in the order given."""
         which = list(chosen)
+        if other := [i for i in which if not -len(self) <= i < len(self)]:
+            raise InputError(f"chosen: {other[0]} is not one of the {len(self)} pictures")
         return Pictures(
             self.pixels[which],
             [self.captions[i] for i in which],

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import CheckpointError
+from canvax.checked import checked, is_deleted, shown
+from canvax.errors import CheckpointError, InputError
 from canvax.params import Params
 from canvax.types import Array, HostArray
 from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
@@ -40,6 +40,24 @@ class TrainState:
     optimizer: Any
 
 
+def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
+    """Refuse a tree with leaves that are no arrays of numbers; what is ``trained`` is of floats.
+
+    Raises:
+        InputError: naming the leaf.
+    """
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=(lambda leaf: leaf is None) if trained else None)
+    for path, leaf in found:
+        where = name + jax.tree_util.keystr(path)
+        dtype = getattr(leaf, "dtype", None)
+        if is_deleted(leaf) or dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).kind in "OSUmMc":
+            raise InputError(f"{where}={shown(leaf)} is not an array of numbers")
+        if trained and not jnp.issubdtype(dtype, jnp.floating):
+            raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
+    if trained and not found:
+        raise InputError(f"{name} holds no array: there is nothing to train")
+
+
 @checked
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     """The state before the first step; a copy of ``params``, because a step uses the state up that it is given."""
@@ -54,6 +72,7 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
 
     A kill leaves the file before or the file after.
     """
+    check_arrays("state", state)
     arrays = [
         Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
         for name, leaf in _named(state)
@@ -78,6 +97,7 @@ def load_state(path: Path, like: Tree) -> Tree:
     Raises:
         CheckpointError: it belongs to another model or optimiser.
     """
+    check_arrays("like", like)
     entries = {entry.name: entry for entry in open_safetensors(path)}
     wanted = _named(like)
     faults = [

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -36,7 +36,9 @@ from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, read_pictures
+from canvax.train.state import check_arrays
 from canvax.types import DType, HostArray
+from canvax.weights.cast import parse_dtype
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
@@ -87,6 +89,10 @@ class Training:
             raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
         if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
             raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
+        if self.size is not None:
+            check_count("size", self.size, MAX_SIDE)
+        if self.dtype is not None:
+            parse_dtype(self.dtype)
         if self.tensorboard is not None:
             check_board(self.tensorboard)
 
@@ -109,6 +115,12 @@ class Subject:
     prior: Path | None = None
     prior_caption: str = ""
     prior_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.prior_weight <= 0:
+            raise InputError(f"prior_weight = {self.prior_weight} must be more than 0")
+        if self.prior is None and (self.prior_caption or self.prior_weight != 1):
+            raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
 
 
 OWN_CAPTIONS = Subject()
@@ -173,6 +185,18 @@ class Aim(Protocol):
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Write what was trained."""
         ...
+
+
+def check_rate(text: bool, rate: float | None) -> None:
+    """Refuse a learning rate of text encoders that is none, or that has nothing to train.
+
+    Raises:
+        InputError: such a rate.
+    """
+    if rate is not None and rate <= 0:
+        raise InputError(f"text_rate = {rate} must be more than 0")
+    if rate is not None and not text:
+        raise InputError(f"text_rate = {rate} without text: text encoders are trained with text=True")
 
 
 @checked
@@ -408,6 +432,10 @@ def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarr
 @checked
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
     """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
+    dtype = parse_dtype(dtype)
     for name in names:
+        if name not in params:
+            raise InputError(f"names: params have no {name!r}; {nearest(name, list(params))}")
+        check_arrays(f"params[{name!r}]", params[name])
         params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
     return {name: params[name] for name in names}

@@ -64,6 +64,8 @@ class Inversion:
     def __post_init__(self) -> None:
         check_token(self.token)
         check_count("vectors", self.vectors)
+        if not self.initializer.strip():
+            raise InputError(f"initializer={self.initializer!r} is empty; give the word to begin with, such as 'toy'")
         if self.vectors > MOST_VECTORS:
             raise InputError(f"vectors = {self.vectors} is more than {MOST_VECTORS}, the tokens of a prompt")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -58,7 +59,9 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
     name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
     if name is None:
         with suppress(TypeError):
-            name = None if hasattr(dtype, "shape") else jnp.dtype(dtype).name  # of an array, JAX takes its own
+            name = (
+                None if isinstance(dtype, np.ndarray | jax.Array) else jnp.dtype(dtype).name
+            )  # of an array, JAX takes its own
     if name not in _DTYPES:
         name = shown(dtype) if name is None else name
         raise InputError(f"{argument}={shown(dtype)} is not supported; {nearest(str(name), list(_DTYPES))}")
