@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL, ENAMETOOLONG
 from io import FileIO
+from mimetypes import MimeTypes
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,26 @@ def named_path(label: str, name: Any) -> Path:
     except (RuntimeError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{label}={str(name)[:80]!r} cannot be a name ({reason})") from None
+    return path
+
+
+FILE_ENDINGS = frozenset(MimeTypes().types_map[True]) | {
+    *(".safetensors", ".ckpt", ".pt", ".pth", ".gguf", ".onnx", ".yaml", ".yml", ".toml", ".log", ".jsonl"),
+}
+"""Endings of files, which nobody gives to a folder: Python's own table, so that all machines answer alike."""
+
+
+def named_folder(label: str, name: Any) -> Path:
+    """As ``named_path``, of a folder that is to be made: one that is not there has no ending of a file.
+
+    Raises:
+        InputError: it has, or it cannot be a name.
+    """
+    path = named_path(label, name)
+    if path.suffix.lower() in FILE_ENDINGS and not path.is_dir():
+        raise InputError(
+            f"{label}={str(name)[:80]!r}: a folder is written, and {path.suffix} ends a file"
+        )
     return path
 
 

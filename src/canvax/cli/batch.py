@@ -14,8 +14,7 @@ from canvax.cli.generate import check_against_model, description, join_others, l
 from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError, check_count
-from canvax.files import named_path
-from canvax.images.formats import names_file
+from canvax.files import named_folder
 from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("batch_size", "shard_size", "actors"):
         if (value := getattr(arguments, name)) is not None:
             check_count(f"--{name.replace('_', '-')}", value, 1_000_000)
-    if names_file(named_path("--output", arguments.output)):
-        raise InputError(f"--output {arguments.output} is the name of an image; a job writes many: give a folder")
+    named_folder("--output", arguments.output)
     if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
         raise InputError(f"--seed {arguments.seed} is not a whole number in 0..2**64-1")
     if arguments.shard_size is not None and arguments.into == "files":

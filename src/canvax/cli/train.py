@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say
 from canvax.errors import CanvaxError, InputError, check_count, check_number
-from canvax.files import check_writable, named_path
+from canvax.files import check_writable, named_folder, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES
 
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     }
     check_numbers(arguments)
     named_path("IMAGES", arguments.pictures)
+    named_folder("--output", arguments.output)
     check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 

@@ -16,7 +16,7 @@ from canvax.checked import checked
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
-from canvax.files import named_path
+from canvax.files import FILE_ENDINGS, named_path
 from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
@@ -64,7 +64,7 @@ def convert(
     check_flag("overwrite", overwrite)
     dtype = None if dtype is None else parse_dtype(dtype)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
-    if output.suffix.lower() in (*PICKLES, ".gguf") and not output.is_dir():
+    if not single and output.suffix.lower() in (*FILE_ENDINGS, *PICKLES) and not output.is_dir():
         raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")

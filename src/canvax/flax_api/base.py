@@ -26,7 +26,7 @@ from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
-from canvax.files import named_path
+from canvax.files import named_folder
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
 from canvax.flax_api.inputs import (
@@ -145,7 +145,7 @@ class FlaxPipeline:
             params: the parameters; a scheduler's state and a safety checker in them are left out.
             overwrite: whether files there may be replaced.
         """
-        save_directory = named_path("save_directory", save_directory)
+        save_directory = named_folder("save_directory", save_directory)
         weights = weights_of(params, self.model.specs)
         check_weights(self.model.specs, weights)
         return self.model.save(save_directory, weights, overwrite=overwrite)

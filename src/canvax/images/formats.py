@@ -17,6 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from canvax.checked import checked, shown
 from canvax.errors import InputError
+from canvax.files import FILE_ENDINGS
 from canvax.images.infotext import to_infotext
 
 JSON_TEXT = "canvax"
@@ -56,7 +57,7 @@ def names_file(path: Path) -> bool:
         InputError: it has the ending of another format.
     """
     suffix = path.suffix.lower()
-    if suffix in _OTHERS and not path.is_dir():
+    if (suffix in _OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
         format_of(path)
     return suffix in FORMATS and not path.is_dir()
 

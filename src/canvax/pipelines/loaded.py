@@ -17,7 +17,7 @@ from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.errors import InputError, check_count, check_flag, refuse_tracers
 from canvax.families.base import Model
-from canvax.files import named_path
+from canvax.files import named_folder
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, free_bytes, program_bytes
@@ -157,7 +157,7 @@ class LoadedModel:
             dtype: of the written arrays; their own by default.
             overwrite: see ``folder``.
         """
-        folder = named_path("folder", folder)
+        folder = named_folder("folder", folder)
         check_flag("overwrite", overwrite)
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):

@@ -75,8 +75,10 @@ class Output:
         self.agree({**run, "into": into})
         name = f"manifest-{process:04d}.jsonl" if process else "manifest.jsonl"
         # Two processes that append to one list would each do the other's work, so the second is turned away.
+        begun = (self.folder / name).exists()
         self._list = _locked(self.folder / name)
-        self._own = [self.folder / name, self.folder / RUN] if made and processes == 1 else []
+        self._made = made and processes == 1
+        self._own = [self.folder / name] * (not begun) + [self.folder / RUN] * self._made
         self.known = listed(self.folder)
         self._waiting: dict[str, dict[str, Any]] = {}
         if into != "files":
@@ -120,8 +122,9 @@ class Output:
             with suppress(OSError):
                 for path in self._own:
                     path.unlink(missing_ok=True)
-                (self.folder / WAITING).rmdir() if self.into != "files" else None
-                self.folder.rmdir()
+                if self._made:
+                    (self.folder / WAITING).rmdir() if self.into != "files" else None
+                    self.folder.rmdir()
 
     def agree(self, run: Mapping[str, Any]) -> None:
         """See to it that the job is one with ``run``: what is not known of it yet is kept from now on.
@@ -232,7 +235,8 @@ def _locked(path: Path) -> Any:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _LONGEST_LINE))
     tail = file.read()
-    file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+    if not tail.endswith(b"\n") and tail:
+        file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
     return file
 
 

@@ -59,9 +59,8 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
     name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
     if name is None:
         with suppress(TypeError):
-            name = (
-                None if isinstance(dtype, np.ndarray | jax.Array) else jnp.dtype(dtype).name
-            )  # of an array, JAX takes its own
+            if not isinstance(dtype, np.ndarray | jax.Array):  # of which JAX takes their own
+                name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         name = shown(dtype) if name is None else name
         raise InputError(f"{argument}={shown(dtype)} is not supported; {nearest(str(name), list(_DTYPES))}")

@@ -15,6 +15,7 @@ from typing import Literal
 
 from canvax.errors import CheckpointError, InputError
 from canvax.files import DAMAGED, read_json
+from canvax.weights.safetensors import open_safetensors
 
 INDEX = "model_index.json"
 
@@ -143,6 +144,18 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(table.values()))
 
 
+def check_shards(folder: Path, index: Path) -> None:
+    """Look for every tensor that a sharded checkpoint's index names in the shard that it names.
+
+    Raises:
+        CheckpointError: naming the first that is not there.
+    """
+    held = {name: {entry.name for entry in open_safetensors(folder / name)} for name in shard_names(index)}
+    for tensor, shard in read_json(index)["weight_map"].items():
+        if tensor not in held[shard]:
+            raise CheckpointError(f"{index}: says that {tensor[:80]!r} is in {shard}, which has none. {DAMAGED}")
+
+
 def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[Path]:
     """The weight files of one component's folder: one file, or all shards.
 
@@ -159,6 +172,7 @@ def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[P
             f"{folder}: {len(absent)} of {len(shards)} shards are missing, for example {absent[0]}. "
             "Download the checkpoint again."
         )
+    check_shards(folder, folder / plan.file)
     return shards
 
 

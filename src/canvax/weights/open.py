@@ -71,7 +71,8 @@ def open_files(
     if INDEX not in commit.names:
         raise CheckpointError(f"{source.name}: {why_no_index(commit.names)}")
     files = read_folder(source.name, commit.fetch([INDEX]), commit.sha, source.variant, accept)
-    plans = plan_components(files.name, files.components, commit.names, source.variant) if weights else {}
+    wanted = weights or source.variant is not None  # a variant that is not there is told without weights as well
+    plans = plan_components(files.name, files.components, commit.names, source.variant) if wanted else {}
     commit.fetch(small_files(files.components, commit.names))
     files.check(weights=False)
     if look is not None:
@@ -133,7 +134,7 @@ def _open_local(
         if INDEX not in (names := names_in(path)):
             raise CheckpointError(f"{source.name}: {why_no_index(names)}")
         files = read_folder(source.name, path, commit.sha if commit else None, source.variant, accept)
-        files.check(weights=weights)
+        files.check(weights=weights or source.variant is not None)
     except CheckpointError as error:
         if commit is None:
             raise

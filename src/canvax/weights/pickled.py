@@ -77,6 +77,10 @@ class _Opaque:
     """Something that is passed over."""
 
 
+class _Parameters(dict[Any, Any]):
+    """A ``ParameterDict`` of PyTorch: a table of tensors that lies among the attributes of an object."""
+
+
 _MARK = object()
 
 
@@ -277,7 +281,8 @@ class _Machine:
         self.stack.append(self._known(f"{module}.{name}"))
 
     def _known(self, name: str) -> _Global:
-        if name in _CALLS or name in _HARMLESS or name.startswith(_PASSED_OVER) or _storage_dtype(name) is not None:
+        known = name in (*_CALLS, *_OBJECTS, *_HARMLESS) or name.startswith(_PASSED_OVER)
+        if known or _storage_dtype(name) is not None:
             return _Global(name)
         raise CheckpointError(
             f"{self._path}: its pickle asks for {name[:120]}, which no checkpoint needs and an attack might. The "
@@ -291,13 +296,20 @@ class _Machine:
 
     def _newobj(self, _: Any) -> None:
         called, _arguments = self._popped(2)
-        self.stack.append({} if called == _Global("collections.OrderedDict") else _Opaque())
+        made = _OBJECTS.get(called.name, _Opaque) if isinstance(called, _Global) else _Opaque
+        self.stack.append(made())
 
     def _build(self, _: Any) -> None:
-        self._popped(1)  # attributes of an object, such as the versions of a state_dict
+        (attributes,) = self._popped(1)  # of an object, such as the versions of a state_dict
+        if isinstance(self.stack[-1], _Parameters) and isinstance(attributes, dict):
+            held = attributes.get("_parameters")
+            self.stack[-1].update(held if isinstance(held, dict) else {})
 
     def _binpersid(self, _: Any) -> None:
         (found,) = self._popped(1)
+        if len(found) > 1 and found[0] == "module" and isinstance(found[1], _Global):  # a class and its source
+            self.stack.append(found[1])
+            return
         kind, of, key, _place, count = found[:5]
         dtype = _storage_dtype(of.name) if isinstance(of, _Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str) or not _is_size(count):
@@ -366,6 +378,12 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch.Size": lambda sizes: tuple(sizes),
 }
 """What a tensor is described by; the values are functions of this file."""
+
+_OBJECTS: dict[str, Callable[[], Any]] = {
+    "collections.OrderedDict": dict,
+    "torch.nn.modules.container.ParameterDict": _Parameters,
+}
+"""Objects that hold tensors, as tables; embeddings of A1111 have a ``ParameterDict``."""
 
 
 def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pickled:
