@@ -70,9 +70,7 @@ def named_folder(label: str, name: Any) -> Path:
     """
     path = named_path(label, name)
     if path.suffix.lower() in FILE_ENDINGS and not path.is_dir():
-        raise InputError(
-            f"{label}={str(name)[:80]!r}: a folder is written, and {path.suffix} ends a file"
-        )
+        raise InputError(f"{label}={str(name)[:80]!r}: a folder is written, and {path.suffix} ends a file")
     return path
 
 

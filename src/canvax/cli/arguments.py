@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ from canvax.cli.generate_arguments import (
     add_upscale,
     as_written,
 )
+from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import InputError
-from canvax.familiar import FLAGS
 
 COMMANDS = {
     name: name
@@ -99,44 +98,6 @@ _FILES = """
 A prompt file holds one prompt a line. Empty lines and lines that start with # are ignored. A line that starts with {
 is a JSON object: {"prompt": "a cat", "seed": 7, "steps": 30, "negative_prompt": "..."}. It overrides the flags.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises InputError for what cannot be parsed, and suggests the nearest flag for an unknown one."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise InputError."""
-        if message.endswith("expected one argument"):
-            message += "; a value that starts with - is written --flag=VALUE"
-        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
-        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
-        raise InputError(f"{message} (see: {self.prog} --help)")
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, and also take prompts that stand between flags.
-
-        Each subcommand reports its own unknown words, because only it can suggest its nearest flag.
-        """
-        known = argparse.Namespace() if namespace is None else namespace
-        _, rest = super().parse_known_args(args, known)
-        unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
-        if unknown and (entry := FLAGS.get(unknown[0].lstrip("-").lower().replace("_", "-"))):
-            self.error(f"{unknown[0]}: {entry.answer}")
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            near = get_close_matches(unknown[0], flags, n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
-            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
-        if rest and "prompts" not in known:
-            self.error(f"{rest[0]!r} is not expected here; put quotes around a prompt of several words")
-        if rest:
-            known.prompts += rest
-        return known, []
 
 
 class _Version(argparse.Action):

@@ -1,0 +1,71 @@
+"""The parser of the command line: argparse's, whose errors are canvax's own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+from canvax.errors import InputError
+from canvax.familiar import FLAGS
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises InputError for what cannot be parsed, and suggests the nearest flag for an unknown one."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError."""
+        if message.endswith("expected one argument"):
+            message += "; a value that starts with - is written --flag=VALUE"
+        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
+        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
+        raise InputError(f"{message} (see: {self.prog} --help)")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, and also take prompts that stand between flags.
+
+        Each subcommand reports its own unknown words, because only it can suggest its nearest flag.
+        """
+        known = argparse.Namespace() if namespace is None else namespace
+        self._check_once(args or ())
+        _, rest = super().parse_known_args(args, known)
+        unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        if unknown and (entry := FLAGS.get(unknown[0].lstrip("-").lower().replace("_", "-"))):
+            self.error(f"{unknown[0]}: {entry.answer}")
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            near = get_close_matches(unknown[0], flags, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
+            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
+        if rest and "prompts" not in known:
+            self.error(f"{rest[0]!r} is not expected here; put quotes around a prompt of several words")
+        if rest:
+            known.prompts += rest
+        return known, []
+
+    def _check_once(self, words: Sequence[str]) -> None:
+        """Refuse a flag of one value that is given two: argparse would take the last without a word."""
+        of = {flag: action for action in self._actions for flag in action.option_strings}
+        seen: dict[str, str] = {}
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
+            flag, sign, value = word.partition("=")
+            action = of.get(flag)
+            if type(action) is not argparse._StoreAction:
+                continue
+            value = value if sign else following
+            if seen.setdefault(action.dest, value) != value:
+                self.error(f"{flag} is given twice, as {seen[action.dest][:80]!r} and {value[:80]!r}; give it once")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Of a flag written ``--flag=--``, which argparse takes for no value at all."""
+        if action.option_strings and arg_strings == ["--"]:
+            self.error(f"{'/'.join(action.option_strings)}: '--' is not a value")
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
