@@ -199,8 +199,8 @@ def test_strength_by_parts(pipe: canvax.StableDiffusion) -> None:
 BAD_CALLS: dict[str, tuple[Any, str]] = {
     "several images for one": ([photo(1), photo(2)], "list of canvax.ImagePrompt"),
     "both kinds": ([photo(1), ImagePrompt(photo(2))], "has images and ImagePrompts"),
-    "no image": (ImagePrompt(), "give an image or embeds"),
-    "image and embeds": (ImagePrompt(photo(1), embeds=np.zeros(24)), "one of the two"),
+    "no image": (lambda: ImagePrompt(), "give an image or embeds"),
+    "image and embeds": (lambda: ImagePrompt(photo(1), embeds=np.zeros(24)), "one of the two"),
     "adapter": (ImagePrompt(photo(1), adapter=2), r"adapter=2 is not one of 0..1"),
     "no file": ("nowhere.png", "nowhere.png"),
     "embeds of another width": (ImagePrompt(embeds=np.zeros((1, 25))), r"this adapter reads \[n, 24\]"),
@@ -217,7 +217,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
 def test_bad_calls(case: str, pipe: canvax.StableDiffusion) -> None:
     value, said = BAD_CALLS[case]
     with pytest.raises(canvax.InputError, match=said), counting() as counts:
-        draw(pipe, image_prompt=value)
+        draw(pipe, image_prompt=value() if callable(value) else value)
     assert counts.compilations == 0
 
 

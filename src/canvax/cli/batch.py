@@ -15,6 +15,7 @@ from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_ta
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError, check_count
 from canvax.files import named_folder
+from canvax.pipelines.checks import SIZE_STEP, check_size
 from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     from canvax.scale.rows import OPTIONS
 
     options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
+    if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
+        raise InputError("--ip-mask without --ip-adapter: name the network that reads the image")
+    for name in ("height", "width"):
+        check_size(name, defaults.get(name), SIZE_STEP)
     height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
     guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
     request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)

@@ -8,17 +8,19 @@ from typing import Any
 
 from canvax.cli.generate_arguments import check_ip_encoder, source_keywords
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [_size(text) for text in arguments.size or []]
+    from canvax.pipelines.checks import MOST_IMAGES, check_size
+
     for batch in arguments.batch:
-        if batch < 1:
-            raise InputError(f"--batch {batch} is not a whole number of at least 1")
+        check_count("--batch", batch, MOST_IMAGES)
     check_ip_encoder(arguments)
-    from canvax.pipelines.checks import check_size
+    if arguments.reuse_layers:
+        check_count("--reuse-layers", arguments.reuse_layers, 1000)
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 

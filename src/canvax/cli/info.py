@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     is_image = path.suffix.lower() in IMAGE_SUFFIXES
     if not arguments.memory or is_image:
         for name in _MEMORY_FLAGS:
-            if getattr(arguments, name) not in (None, False):
+            if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
                 cure = f"{path} is an image; leave it out" if is_image else "it goes with --memory; add that"
                 raise InputError(f"--{name.replace('_', '-')}: {cure}")
     if is_image:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate import Destination, description, load_model
-from canvax.cli.images import OPTIONS, ImageRequest, source_of
+from canvax.cli.generate import Destination, check_against_model, description, load_model
+from canvax.cli.images import OPTIONS, ImageRequest, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import InputError
+from canvax.errors import InputError, check_count
 from canvax.images.given import read_images
+from canvax.noise import check_seed
+from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
+from canvax.pipelines.tiles import check_scale
+from canvax.pipelines.upscale import check_for_upscale
+from canvax.samplers.strength import check_strength
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -20,9 +25,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     options = Options(**settings, progress=not arguments.quiet)
     if not arguments.controlnet and (given := sorted({*CONTROL_OPTIONS} & {*settings})):
         raise InputError(f"--{given[0].replace('_', '-')} without --controlnet: name the network that reads the tiles")
-    read_images("image", arguments.file, 1)
-    where = Destination.checked(arguments, [_request(arguments, options)])
+    request = _request(arguments, options)
+    _check(arguments, request)
+    where = Destination.checked(arguments, [request])
     source = source_of(arguments)
+    check_against_model(arguments, [request], source)
     pipe = load_model(arguments, source)
     report |= description(pipe)
     given = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
@@ -48,8 +55,32 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         complain(f"{image.width} x {image.height} pixels in {seconds(result.timings['total'])}")
 
 
+def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
+    """Refuse what no model could do, before one is read."""
+    (image,) = read_images("image", arguments.file, 1)
+    check_for_upscale(request.options)
+    if arguments.scale is not None:
+        check_scale(arguments.scale, image)
+    if arguments.strength is not None:
+        check_strength(arguments.strength)
+    for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", 100_000)):
+        if (value := getattr(arguments, name)) is not None:
+            check_count(f"--{name.replace('_', '-')}", value, most)
+    if arguments.guidance_scale is not None:
+        check_guidance(arguments.guidance_scale, 0)
+    if arguments.seed is not None:
+        check_seed(arguments.seed)
+    for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
+        if getattr(arguments, name) not in (None, False):
+            raise InputError(
+                f"--{name.replace('_', '-')} does not go with tiles; leave it out"
+            )
+    check_table(request, None)
+
+
 def _request(arguments: argparse.Namespace, options: Options) -> ImageRequest:
     """What the destination is checked for: one image."""
     if arguments.grid:
         raise InputError("--grid: there is one image; leave it out")
-    return ImageRequest(arguments.prompt or "", None, 0, None, None, None, None, None, options)
+    steps, sampler = arguments.num_inference_steps, arguments.sampler
+    return ImageRequest(arguments.prompt or "", None, 0, None, None, steps, arguments.guidance_scale, sampler, options)

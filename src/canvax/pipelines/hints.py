@@ -33,6 +33,11 @@ def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
     yield "variation_strength", options.variation_strength > 0, {"variation_seed"}
     yield "pag_scale", options.pag_scale > 0, {"pag_adaptive_scale"}
     yield "reuse", options.reuse > 1, {"reuse_layers"}
+    own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
+    yield "steps to place, which the levels or timesteps given do", not own, {"spacing"}
+    yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
+    texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
+    yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
     yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
     yield "an image", given is not None, {"strength_rule", "image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
@@ -62,6 +67,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"
+    if not request.guided and not request.embedded and any(request.negatives):
+        yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     for prompt in prompts:

@@ -36,6 +36,21 @@ class Tile(NamedTuple):
     noise: HostArray
 
 
+def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
+    """Width and height of an image enlarged.
+
+    Raises:
+        InputError: ``scale`` is not in 1..16, or makes it too large.
+    """
+    scale = check_number("scale", scale, "; 2 is usual")
+    if not 1 <= scale <= 16:
+        raise InputError(f"scale={scale:g} is not in 1..16, how many times larger; 2 is usual")
+    width, height = (max(1, round(side * scale)) for side in source.size)
+    if width * height > MOST_PIXELS:
+        raise InputError(f"scale={scale:g} makes {width} x {height} pixels, more than {MOST_PIXELS}; use less")
+    return width, height
+
+
 class Tiles:
     """An image, ``scale`` times as large, in tiles of the size that the model was trained for.
 
@@ -59,16 +74,9 @@ class Tiles:
     def __init__(
         self, model: Model, source: Image.Image, *, scale: Any, overlap: Any, seed: int, noise: NoiseKind
     ) -> None:
-        scale = check_number("scale", scale, "; 2 is usual")
-        if not 1 <= scale <= 16:
-            raise InputError(f"scale={scale:g} is not in 1..16, how many times larger; 2 is usual")
+        self.width, self.height = check_scale(scale, source)
         tall, wide = self._size = model.native_size
         overlap = min(tall, wide) // 4 if overlap is None else check_count("overlap", overlap, min(tall, wide) // 2)
-        self.width, self.height = (max(1, round(side * scale)) for side in source.size)
-        if self.width * self.height > MOST_PIXELS:
-            raise InputError(
-                f"scale={scale:g} makes {self.width} x {self.height} pixels, more than {MOST_PIXELS}; use less"
-            )
         self._overlap, self._factor = overlap, model.vae.factor
         # A canvas of whole latents that holds a tile at least; what is added goes in the end.
         sides = ((self.height, tall), (self.width, wide))
