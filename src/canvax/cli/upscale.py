@@ -72,9 +72,7 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
         check_seed(arguments.seed)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if getattr(arguments, name) not in (None, False):
-            raise InputError(
-                f"--{name.replace('_', '-')} does not go with tiles; leave it out"
-            )
+            raise InputError(f"--{name.replace('_', '-')} does not go with tiles; leave it out")
     check_table(request, None)
 
 

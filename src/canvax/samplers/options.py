@@ -58,7 +58,7 @@ def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[st
     """What the field `name`, whose kind follows from its default, should hold in place of `value`; "" if it may."""
     if name in choices:
         known = (value is None or isinstance(value, str)) and value in choices[name]
-        return "" if known else nearest(str(value), [str(choice) for choice in choices[name]])
+        return "" if known else nearest(shown(value), [str(choice) for choice in choices[name]])
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, list | tuple):
@@ -159,7 +159,7 @@ def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
     try:
         bools = any(isinstance(value, bool) for value in values)
         numbers = np.empty(0) if bools else np.asarray(values, np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of an object, whatever it raises when it is looked at
         numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
         raise InputError(f"{name}={shown(values)} is not a list of numbers in 0..1e6")

@@ -44,7 +44,7 @@ class NoiseSchedule:
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
 
-    alphas_cumprod: np.ndarray
+    alphas_cumprod: Any  # a list when it is given, an array from then on
     prediction_type: str = "epsilon"
     sigma_data: float | None = None
     timestep_unit: str = "index"
@@ -53,8 +53,8 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         try:
             values = np.asarray(self.alphas_cumprod, np.float64)
-        except (TypeError, ValueError):
-            raise InputError(f"alphas_cumprod={self.alphas_cumprod!r:.80} is not a list of numbers") from None
+        except Exception:  # of an object, whatever it raises when it is looked at
+            raise InputError(f"alphas_cumprod={shown(self.alphas_cumprod)} is not a list of numbers") from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
