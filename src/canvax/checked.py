@@ -120,7 +120,8 @@ def _usual(parameter: inspect.Parameter) -> str:
 def shown(value: Any) -> str:
     """A value in an error, also one that cannot be written out."""
     try:
-        text = repr(value)
+        arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
+        text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else repr(value)
     except Exception:
         text = f"<{type(value).__name__} that cannot be read>"
     text = " ".join(text.split())
@@ -260,12 +261,9 @@ def _of_class(wanted: Any, inside: tuple[Any, ...]) -> Kind:
             f"one of canvax's kinds of {wanted.__name__} ({', '.join(members)})",
         )
     if issubclass(wanted, Mapping):
-        of = [_kind(one) for one in inside] or [_kind(Any)] * 2
+        held = _SIMPLE.get(inside[1], _kind(Any)) if inside else _kind(Any)  # of others the function knows more
         return Kind(
-            lambda value: (
-                isinstance(value, Mapping)
-                and all(of[0].takes(name) and of[1].takes(one) for name, one in islice(value.items(), LOOKED_AT))
-            ),
+            lambda value: isinstance(value, Mapping) and all(map(held.takes, islice(value.values(), LOOKED_AT))),
             "a table of names and values",
         )
     if wanted in (list, tuple, Sequence):

@@ -61,7 +61,7 @@ class Controlling:
     def __post_init__(self) -> None:
         parse_dtype(self.save_dtype, "save_dtype")
         for width in self.widths or ():
-            check_count("widths", width, 65536)
+            check_count("widths of the hint network", width, 65536)
         if self.widths is not None and not len(self.widths):
             raise InputError("widths=() names no channels; leave it out for the paper's")
 
