@@ -157,7 +157,7 @@ def test_upscale(emoji: canvax.StableDiffusion) -> None:
     ("changes", "message"),
     [
         ({"scale": 0}, "scale=0 is not in 1..16"),
-        ({"scale": "much"}, "scale=much is not a finite number"),
+        ({"scale": "much"}, "scale='much' is not a finite number"),
         ({"scale": 17}, "scale=17 is not"),
         ({"overlap": 40}, "overlap=40"),
         ({"batch": 0}, "batch=0"),

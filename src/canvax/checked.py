@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from itertools import islice
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import numpy as np
@@ -272,7 +273,7 @@ def _of_class(wanted: Any, inside: tuple[Any, ...]) -> Kind:
             lambda value: _is_list(value) and all(map(entry.takes, islice(value, LOOKED_AT))),
             f"a list (each {entry.words})" if entry.words else "a list",
         )
-    if issubclass(wanted, os.PathLike):
+    if wanted in (Path, os.PathLike):
         return _SIMPLE[os.PathLike]
     if wanted.__module__.startswith("jax") and wanted.__name__.endswith("Array"):
         return Kind(_is_array, "an array of numbers")

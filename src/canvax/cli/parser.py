@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from canvax.errors import InputError
+from canvax.errors import HintWarning, InputError, warn
 from canvax.familiar import FLAGS
 
 
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return known, []
 
     def _check_once(self, words: Sequence[str]) -> None:
-        """Refuse a flag of one value that is given two: argparse would take the last without a word."""
+        """Tell of a flag of one value that is given two: argparse takes the last without a word."""
         of = {flag: action for action in self._actions for flag in action.option_strings}
         seen: dict[str, str] = {}
         for word, following in zip_longest(words, words[1:], fillvalue=""):
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             value = value if sign else following
             if seen.setdefault(action.dest, value) != value:
-                self.error(f"{flag} is given twice, as {seen[action.dest][:80]!r} and {value[:80]!r}; give it once")
+                warn(f"{flag} is given twice; the last value, {value[:80]!r}, is the one that counts", HintWarning)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Of a flag written ``--flag=--``, which argparse takes for no value at all."""

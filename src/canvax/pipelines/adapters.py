@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked
+from canvax.checked import checked, placed
 from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -87,7 +87,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """The textual inversions, as prompts write them."""
         return tuple(self._words)
 
-    @checked
+    @placed
     def load(
         self,
         name: str,
@@ -196,7 +196,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         by_block, _ = parted(loaded.weights, bank.components)
         return loaded.factor if by_block else None
 
-    @checked
+    @placed
     def load_embedding(
         self,
         source: str | Path,
@@ -236,7 +236,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
-    @checked
+    @placed
     def set(self, weights: Mapping[str, float | Mapping[str, Any]]) -> None:
         """Give adapters these weights, and all others none; they stay loaded.
 

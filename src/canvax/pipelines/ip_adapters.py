@@ -55,7 +55,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
             f"image_encoder={image_encoder!r:.80} is not a folder or a Hub id; nor None, for the one beside the "
             "adapter; nor False, for none"
         )
-    if not names and (unused := sorted([*source, *(["image_encoder"] if image_encoder else [])])):
+    if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
         raise InputError(f"{', '.join(unused)} without ip_adapter: give one, or leave it out")
     return [AdapterSource(os.fspath(name), **source) for name in names]
 

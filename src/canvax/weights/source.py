@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canvax.checked import checked
+from canvax.checked import placed
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import named_path
 from canvax.weights.adapter_names import is_adapters
@@ -32,7 +32,7 @@ _FILES = (".safetensors", ".gguf", *PICKLES)
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 
 
-@checked
+@placed
 @dataclass(frozen=True)
 class Source:
     """Where a model comes from, and how to get it.
