@@ -19,7 +19,7 @@ from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.record import metadata
-from canvax.pipelines.request import Request, make_request
+from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerTable
@@ -317,22 +317,23 @@ def _options(ask: Ask) -> Options:
 
 
 def _request(ask: Ask, model: Model, seed: int) -> Request:
-    return make_request(
-        model,
+    call = Call(
         ask.prompt,
         ask.negative_prompt,
-        1,
-        size=(ask.height, ask.width),
-        steps=ask.steps,
-        guidance=ask.guidance_scale,
+        ask.height,
+        ask.width,
+        ask.steps,
+        ask.guidance_scale,
         seed=seed,
         sampler=ask.sampler,
-        latents=None,
         options=_options(ask),
-        image=(ask.image, ask.mask, ask.strength),
+        image=ask.image,
+        mask=ask.mask,
+        strength=ask.strength,
         control=ask.control,
         image_prompt=prompts_of(ask),
     )
+    return make_request(model, call)
 
 
 def _field_of(message: str) -> str | None:
