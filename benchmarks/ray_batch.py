@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,8 @@ class Processors:
             self._look()
 
     def _look(self) -> None:
-        import ray  # pyright: ignore[reportMissingImports]  # noqa: F401: which brings the next one
-        import psutil  # isort: skip
-
+        import_module("ray")  # which brings the next one along
+        psutil = import_module("psutil")
         for process in psutil.Process().children(recursive=True):
             try:
                 words, times = " ".join(process.cmdline()), process.cpu_times()
