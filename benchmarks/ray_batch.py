@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,47 @@ def command(file: Path, folder: Path, batch: int, *more: str) -> list[str]:
     """A job as a user starts it."""
     words = [sys.executable, "-m", "canvax", "batch", str(file), "-o", str(folder), "-b", str(batch), "--json", "-q"]
     return [*words, *more]
+
+
+class Processors:
+    """Seconds of a processor that this process's descendants take, by what they are: looked at four times a second."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, tuple[str, float]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Processors:
+        self._look()
+        self._before = {pid: last for pid, (_, last) in self._seconds.items()}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def told(self) -> dict[str, float]:
+        """Of the actors, of the command itself, and of all else that Ray runs."""
+        found = dict.fromkeys(("actors", "command", "ray"), 0.0)
+        for pid, (kind, last) in self._seconds.items():
+            found[kind] += last - self._before.get(pid, 0.0)
+        return {kind: round(seconds, 1) for kind, seconds in found.items()}
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.25):
+            self._look()
+
+    def _look(self) -> None:
+        import_module("ray")  # which brings the next one along
+        psutil = import_module("psutil")
+        for process in psutil.Process().children(recursive=True):
+            try:
+                words, times = " ".join(process.cmdline()), process.cpu_times()
+            except psutil.Error:
+                continue
+            kind = "actors" if "MapWorker" in words else "command" if "canvax batch" in words else "ray"
+            self._seconds[process.pid] = kind, times.user + times.system
 
 
 def run(words: list[str], meanwhile: Callable[[subprocess.Popen[str]], None] | None = None) -> tuple[int, Any]:
@@ -128,9 +170,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = write_rows(folder / "rows.jsonl", chosen.rows, chosen.steps)
-        code, plain = run(command(file, folder / "plain", chosen.batch))
+        with Processors() as processors:
+            code, plain = run(command(file, folder / "plain", chosen.batch))
         assert code == 0, plain
         report["plain"] = {name: plain[name] for name in ("done", "seconds", "images_per_second")}
+        report["plain"]["processors"] = processors.told()
         wanted = images(folder / "plain")
         there = cluster()
         try:
@@ -143,10 +187,13 @@ def main() -> None:
                     run(words, driver_killer(listed, chosen.rows * (kill + 1) // (chosen.driver_kills + 1)))
                     log.append("driver")
                 kills = killer(there, listed, chosen.rows, chosen.actor_kills, chosen.node_kills, log)
-                code, told = run(words, kills)
+                with Processors() as processors:
+                    code, told = run(words, kills)
                 assert code == 0, told
                 told = {name: told[name] for name in ("done", "skipped", "errors", "seconds", "images_per_second")}
-                report["runs"][actors] = told | {"equal": images(out) == wanted, "killed": log}
+                report["runs"][actors] = told | {
+                    "equal": images(out) == wanted, "killed": log, "processors": processors.told()
+                }  # fmt: skip
         finally:
             there.shutdown()
     print(json.dumps(report))

@@ -126,12 +126,14 @@ class Stub:
         key: which requests must bear, if not None.
         bodies: of the jobs asked for.
         controls: the networks that read control images.
+        ip_adapters: names of those that read image prompts.
     """
 
     def __init__(self, engine: PaintedEngine, *, key: str | None = None) -> None:
         self.engine, self.key = engine, key
         self.bodies: list[dict[str, Any]] = []
         self.controls: tuple[ControlCard, ...] = ()
+        self.ip_adapters: tuple[str, ...] = ()
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -165,7 +167,7 @@ class Stub:
 
     async def models(self, request: Request) -> Response:
         self.check(request)
-        cards = [replace(card, controls=self.controls) for card in self.engine.models()]
+        cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters) for card in self.engine.models()]
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
 

@@ -47,7 +47,7 @@ from canvax.models.text import TextEncoders
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import init_params
 from canvax.pipelines import text_to_image
-from canvax.pipelines.request import make_request
+from canvax.pipelines.request import Call, make_request
 
 DRAW = """
 import hashlib, json, sys
@@ -911,8 +911,7 @@ def test_the_command_knows_networks(
     assert sorted(set(made)) == ["control encoder", "decoder", "denoiser", "image prompt encoder", "text encoder"]
     pipe = base.with_controlnet(net).with_ip_adapter(prompts)
     image = Image.new("RGB", (64, 64))
-    request = make_request(pipe.model, "a cat", None, 1, size=(None, None), steps=None, guidance=None, seed=1,
-                           sampler=None, latents=None, options=None, control=image, image_prompt=image)  # fmt: skip
+    request = make_request(pipe.model, Call("a cat", seed=1, control=image, image_prompt=image))
     kinds = text_to_image.work(pipe.model, request)[2]
     assert pipe.params is not None
     batch = pipe.mesh.shape["data"]

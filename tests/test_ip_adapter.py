@@ -6,6 +6,7 @@ Numbers are held against PyTorch diffusers in ``parity/test_ip_adapter.py``.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from canvax.models.presets import SD15_UNET, SDXL_UNET
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.image_prompts import layer_scales
+from canvax.scale.data import _Settings as cluster_rows
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 
@@ -353,6 +356,26 @@ def test_rows_of_a_file(pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatc
         want = draw(pipe, image_prompt=given).images[0]
         apart = np.abs(np.asarray(made[name].image, np.int16) - np.asarray(want, np.int16))
         assert apart.max() <= 2, name
+
+
+@pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+def test_rows_on_a_cluster(
+    base: canvax.StableDiffusion, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``canvax batch --ip-adapter --ray`` calls there, where another folder is the current one."""
+    photo(1).save(tmp_path / "one.png")
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: base)
+    monkeypatch.chdir(root)
+    named = {"ip_adapter": ["models/plus.safetensors"], "ip_encoder": str(root / "models" / "image_encoder")}
+    (tmp_path / "models").symlink_to(root / "models")
+    generate = cluster_rows(str(tmp_path), batch_size=1, **named)
+    row = {"prompt": "a cat", "num_inference_steps": 4, "seed": 1, "ip_image": "one.png:0.5"}
+    table = generate({"id": ["a"], "settings": [json.dumps(row)]})
+    (made,) = table.to_pylist()
+    assert (made["error"], Path.cwd()) == (None, tmp_path)
+    want = draw(base.with_ip_adapter(root / "models" / "plus.safetensors"), image_prompt=ImagePrompt(photo(1), 0.5))
+    apart = np.abs(np.asarray(Image.open(io.BytesIO(made["image"])), np.int16) - np.asarray(want.images[0], np.int16))
+    assert apart.max() <= 2
 
 
 def test_pickled_pipeline(pipe: canvax.StableDiffusion) -> None:

@@ -119,26 +119,30 @@ class Site:
         self.page.wait_for_selector("body[data-ready]")
 
     def draw(self, prompt: str, *, wait: bool = True) -> None:
+        asked, started = len(self.stub.bodies), time.monotonic()
         self.page.fill("#prompt", prompt)
         self.page.press("#prompt", "Enter")
-        if wait:
-            self.page.wait_for_selector(".tile.busy", state="attached")
+        if wait:  # not for the tile: on a busy machine it is there and gone between two looks
+            while len(self.stub.bodies) == asked:
+                assert time.monotonic() - started < 15
+                self.page.wait_for_timeout(20)
             self.idle()
 
-    def drop(self, selector: str, image: Image.Image) -> None:
-        """Drop an image file on an element."""
+    def drop(self, selector: str, image: Image.Image, by: tuple[str, ...] = ("dragenter", "dragover", "drop")) -> None:
+        """Drop an image file on an element, or what the events say."""
         file = io.BytesIO()
         image.save(file, "png")
-        drop = """([selector, data]) => {
+        drop = """([selector, data, names]) => {
             const file = new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], "b.png", {type: "image/png"});
             const dataTransfer = new DataTransfer();
             dataTransfer.items.add(file);
-            for (const name of ["dragenter", "dragover", "drop"]) {
-                const event = new DragEvent(name, {dataTransfer, bubbles: true, cancelable: true});
+            for (const name of names) {
+                const told = {dataTransfer, clipboardData: dataTransfer, bubbles: true, cancelable: true};
+                const event = name === "paste" ? new ClipboardEvent(name, told) : new DragEvent(name, told);
                 document.querySelector(selector).dispatchEvent(event);
             }
         }"""
-        self.page.evaluate(drop, [selector, base64.b64encode(file.getvalue()).decode()])
+        self.page.evaluate(drop, [selector, base64.b64encode(file.getvalue()).decode(), by])
 
     def idle(self) -> None:
         self.page.wait_for_selector(".tile.busy", state="detached")
@@ -265,9 +269,7 @@ def test_mask_and_inpaint(site: Site) -> None:
             site.page.mouse.down()
     site.page.mouse.up()
     site.page.click("#mask-use")
-    site.draw("a pear", wait=False)
-    site.page.wait_for_selector(".tile.busy", state="attached")
-    site.idle()
+    site.draw("a pear")
     body = site.stub.bodies[1]
     mask = decoded(body["mask"]).convert("L")
     assert mask.size == decoded(body["image"]).size == (64, 64)
@@ -320,52 +322,74 @@ NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth"
 
 
 @browser_only
-def test_adapters_and_a_control_image(site: Site) -> None:
+def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     page = site.page
     assert page.locator("#control").is_hidden()
-    site.stub.controls = NETS
+    assert page.locator("#image-prompt").is_hidden()
+    site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
     site.open()
     page.click("#adapters summary")
     page.select_option("#adapter-add", "ink")
     page.fill("#adapter-ink", "0.6")
-    page.click("#control summary")
-    wide = io.BytesIO()
-    Image.new("RGB", (128, 64), "blue").save(wide, "png")
-    page.set_input_files("#control-file", {"name": "a.png", "mimeType": "image/png", "buffer": wide.getvalue()})
-    page.wait_for_selector("#control-remove", state="visible")
+    for kind, colour in (("control", "blue"), ("image-prompt", "red")):
+        page.click(f"#{kind} summary")
+        wide = io.BytesIO()
+        Image.new("RGB", (2048, 1024), colour).save(wide, "png")
+        page.set_input_files(f"#{kind}-file", {"name": "a.png", "mimeType": "image/png", "buffer": wide.getvalue()})
+        page.wait_for_selector(f"#{kind}-remove", state="visible")
+        page.fill(f"#{kind}-scale", "0.5")
     page.select_option("#control-network", "all")
     page.select_option("#control-type", "canny")
-    page.fill("#control-scale", "0.5")
+    page.select_option("#image-prompt-network", "plus-face")
     assert (page.inner_text("#adapters-text"), page.inner_text("#control-text")) == ("ink 0.6", "canny 0.5")
+    assert page.inner_text("#image-prompt-text") == "plus-face 0.5"
     site.draw("a red apple")
     body = site.stub.bodies[0]
     assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
     assert decoded(body["control"][1]["canny"]).size == (64, 64)  # cropped, as an input image is
+    assert {**body["image_prompt"], "image": None} == {"scale": 0.5, "adapter": 1, "image": None}
+    assert decoded(body["image_prompt"]["image"]).size == (1024, 512)  # whole, as the pipeline has it
     page.click('[aria-label="Remove ink"]')
     page.click("#control-remove")
+    page.click("#image-prompt-remove")
     site.draw("a pear")
-    assert not {"adapters", "control", "control_scale", "steered"} & site.stub.bodies[1].keys()
+    beside = {"adapters", "control", "control_scale", "steered", "image_prompt", "prompted"}
+    assert not beside & site.stub.bodies[1].keys()
     site.open()  # what is kept with an image outlives the page
     page.locator(".tile .open").nth(1).click()
-    assert "ink 0.6" in page.inner_text("#viewer-settings")
+    assert {"ink 0.6", "canny 0.5", "plus-face 0.5"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
     page.click("#viewer-actions >> text=Take settings")
-    page.wait_for_selector("#control-remove", state="visible")
+    page.wait_for_selector("#image-prompt-remove", state="visible")
     site.draw("a plum")
     again = site.stub.bodies[2]
-    assert (again["adapters"], again["control_scale"]) == ({"ink": 0.6}, 0.5)
-    assert decoded(again["control"][1]["canny"]).size == (64, 64)
+    assert {name: again[name] for name in beside & again.keys()} == {name: body[name] for name in beside & body.keys()}
 
 
 @thorough
-def test_a_control_image_is_dropped_where_it_belongs(site: Site) -> None:
-    site.stub.controls = NETS[:1]
+def test_an_image_beside_the_prompt_is_dropped_or_pasted_where_it_belongs(site: Site) -> None:
+    site.stub.controls, site.stub.ip_adapters = NETS[:1], ("plain",)
     site.open()
     site.drop("#control", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#control-remove", state="visible")
-    assert site.page.locator("#input").is_hidden()
-    assert site.page.locator("#control-network-field").is_hidden()
+    site.drop("#image-prompt", Image.new("RGB", (48, 64)), ("paste",))
+    site.page.wait_for_selector("#image-prompt-remove", state="visible")
+    for name in ("input", "control-network-field", "image-prompt-network-field"):
+        assert site.page.locator(f"#{name}").is_hidden()
     site.draw("a red apple")
-    assert decoded(site.stub.bodies[0]["control"]).size == (64, 64)
+    body = site.stub.bodies[0]
+    assert decoded(body["control"]).size == (64, 64)
+    assert decoded(body["image_prompt"]["image"]).size == (48, 64)
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("Shift+V")
+    site.page.wait_for_selector(".tile[data-id] >> nth=1")
+    assert {"image", "control", "image_prompt"} <= site.stub.bodies[1].keys()
+    site.stub.controls, site.stub.ip_adapters = (), ()
+    site.open()
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("r")  # a server without the networks takes the rest of the settings
+    site.page.wait_for_selector("#input", state="visible")
+    site.draw("a pear")
+    assert {"image", "control", "image_prompt"} & site.stub.bodies[2].keys() == {"image"}
 
 
 @thorough
@@ -593,7 +617,7 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page = site.page
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 800})
-    site.stub.controls = NETS
+    site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
     site.open()
     found = {"empty": findings(page, axe)}
     site.draw("a red apple")

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install 'canvax[ray]'")
 
 
-def alone(words: list[str]) -> Any:
-    """What a process with a cluster of its own prints last, as JSON.
+def alone(words: list[str], folder: Path = ROOT) -> Any:
+    """The JSON that a process with a cluster of its own, run in ``folder``, prints last.
 
     It runs in a network namespace with the loopback alone, where there can be one: on a machine with several addresses
     Ray's nodes may not find each other.
@@ -31,9 +31,10 @@ def alone(words: list[str]) -> Any:
     if shutil.which("unshare") and subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0:
         command = ["unshare", "-rn", "sh", "-c", f"ip link set lo up; {line}"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'src'}", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    out = "\n" + done.stdout
+    return json.loads(out[out.rindex("\n{") :])
 
 
 @needs_ray
@@ -46,6 +47,29 @@ def test_batch_job_with_kills() -> None:
     assert run["equal"]
     assert (run["done"] + run["skipped"], run["errors"]) == (300, 0)
     assert {"driver", "actor", "node"} == set(run["killed"])
+
+
+@needs_ray
+@pytest.mark.slow
+def test_image_prompts_by_row(tmp_path: Path) -> None:
+    """The bytes of one plain process."""
+    from ip_adapter_files import encoder, ip_adapter
+    from PIL import Image
+    from small_checkpoint import UNET, write_small_checkpoint
+
+    write_small_checkpoint(tmp_path / "base")
+    encoder(tmp_path / "image_encoder")
+    ip_adapter(tmp_path / "plus.safetensors", "plus", UNET)
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    rows = [{"id": "with", "prompt": "a cat", "ip_image": "red.png:0.5"}, {"id": "without", "prompt": "a cat"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"seed": 1, "steps": 2}) + "\n" for row in rows))
+    words = ["-m", "canvax", "batch", "rows.jsonl", "-m", "base", "--ip-adapter", "plus.safetensors", "-b", "2"]
+    for name, more in (("plain", []), ("ray", ["--ray", "local", "--actors", "1"])):
+        report = alone([*words, "-o", name, "--json", "-q", *more], tmp_path)
+        assert (report["done"], report["errors"]) == (2, 0)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).glob("*.png")} for name in ("plain", "ray")]
+    assert files[0] == files[1]
+    assert files[0]["with.png"] != files[0]["without.png"]
 
 
 @needs_ray

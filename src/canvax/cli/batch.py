@@ -86,8 +86,6 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     elif arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
         raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
-    if arguments.ray is not None and arguments.ip_adapter:
-        raise InputError("--ip-adapter with --ray: not there yet; leave --ray out")
 
 
 def _share(text: str | None) -> tuple[int, int]:
@@ -187,6 +185,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
     told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
     told |= {"model": source.model, "image_format": arguments.format, "load": load}
+    told |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
     return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)
 
 

@@ -115,15 +115,14 @@ class ImageRequest:
 
     def checked(self, model: Model) -> Request:
         """The call of a pipeline that generates this image alone."""
-        from canvax.pipelines.request import make_request
+        from canvax.pipelines.request import Call, make_request
 
-        size = (self.height, self.width)
-        return make_request(
-            model, self.prompt, self.negative, 1, size=size, steps=self.steps, guidance=self.guidance, seed=self.seed,
-            sampler=self.sampler, latents=None, options=self.options, image=(self.image, self.mask, self.strength),
-            control=control_argument([self.control]),
-            image_prompt=image_prompt_argument([self.image_prompts]),
+        call = Call(
+            self.prompt, self.negative, self.height, self.width, self.steps, self.guidance, seed=self.seed,
+            sampler=self.sampler, options=self.options, image=self.image, mask=self.mask, strength=self.strength,
+            control=control_argument([self.control]), image_prompt=image_prompt_argument([self.image_prompts]),
         )  # fmt: skip
+        return make_request(model, call)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.adapter_weights import Weights
 from canvax.types import Array, HostArray
+from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256)
@@ -107,7 +108,7 @@ class Bank:
             most = max(most, len(down))
             if len(down) <= self.places.rank:
                 if component not in packed:
-                    packed[component] = np.zeros(self._lengths[component], self.dtype)
+                    packed[component] = aligned(np.zeros, (self._lengths[component],), self.dtype)
                 _write(packed[component], slot, down, up if factor is None else up * np.float32(factor(key)))
         if faults:
             more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""

@@ -31,7 +31,7 @@ from canvax.pipelines.loaded import LoadedModel
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.prompt_tags import has_tags
-from canvax.pipelines.request import Request, make_request
+from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
@@ -232,11 +232,11 @@ class StableDiffusion(LoadedModel):
 
                 count = check_count("num_images_per_prompt", num_images_per_prompt)
                 prompt, shares = shares_of(self.adapters, prompt, adapters, count, as_set=own is None)
-            request = make_request(
-                self.model, prompt, negative_prompt, num_images_per_prompt, size=(height, width),
-                steps=num_inference_steps, guidance=guidance_scale, seed=seed, sampler=sampler, latents=latents,
-                options=options, image=(image, mask, strength), control=control, image_prompt=image_prompt,
+            call = Call(
+                prompt, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
+                seed, sampler, latents, options, image, mask, strength, control, image_prompt,
             )  # fmt: skip
+            request = make_request(self.model, call)
             request = replace(request, beside=shares) if shares else request
         return self._generate(request, params, seed)
 

@@ -93,44 +93,51 @@ class Request:
         return math.lcm(self.texts.chunks, *(count // self.texts.tokens for count in tokens))
 
 
-def make_request(
-    model: Model,
-    prompt: Any,
-    negative: Any,
-    per_prompt: int,
-    *,
-    size: tuple[Any, Any],
-    steps: Any,
-    guidance: Any,
-    seed: Any,
-    sampler: str | None,
-    latents: Any,
-    options: Any,
-    image: tuple[Any, Any, Any] = (None, None, None),
-    control: Any = None,
-    image_prompt: Any = None,
-) -> Request:
-    """A checked call; what is None is the model's default. ``image`` is an image, its mask and the strength.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a caller gave, unchecked, by the names of ``canvax.StableDiffusion``'s call; None is the model's default."""
+
+    prompt: Any
+    negative_prompt: Any = None
+    height: Any = None
+    width: Any = None
+    num_inference_steps: Any = None
+    guidance_scale: Any = None
+    num_images_per_prompt: Any = 1
+    seed: Any = None
+    sampler: Any = None
+    latents: Any = None
+    options: Any = None
+    image: Any = None
+    mask: Any = None
+    strength: Any = None
+    control: Any = None
+    image_prompt: Any = None
+
+
+def make_request(model: Model, call: Call) -> Request:
+    """A checked call.
 
     Raises:
         InputError: naming the argument, its value and the cure.
     """
-    options = check_options(options)
+    options, sampler, per_prompt = check_options(call.options), call.sampler, call.num_images_per_prompt
     if not isinstance(sampler, str | None):
         raise InputError(f"sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
-    prompt, negative, embeds = taken_apart(prompt, negative, model)
+    prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
         raise InputError(f"the conditions are not of {len(prompts)} images; give an entry for each")
     (tall, wide), factor = model.native_size, model.vae.factor
+    size = (call.height, call.width)
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
         size = (size[0] or tall, size[1] or wide)
-    controls = check_control(model, control, len(prompts), options)
-    if controls is not None and image[0] is None:
+    controls = check_control(model, call.control, len(prompts), options)
+    if controls is not None and call.image is None:
         size = controls.size(size, factor)
-    given = check_given(*image, size, len(prompts), factor, options)
+    given = check_given(call.image, call.mask, call.strength, size, len(prompts), factor, options)
     if given is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         given = all_anew(height, width) if model.networks.inpaints else None
@@ -138,7 +145,7 @@ def make_request(
         height, width = given.size
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
-    steps = check_steps(steps, options.own_steps, model.defaults.num_inference_steps, most)
+    steps = check_steps(call.num_inference_steps, options.own_steps, model.defaults.num_inference_steps, most)
     if given is not None:
         whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
         given = replace(given, steps=whole, skipped=skipped)
@@ -148,13 +155,13 @@ def make_request(
     request = Request(
         prompts=prompts,
         negatives=negatives,
-        seeds=check_seeds(seed, len(prompts)),
+        seeds=check_seeds(call.seed, len(prompts)),
         height=height,
         width=width,
         steps=steps,
-        guidance=check_guidance(guidance, model.defaults.guidance_scale),
+        guidance=check_guidance(call.guidance_scale, model.defaults.guidance_scale),
         sampler=sampler,
-        latents=check_latents(latents, shape),
+        latents=check_latents(call.latents, shape),
         shape=shape,
         prompts_2=prompts_2,
         negatives_2=negatives_2,
@@ -165,7 +172,7 @@ def make_request(
         embeds=embeds,
         given=given,
         control=controls,
-        image_prompts=_image_prompts(model, image_prompt, len(prompts), options),
+        image_prompts=_image_prompts(model, call.image_prompt, len(prompts), options),
     )
     _check_together(request, model)
     check_start(options, sampler, request.latents, model, image=given is not None)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from canvax.checked import checked
@@ -47,6 +48,8 @@ class Generate:
         carried: columns that are no settings.
         seed: for seeds of rows without one.
         load: further arguments of ``canvax.load``.
+        ip_adapter: as for ``pipe.with_ip_adapter``: files that read the image prompts of rows (``ip_image``).
+        ip_encoder: the image encoder of these; by default the one beside them.
     """
 
     @checked
@@ -62,11 +65,17 @@ class Generate:
         carried: Sequence[str] = (),
         seed: int = 0,
         load: Mapping[str, Any] | None = None,
+        ip_adapter: str | Sequence[str] | None = None,
+        ip_encoder: str | None = None,
     ) -> None:
         import canvax
 
         batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
-        pipe = canvax.load(model, **{"progress": False, **(load or {})})
+        load = {"progress": False, **(load or {})}
+        pipe = canvax.load(model, **load)
+        if ip_adapter:
+            hub = {name: load[name] for name in ("token", "cache_dir", "local_files_only") if name in load}
+            pipe = pipe.with_ip_adapter(ip_adapter, ip_encoder, progress=False, **hub)
         self._worker = Worker(pipe, batch=batch_size, most=most, defaults=defaults, carried=carried, seed=seed)
         self._file = (image_format, quality)
         self._files = ThreadPoolExecutor(2, "canvax files")
@@ -91,7 +100,17 @@ class Generate:
 
 
 class _Settings(Generate):
-    """The same of rows that a driver has understood already: a column of ids, and one of JSON."""
+    """The same of rows that a driver has understood already: a column of ids, and one of JSON.
+
+    Args:
+        folder: where the driver runs: names of files are looked for from there, where a machine has it.
+        arguments: of ``Generate``.
+    """
+
+    def __init__(self, folder: str, **arguments: Any) -> None:
+        with suppress(OSError):
+            os.chdir(folder)
+        super().__init__(**arguments)
 
     def __call__(self, batch: Any) -> Any:
         rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
@@ -142,7 +161,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         made = ray.data.from_items([told for *_, told in items], override_num_blocks=blocks).map_batches(
             _Settings,
             batch_size=None,
-            fn_constructor_kwargs=dict(arguments),
+            fn_constructor_kwargs={"folder": os.getcwd(), **arguments},
             **_resources(ray, actors),
         )
         # Ray tells of machines that it has lost on stdout, where results go.

@@ -26,7 +26,7 @@ from canvax.pipelines.hires import second_pass, two_passes
 from canvax.pipelines.options import Options
 from canvax.pipelines.prompt_files import image_prompt_argument, image_prompts_of
 from canvax.pipelines.record import metadata
-from canvax.pipelines.request import Request, make_request
+from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.start import noise_of
 from canvax.pipelines.text_to_image import text_to_image, work
 from canvax.samplers import SamplerTable
@@ -44,6 +44,7 @@ PIXELS = 512 * 512
 MOST = 64
 """Images likewise."""
 
+_NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
 _SECOND = ("prompt_2", "negative_prompt_2")
 _BY_IMAGE = {
     name: Options.__dataclass_fields__[name].default
@@ -285,8 +286,7 @@ class Worker:
         for name in ("prompt", "negative_prompt", "image", "mask"):
             if not isinstance(given[name], str | None):
                 raise InputError(f"{name}={given[name]!r:.80} is not text")
-        files, shown = (given["image"], given["mask"]), self._shown([given])
-        return self._make(given["prompt"], given["negative_prompt"], given["seed"], given, options, files, shown)
+        return self._make(given, options, **self._shown([given]))
 
     def _request(self, items: Sequence[Item]) -> Request:
         """One call for a batch; what may differ within it is in lists, in tables and in the noise."""
@@ -296,14 +296,15 @@ class Worker:
             if any(name in item.settings for item in items):
                 options = replace(options, **{name: [item.seconds[i] for item in items]})
         negatives = None if first.key.flags[1] else [item.settings.get("negative_prompt") or "" for item in items]
-        prompts, seeds = ([item.settings[name] for item in items] for name in ("prompt", "seed"))
-        files = [[item.settings.get(name) for item in items] for name in ("image", "mask")]
-        files = [paths[0] if len(set(paths)) == 1 else paths for paths in files]
+        lists: dict[str, Any] = {name: [item.settings[name] for item in items] for name in ("prompt", "seed")}
+        for name in ("image", "mask"):
+            paths = [item.settings.get(name) for item in items]
+            lists[name] = paths[0] if len(set(paths)) == 1 else paths
         settings = dict(first.settings)
         if first.key.kinds.controls and "image" not in settings:  # whose own sizes may differ
             settings |= {"height": first.key.height, "width": first.key.width}
         shown = self._shown([item.settings for item in items])
-        request = self._make(prompts, negatives, seeds, settings, options, files, shown)
+        request = self._make(settings, options, **lists, negative_prompt=negatives, **shown)
         if all(item.noise is None for item in items):
             return request
         plain = replace(options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
@@ -321,23 +322,9 @@ class Worker:
             "image_prompt": image_prompt_argument([image_prompts_of(row, adapters) for row in rows]),
         }
 
-    def _make(self, prompt: Any, negative: Any, seed: Any, settings: Mapping[str, Any], options: Options,
-              image: Sequence[Any], shown: Mapping[str, Any]) -> Request:  # fmt: skip
-        return make_request(
-            self._pipe.model,
-            prompt,
-            negative,
-            1,
-            size=(settings.get("height"), settings.get("width")),
-            steps=settings.get("num_inference_steps"),
-            guidance=settings.get("guidance_scale"),
-            seed=seed,
-            sampler=settings.get("sampler"),
-            latents=None,
-            options=options,
-            image=(*image, settings.get("strength")),
-            **shown,
-        )
+    def _make(self, settings: Mapping[str, Any], options: Options, **more: Any) -> Request:
+        named = {name: settings[name] for name in _NAMED if name in settings}
+        return make_request(self._pipe.model, Call(**{**named, **more}, options=options))
 
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,10 @@ from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
 from canvax.pipelines.loaded_adapter import alias_of, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Refused, invalid
+from canvax.server.words import Word, Words
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.adapter_source import LORA_FILES, AdapterSource
+from canvax.weights.embeddings import Embedding
 from canvax.weights.lora import read_adapter
 from canvax.weights.safetensors import open_safetensors
 
@@ -65,12 +67,14 @@ class Entry:
         file: its file's name, without the folder.
         sha256: of the file.
         packed: as places have it.
+        words: of textual inversions in the file.
     """
 
     name: str
     file: str
     sha256: str
     packed: Packed = field(repr=False)
+    words: tuple[Word, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -107,6 +111,7 @@ class Shelf:
         ranks, layers = _looked_at(model, self._files.values())
         rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
         self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
+        self._words = Words(model)
         self._held: OrderedDict[Entry, int] = OrderedDict()  # the last used last
         self._pins: Counter[Entry] = Counter()
         self._first: Wanting | None = None
@@ -165,9 +170,19 @@ class Shelf:
         (found, *_), config = AdapterSource(path).find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(found, specs, config)
-        if adapter.embeddings:
-            raise InputError(f"{path}: brings textual inversions, which a server does not take")
-        return Entry(path.stem, path.name, sha256_of(found), self.bank.pack(path.stem, adapter))
+        packed = self.bank.pack(path.stem, adapter)
+        return Entry(path.stem, path.name, sha256_of(found), packed, self._placed(adapter.embeddings))
+
+    def _placed(self, embeddings: Sequence[Embedding]) -> tuple[Word, ...]:
+        """Words with rows of their own, for which files that nobody wants now are forgotten."""
+        while True:
+            try:
+                return self._words.placed(embeddings)
+            except InputError:
+                idle = next((path for path, (_, entry) in self._entries.items() if entry.words), None)
+                if idle is None:
+                    raise
+                del self._entries[idle]
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
@@ -191,7 +206,18 @@ class Shelf:
         if len(weights) > self.bank.places.count:
             count = self.bank.places.count
             raise invalid("adapters", f"adapters: {len(weights)} are more than an image can have here, {count}")
-        return without_networks(prompt) if tags else prompt, {self.read(name): one for name, one in weights.items()}
+        wanted = {self.read(name): one for name, one in weights.items()}
+        of_word: dict[str, str] = {}
+        for entry in wanted:
+            for word in entry.words:
+                if (other := of_word.setdefault(word.name.lower(), entry.name)) != entry.name:
+                    said = f"adapters: {word.name!r} is a word of both {other!r} and {entry.name!r}; name one of them"
+                    raise invalid("adapters", said)
+        return without_networks(prompt) if tags else prompt, wanted
+
+    def reader(self, wanted: Wanted) -> Model:
+        """The model for reading the prompts of an image, with the words that its adapters bring."""
+        return self._words.reader(word for entry in wanted for word in entry.words)
 
     # What follows is the engine's.
 
@@ -218,8 +244,14 @@ class Shelf:
             self._pins.subtract(image.adapters.keys())
             self._pins += Counter()  # without those that are not pinned any more
 
-    def shares(self, wanted: Wanted) -> Shares:
-        """How much of each place an image has, whose adapters are put there if they are not yet."""
+    def shares(self, wanted: Wanted, params: Params) -> Shares:
+        """How much of each place an image has, whose adapters are put there if they are not yet.
+
+        Args:
+            wanted: the adapters of the image.
+            params: of the model, for words that these bring.
+        """
+        self._words.write((word for entry in wanted for word in entry.words), params)
         for entry in wanted:
             if entry in self._held:
                 self._held.move_to_end(entry)
@@ -245,11 +277,12 @@ class Shelf:
 
     def beside(self, params: Params) -> Params:
         """Parameters with the places, for the programs."""
-        return {**params, ADAPTERS: self.bank.arrays}
+        return {**self._words.beside(params), ADAPTERS: self.bank.arrays}
 
     def take_off(self) -> None:
         """Free what the places hold on the devices."""
         self.bank.clear()
+        self._words.clear()
 
     def put_on(self) -> None:
         """Fill the places again."""

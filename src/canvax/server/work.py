@@ -19,7 +19,7 @@ from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.record import metadata
-from canvax.pipelines.request import Request, make_request
+from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerTable
@@ -236,9 +236,10 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
     adapters: Wanted = {}
+    reader = model
     if shelf is not None:
         prompt, adapters = shelf.wanted(ask.prompt, ask.adapters)
-        ask = dataclasses.replace(ask, prompt=prompt)
+        ask, reader = dataclasses.replace(ask, prompt=prompt), shelf.reader(adapters)
     elif ask.adapters:
         raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
     check_has_networks(ask, model)
@@ -248,7 +249,7 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if ask.upscale is not None:
             ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)
         with _lock:
-            request = _request(ask, model, seeds[0])
+            request = _request(ask, reader, seeds[0])
         table, deep, kinds = work(model, request)
     except InputError as error:
         raise invalid(_field_of(str(error)), str(error)) from None
@@ -316,22 +317,23 @@ def _options(ask: Ask) -> Options:
 
 
 def _request(ask: Ask, model: Model, seed: int) -> Request:
-    return make_request(
-        model,
+    call = Call(
         ask.prompt,
         ask.negative_prompt,
-        1,
-        size=(ask.height, ask.width),
-        steps=ask.steps,
-        guidance=ask.guidance_scale,
+        ask.height,
+        ask.width,
+        ask.steps,
+        ask.guidance_scale,
         seed=seed,
         sampler=ask.sampler,
-        latents=None,
         options=_options(ask),
-        image=(ask.image, ask.mask, ask.strength),
+        image=ask.image,
+        mask=ask.mask,
+        strength=ask.strength,
         control=ask.control,
         image_prompt=prompts_of(ask),
     )
+    return make_request(model, call)
 
 
 def _field_of(message: str) -> str | None:

@@ -216,7 +216,7 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
     """
     dtype = np.dtype(dtype)
     turned = entry.order == "torch" and param.layout != "plain"
-    out = scratch.empty(entry.shape, dtype) if turned else _aligned_empty(param.shape, dtype)
+    out = scratch.empty(entry.shape, dtype) if turned else aligned(np.empty, param.shape, dtype)
     try:
         if entry.dtype == dtype:
             entry.read_into(out)
@@ -301,8 +301,9 @@ def _check(name: str, where: str, param: Param, entry: Entry, faults: Faults) ->
         faults.mistyped.append(f"{name}: {where} is {entry.dtype.name}")
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
+def aligned(make: Callable[..., HostArray], shape: tuple[int, ...], dtype: np.dtype) -> HostArray:
+    """``np.empty`` or ``np.zeros`` where JAX takes the array over on a CPU as it is: nobody may write into it then."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    raw = make(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

@@ -1,27 +1,109 @@
-// What goes beside the prompt: adapters with their weights, and a control image.
+// What goes beside the prompt: adapters with their weights, a control image and an image prompt.
 import { getJson } from "./api.js";
 import { paintRange } from "./composer.js";
-import { fitted } from "./pictures.js";
+import { fitted, within } from "./pictures.js";
 import { $, button, el, toast } from "./ui.js";
 
+/** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
+const PROMPT_SIDE = 1024;
+
 let card = null;
-/** The control image as it was given: a blob or null. */
-let control = null;
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
 const optionsOf = (names) => names.map((name) => el("option", { value: name, textContent: name }));
-const network = () => card?.controls?.find(({ name }) => name === $("control-network").value) ?? card?.controls?.[0];
+
+/** An image beside the prompt: as it was given, which of the server's networks reads it, and how strongly. */
+class Beside {
+  given = null;
+
+  constructor(id, title) { Object.assign(this, { id, title }); }
+
+  /** A blob; null if there is none, or nothing here to read it. */
+  get image() { return this.nets.length ? this.given : null; }
+
+  part(name) { return $(`${this.id}-${name}`); }
+
+  get nets() { return (this.id === "control" ? card?.controls : card?.ip_adapters?.map((name) => ({ name }))) ?? []; }
+
+  get net() { return this.nets.find(({ name }) => name === this.part("network").value) ?? this.nets[0]; }
+
+  /** What is kept of it with an image. */
+  get settings() {
+    const type = this.net.types?.length ? { type: $("control-type").value } : {};
+    return { network: this.net.name, scale: Number.parseFloat(this.part("scale").value), ...type };
+  }
+
+  /** The networks of another model. */
+  offer() {
+    $(this.id).hidden = !this.nets.length;
+    this.part("network").replaceChildren(...optionsOf(this.nets.map(({ name }) => name)));
+    this.part("network-field").hidden = this.nets.length < 2;
+    this.showTypes();
+  }
+
+  /** An image that this browser cannot read changes nothing. */
+  async set(blob, { network, type, scale } = {}) {
+    const bitmap = blob && await createImageBitmap(blob);
+    this.given = blob;
+    if (network) this.part("network").value = network;
+    this.showTypes();
+    if (type) $("control-type").value = type;
+    if (scale !== undefined) this.part("scale").value = scale;
+    const canvas = this.part("canvas");
+    [canvas.width, canvas.height] = bitmap ? [bitmap.width, bitmap.height] : [64, 64];
+    if (bitmap) canvas.getContext("2d").drawImage(bitmap, 0, 0);
+    this.part("remove").hidden = !blob;
+    this.part("title").textContent = blob ? this.title : "Choose an image, or drop it here";
+    if (blob) $(this.id).open = true;
+    showBesideText();
+  }
+
+  showTypes() {
+    if (this.id !== "control") return;
+    const types = this.net?.types ?? [];
+    const before = $("control-type").value;
+    $("control-type").replaceChildren(...optionsOf(types));
+    if (types.includes(before)) $("control-type").value = before;
+    $("control-type-field").hidden = !types.length;
+  }
+
+  showText() {
+    this.part("scale-out").textContent = Number.parseFloat(this.part("scale").value).toFixed(2);
+    paintRange(this.part("scale"));
+    const { type, network, scale } = this.image ? this.settings : {};
+    this.part("text").textContent = this.image ? `${type ?? network} ${scale}` : "";
+  }
+
+  async take(file) {
+    if (!file?.type.startsWith("image/")) return toast("That is no image.");
+    await this.set(file).then(changed, () => toast("This browser cannot read that image."));
+  }
+
+  prepare() {
+    const file = this.part("file");
+    for (const name of ["open", "choose"]) this.part(name).addEventListener("click", () => file.click());
+    file.addEventListener("change", () => {
+      if (file.files[0]) this.take(file.files[0]);
+      file.value = "";
+    });
+    this.part("network").addEventListener("change", () => { this.showTypes(); showBesideText(); });
+    this.part("remove").addEventListener("click", () => { this.set(null).then(changed); this.part("open").focus(); });
+  }
+}
+
+const control = new Beside("control", "Control image");
+const prompted = new Beside("image-prompt", "Image prompt");
+const images = [control, prompted];
+
+/** The one whose fields an event was in, or undefined. */
+export const besideAt = ({ target }) => images.find(({ id }) => target.closest?.(`#${id}`));
 
 /** The adapters and networks of a model, by its card. */
 export async function showBeside(model) {
   card = model;
-  const nets = card.controls ?? [];
-  $("control").hidden = !nets.length;
-  if (!nets.length) control = null;
-  $("control-network").replaceChildren(...optionsOf(nets.map(({ name }) => name)));
-  $("control-network-field").hidden = nets.length < 2;
-  showNetwork();
+  for (const one of images) one.offer();
+  showBesideText();
   const { adapters } = await getJson(`api/adapters?model=${encodeURIComponent(card.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
   const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
@@ -56,68 +138,47 @@ export function setAdapters(weights) {
 
 const adaptersNow = () => Object.fromEntries(rows().map((row) => [row.dataset.name, Number.parseFloat(row.querySelector("input").value) || 0]));
 
-/** What of it is said in a job, with `steered`: which network sees the control image, as what, and how strongly. */
+/** What of it is said in a job; `steered` and `prompted` say how the images are read, for `besideBody`. */
 export function besideSettings() {
-  const result = {};
-  if (rows().length) result.adapters = adaptersNow();
-  if (control) {
-    result.steered = { network: network().name, scale: Number.parseFloat($("control-scale").value) };
-    if (network().types.length) result.steered.type = $("control-type").value;
-  }
+  const result = rows().length ? { adapters: adaptersNow() } : {};
+  if (control.image) result.steered = control.settings;
+  if (prompted.image) result.prompted = prompted.settings;
   return result;
 }
 
-/** The control image as a file for a job of this size: {} without one. */
-export const controlFiles = async ({ width, height }) => (control ? { control: await fitted(control, width, height) } : {});
-
-/** Fields of the request. */
-export function steeredBody({ network: name, type, scale }, image) {
-  const nets = card.controls ?? [];
-  const shown = type ? { [type]: image } : image;
-  const all = nets.map((net) => (net.name === name ? shown : null));
-  return { control: nets.length > 1 ? all : shown, control_scale: scale };
+/** The images as files for a job of this size: {} without any. */
+export async function besideFiles({ width, height }) {
+  const files = {};
+  if (control.image) files.control = await fitted(control.image, width, height);
+  if (prompted.image) files.image_prompt = await within(prompted.image, PROMPT_SIDE);
+  return files;
 }
 
-export async function setControl(blob, steered = {}) {
-  control = blob;
-  if (steered.network) $("control-network").value = steered.network;
-  showNetwork();
-  if (steered.type) $("control-type").value = steered.type;
-  if (steered.scale !== undefined) $("control-scale").value = steered.scale;
-  await showControl();
+/** Fields of the request, of its images as they are sent. */
+export function besideBody({ steered, prompted: reading }, { control: seen, image_prompt: image }) {
+  const body = {};
+  if (seen) {
+    const shown = steered.type ? { [steered.type]: seen } : seen;
+    const all = control.nets.map(({ name }) => (name === steered.network ? shown : null));
+    Object.assign(body, { control: all.length > 1 ? all : shown, control_scale: steered.scale });
+  }
+  if (image) {
+    const adapter = Math.max(0, prompted.nets.findIndex(({ name }) => name === reading.network));
+    body.image_prompt = { image, scale: reading.scale, adapter };
+  }
+  return body;
 }
 
-function showNetwork() {
-  const types = network()?.types ?? [];
-  const before = $("control-type").value;
-  $("control-type").replaceChildren(...optionsOf(types));
-  if (types.includes(before)) $("control-type").value = before;
-  $("control-type-field").hidden = !types.length;
-  showBesideText();
-}
-
-async function showControl() {
-  const canvas = $("control-canvas");
-  const bitmap = control && await createImageBitmap(control);
-  [canvas.width, canvas.height] = bitmap ? [bitmap.width, bitmap.height] : [64, 64];
-  if (bitmap) canvas.getContext("2d").drawImage(bitmap, 0, 0);
-  $("control-remove").hidden = !control;
-  $("control-title").textContent = control ? "Control image" : "Choose an image, or drop it here";
-  if (control) $("control").open = true;
-  showBesideText();
+/** The images that were kept with a finished one, and what was said of them. */
+export async function restoreBeside({ control: seen = null, image_prompt: image = null }, settings) {
+  await control.set(seen, settings.steered);
+  await prompted.set(image, settings.prompted);
 }
 
 /** What stands in the folded parts, in a line each. */
 export function showBesideText() {
   $("adapters-text").textContent = rows().map((row) => `${row.dataset.name} ${row.querySelector("input").value}`).join(", ");
-  $("control-scale-out").textContent = Number.parseFloat($("control-scale").value).toFixed(2);
-  paintRange($("control-scale"));
-  $("control-text").textContent = control ? `${besideSettings().steered.type ?? network().name} ${$("control-scale").value}` : "";
-}
-
-export async function takeControl(file) {
-  if (!file?.type.startsWith("image/")) return toast("That is no image.");
-  await setControl(file).then(changed, () => { control = null; toast("This browser cannot read that image."); });
+  for (const one of images) one.showText();
 }
 
 export function prepareBeside() {
@@ -127,11 +188,5 @@ export function prepareBeside() {
     if (name) ($(`adapter-${name}`) ?? addAdapter(name)).focus();
     changed();
   });
-  for (const id of ["control-open", "control-choose"]) $(id).addEventListener("click", () => $("control-file").click());
-  $("control-file").addEventListener("change", () => {
-    if ($("control-file").files[0]) takeControl($("control-file").files[0]);
-    $("control-file").value = "";
-  });
-  $("control-network").addEventListener("change", showNetwork);
-  $("control-remove").addEventListener("click", () => { setControl(null).then(changed); $("control-open").focus(); });
+  for (const one of images) one.prepare();
 }

@@ -1,5 +1,5 @@
 // The form: what to draw and how; the input image and its mask.
-import { besideSettings, controlFiles, prepareBeside, setAdapters, showBeside, showBesideText, steeredBody } from "./beside.js";
+import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText } from "./beside.js";
 import { canvasOf, crisp, fitted, toBlob, toDataUrl } from "./pictures.js";
 import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
 
@@ -247,9 +247,9 @@ async function maskBlob(mask, width, height) {
   return toBlob(canvas);
 }
 
-/** The input and control images as files for a job of this size: {} without any. */
+/** The input image and those beside the prompt as files for a job of this size: {} without any. */
 export async function inputFiles({ width, height }) {
-  const files = await controlFiles({ width, height });
+  const files = await besideFiles({ width, height });
   if (!input) return files;
   files.image = await fitted(input.original, width, height);
   if (input.mask) files.mask = await maskBlob(input.mask, width, height);
@@ -258,18 +258,17 @@ export async function inputFiles({ width, height }) {
 
 /** The body of the request. */
 export async function bodyOf(job, files) {
-  const { steered, ...body } = job;
+  const { steered, prompted, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
   if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await toDataUrl(blob);
-  if (body.control) Object.assign(body, steeredBody(steered, body.control));
-  return body;
+  return Object.assign(body, besideBody(job, body));
 }
 
 export function formError(text, param = null) {
   $("form-error").textContent = text;
   if (text) $("form-error").scrollIntoView({ block: "nearest" });
-  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", control: "control-open", control_scale: "control-scale" }[param];
+  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", control: "control-open", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) node.removeAttribute("aria-invalid");
   if (field) {
     for (let fold = $(field).closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;

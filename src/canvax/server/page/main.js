@@ -1,6 +1,6 @@
 // The page: what belongs together is put together here.
 import { Gone, Refused, getJson, inspect, key } from "./api.js";
-import { setControl, takeControl } from "./beside.js";
+import { besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -151,8 +151,8 @@ Object.assign(viewer.viewerActions, {
     closeDialogs();
     const changed = { ...anew(record), strength: 0.4 };
     if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
-    const control = record.inputs?.control;
-    start(changed, { image: record.blob, ...(control ? { control } : {}) });
+    const { mask, ...inputs } = record.inputs ?? {};
+    start(changed, { ...inputs, image: record.blob });
   },
   upscale(record) {
     if (!canUpscale()) return toast("The size of this model's tiles is not ready on this server.");
@@ -179,10 +179,10 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { image, mask, control } = record.inputs ?? {};
+    const { image, mask, ...beside } = record.inputs ?? {};
     await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
     composer.apply({ adapters: {}, ...record.settings, lock: true });
-    await setControl(control ?? null, record.settings.steered);
+    await restoreBeside(beside, record.settings);
     composer.keepDraft();
     $("prompt").focus();
     announce("Its settings stand in the form");
@@ -236,6 +236,12 @@ async function openImage(file) {
   }
 }
 
+/** Where it was dropped or pasted decides what it is for. */
+function takeFile(event, file) {
+  const beside = besideAt(event);
+  return beside ? beside.take(file) : openImage(file);
+}
+
 function prepareFiles() {
   let depth = 0;
   let ours = false;
@@ -250,11 +256,11 @@ function prepareFiles() {
     if (!holdsFile(event)) return;
     event.preventDefault();
     show(-depth);
-    (event.target.closest?.("#control") ? takeControl : openImage)(event.dataTransfer.files[0]);
+    takeFile(event, event.dataTransfer.files[0]);
   });
   addEventListener("paste", (event) => {
     const file = [...(event.clipboardData?.files ?? [])].find(({ type }) => type.startsWith("image/"));
-    if (file) { event.preventDefault(); openImage(file); }
+    if (file) { event.preventDefault(); takeFile(event, file); }
   });
   $("open-file").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => {

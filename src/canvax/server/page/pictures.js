@@ -33,6 +33,13 @@ export async function fitted(blob, width, height) {
   return toBlob(canvas);
 }
 
+/** The whole image, its longer side no longer than this. */
+export async function within(blob, side) {
+  const { width, height } = await createImageBitmap(blob);
+  const scale = Math.min(1, side / Math.max(width, height));
+  return fitted(blob, Math.max(2, Math.round(width * scale)), Math.max(2, Math.round(height * scale)));
+}
+
 /** A black and white mask as the editor has it: white on nothing. */
 export async function paintedFrom(blob) {
   const bitmap = await createImageBitmap(blob);

@@ -1,7 +1,7 @@
 // One image, large: its settings and what can be done with it.
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { crisp, fileName, urlOf } from "./pictures.js";
-import { $, announce, button, el, openDialog, save, toast } from "./ui.js";
+import { $, announce, button, el, openDialog, save } from "./ui.js";
 
 let current = null;
 /** Set by main.js: vary, varyLittle, upscale, use, mask, compare, restore; each is given the record. */
@@ -16,6 +16,9 @@ export function view(id) {
   fit();
 }
 
+/** Of an image beside the prompt: what read it, and how strongly. */
+const read = ({ network, type = network, scale }) => `${type} ${scale}`;
+
 function show() {
   const { settings, width, height, created, kind } = current;
   $("viewer-image").src = urlOf(current);
@@ -27,7 +30,7 @@ function show() {
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", settings.sampler], ["Strength", current.inputs?.image ? settings.strength : null],
     ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight}`).join(", ")],
-    ["Control", current.inputs?.control ? [settings.steered?.type ?? settings.steered?.network, settings.steered?.scale].join(" ") : null],
+    ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
     ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
@@ -105,5 +108,3 @@ export function prepareViewer() {
     $("tiles").querySelector(`[data-id="${current?.id}"] .target`)?.focus();
   });
 }
-
-export const copied = (text) => toast(text, [], 4);
