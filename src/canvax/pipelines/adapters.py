@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
+from canvax.checked import checked, placed, shown
 from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -371,8 +371,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
-            there = nearest(str(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
-            raise InputError(f"adapter {str(name)[:80]!r} is not loaded; {there}")
+            there = nearest(shown(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
+            raise InputError(f"adapter {shown(name)} is not loaded; {there}")
 
     def _placed(
         self, embeddings: Sequence[Embedding], source: str, token: str | tuple[str, ...] | None

@@ -296,7 +296,7 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) < math.inf:
         raise InputError(f"image_prompt: {name}={value!r:.80} is not a number; 1 is as trained")
     if not -10 <= value <= 10:
         raise InputError(f"image_prompt: {name}={value!r} is not in -10..10; 1 is as trained")

@@ -12,6 +12,7 @@ from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.types import Array
+from canvax.weights.cast import parse_dtype
 
 TARGETS = ("epsilon", "v_prediction", "sample")
 
@@ -122,4 +123,5 @@ def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Ar
 @checked
 def cast(params: Params, dtype: jnp.dtype) -> Params:
     """The parameters in the dtype computed in; gradients come back in the dtype they are kept in."""
+    dtype = parse_dtype(dtype)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
