@@ -543,7 +543,9 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --distributed --coordinator a:99999 --num-processes 1 --process-id 0", "coordinator='a:99999'"),
     (f"generate x --lora {__file__}:abc", "'abc' is not a weight"), ("generate x --lora a.safetensors --lora a.safetensors:0.5", "no such file|twice"), ("serve --lora-rank 0", "--lora-rank without"),
     ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
-    ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+    ("generate x --steps=--", "--steps.* '--' is not a value"), ("generate x --lora=--", "is not a value"), ("generate x -o x.txt", r"\.txt"), ("convert emoji x.txt", "a folder is written"),
+    ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
+    (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
 
