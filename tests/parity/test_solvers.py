@@ -94,7 +94,9 @@ def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -
     if prediction == "sample" and name in NO_SAMPLE:
         pytest.skip("the reference does not read this prediction type")
     # What a prediction type decides and what a spacing decides meet nowhere: all spacings for one, one for the others.
-    spacings = SPACINGS if prediction == "epsilon" and name not in ONE_SPACING else ("leading",)
+    # A curve meets a spacing in its ends alone, which the quick classes see.
+    every = prediction == "epsilon" and name not in ONE_SPACING and not (name in NO_SAMPLE and fields)
+    spacings = SPACINGS if every else ("leading",)
     for spacing in spacings:
         scheduler, config = checkpoint(name, **fields, prediction_type=prediction, timestep_spacing=spacing)
         for steps in STEPS:
