@@ -80,7 +80,7 @@ def _checked(function: Any, name: str, module: str, *, held: bool) -> Any:
         try:
             given = signature.bind(*arguments, **keywords).arguments
         except TypeError as error:
-            raise InputError(_misfit(name, signature, arguments, keywords, error)) from None
+            raise InputError(misfit(name, signature, arguments, keywords, error)) from None
         known = kinds()
         for key, value in given.items():
             if not _takes(known[key], value):
@@ -99,11 +99,11 @@ def _hint(annotation: Any, names: Mapping[str, Any]) -> Any:
         return Any
 
 
-def _misfit(
+def misfit(
     name: str, signature: inspect.Signature, arguments: Sequence[Any], keywords: Mapping[str, Any], error: TypeError
 ) -> str:
     """What to say of arguments that a function has no place for, or of those that it misses."""
-    names = [one for one in signature.parameters if one != "self"]
+    names = [one for one in signature.parameters if one not in ("self", "cls")]
     for keyword in keywords:
         if keyword not in names:
             return f"{name} has no argument {keyword!r:.80}; {nearest(keyword, names) if names else 'it takes none'}"

@@ -182,7 +182,8 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:
-        raise InputError(f"{name}={str(value)[:80]} is not a finite number{cure}")
+        told = repr(value) if isinstance(value, str) else str(value)
+        raise InputError(f"{name}={told[:80]} is not a finite number{cure}")
     return number
 
 

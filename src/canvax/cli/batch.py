@@ -75,6 +75,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--quality {arguments.quality}: PNG loses nothing; leave it out, or write --format webp")
     if arguments.actors is not None and arguments.ray is None:
         raise InputError("--actors goes with --ray; add it")
+    if arguments.ray is not None:
+        from canvax.scale.data import ray_module  # before anything is written
+
+        ray_module()
     if arguments.lora_dir is not None:
         raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
     if arguments.ray is not None and arguments.distributed:

@@ -73,6 +73,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
+    for word in words:
+        if word[:1] in "\u2013\u2014\u2212" and word[1:2].isalpha():  # of a page that made dashes of hyphens
+            raise InputError(f"{word[:80]!r} begins with a dash that is no hyphen; write --{word[1:80]}")
+    if not (arguments.prompt_file or arguments.from_image):
+        for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
+            if getattr(arguments, network) and not getattr(arguments, image):
+                flags = [f"--{one.replace('_', '-')}" for one in (network, image)]
+                warn(f"{flags[0]} without {flags[1]}: the network reads no image and changes nothing", HintWarning)
     if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
         warn(
             "the prompt is empty, so that nothing says what to generate; is a variable of your shell empty?",

@@ -353,6 +353,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
     check_kinds(path, metadata)
+    try:
+        check_seed(metadata.get("seed"))
+    except InputError as error:
+        raise InputError(f"{path}: its {error}; name another with --seed, or take another image") from None
     if "grid" in metadata:
         raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
     options = metadata.get("options")

@@ -36,6 +36,7 @@ class Parser(argparse.ArgumentParser):
         """
         known = argparse.Namespace() if namespace is None else namespace
         self._check_once(args or ())
+        self._check_hyphens(args or ())
         _, rest = super().parse_known_args(args, known)
         unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
         if unknown and (entry := FLAGS.get(unknown[0].lstrip("-").lower().replace("_", "-"))):
@@ -50,6 +51,13 @@ class Parser(argparse.ArgumentParser):
         if rest:
             known.prompts += rest
         return known, []
+
+    def _check_hyphens(self, words: Sequence[str]) -> None:
+        """Refuse ``-prompt`` where there is ``--prompt``: argparse would take it for ``-p rompt``."""
+        for word in words:
+            flag = word.partition("=")[0]
+            if len(flag) > 3 and flag[1] != "-" and f"-{flag}" in self._option_string_actions:
+                self.error(f"{flag!r} has one hyphen; write -{flag}")
 
     def _check_once(self, words: Sequence[str]) -> None:
         """Tell of a flag of one value that is given two: argparse takes the last without a word."""

@@ -203,6 +203,8 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
     from canvax.train.task import Training
     from canvax.weights.cast import parse_dtype
 
+    if arguments.average is not None and not 0 <= arguments.average < 1:
+        raise InputError(f"--ema {arguments.average} is not in 0..1, 1 excluded; 0.999 is usual")
     names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
     plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))
     # A chunk must divide the steps, or the run would do more steps than were asked for.

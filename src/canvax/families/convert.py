@@ -73,7 +73,10 @@ def convert(
     path = named_path("model", model)
     if path.is_file() and _is_pickle(path):
         if not single:
-            raise InputError(f"output = {str(output)!r}: a pickle becomes one file; name one that ends in .safetensors")
+            raise InputError(
+                f"output = {str(output)!r}: {path.name} is read as a pickle, which becomes one file; name one ending "
+                "in .safetensors"
+            )
         return _from_pickle(path, output, dtype)
     files = open_files(Source(model, **source), accept=_of_a_family)
     opened = read_model(files, np.float32)

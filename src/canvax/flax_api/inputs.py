@@ -177,7 +177,7 @@ def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
     cure = "7.5 is usual, 1 or less switches it off"
     try:
         array = np.asarray(scale)
-        array = array if array.dtype == bool or np.iscomplexobj(array) else array.astype(np.float64)
+        array = array.astype(np.float64) if array.dtype.kind in "iuf" or array.dtype.name == "bfloat16" else array
     except (TypeError, ValueError, OverflowError):
         array = np.asarray("")
     if array.dtype != np.float64:

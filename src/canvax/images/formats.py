@@ -57,6 +57,8 @@ def names_file(path: Path) -> bool:
         InputError: it has the ending of another format.
     """
     suffix = path.suffix.lower()
+    if path.name.lower() in (*FORMATS, *_OTHERS) and not path.is_dir():
+        raise InputError(f"{path}: is an ending without a name before it; write NAME{path.name}")
     if (suffix in _OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
         format_of(path)
     return suffix in FORMATS and not path.is_dir()
@@ -164,6 +166,9 @@ class GeneratedImage(Image.Image):
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
         try:
             super().save(fp, format, **own | params)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            told = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
+            raise InputError(told) from None
         except (AttributeError, KeyError, ValueError) as error:  # Pillow's word for another format, and for parameters
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"

@@ -95,6 +95,10 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
     return value
 
 
+MOST_GUIDANCE = 10_000
+"""Far beyond what any image survives, so that a number above it is a slip."""
+
+
 def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
     if (value := plain(value, "num_inference_steps")) is None:
@@ -109,10 +113,12 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
 
 
 def check_guidance(scale: Any, default: float) -> float:
-    """Guidance scale: any finite number."""
-    return (
-        default if scale is None else check_number("guidance_scale", scale, "; 7.5 is usual, 1 or less switches it off")
-    )
+    """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
+    cure = "; 7.5 is usual, 1 or less switches it off"
+    found = default if scale is None else check_number("guidance_scale", scale, cure)
+    if abs(found) > MOST_GUIDANCE:
+        raise InputError(f"guidance_scale={found:g} is beyond {MOST_GUIDANCE}{cure}")
+    return found
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> np.ndarray | None:

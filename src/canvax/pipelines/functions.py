@@ -103,6 +103,10 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     timesteps = numbers("timestep", timestep)
     if not isinstance(timesteps, Tracer) and not bool(jnp.all((timesteps >= 0) & jnp.isfinite(timesteps))):
         raise InputError(f"timestep={shown(timestep)} is not a finite number of at least 0")
+    schedule = model.scheduler.schedule
+    last = schedule.num_train_timesteps - 1 if schedule.timestep_unit == "index" else float("inf")
+    if not isinstance(timesteps, Tracer) and bool(jnp.any(timesteps > last)):
+        raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])

@@ -69,6 +69,8 @@ def second_pass(model: Model, request: Request) -> Request:
         raise InputError(f"hires={options.hires:g} with denoising_start or denoising_end: leave one out")
     step = max(8, model.vae.factor)
     height, width = (max(step, round(side * options.hires / step) * step) for side in (request.height, request.width))
+    if (height, width) == (request.height, request.width):
+        raise InputError(f"hires={options.hires:g} leaves {width} x {height} pixels as they are; 1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:
         raise InputError(f"hires={options.hires:g} makes {width} x {height} pixels, more than {MAX_SIDE}; use less")
     most = model.scheduler.schedule.alphas_cumprod.size

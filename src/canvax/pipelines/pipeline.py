@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
+from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments
 from canvax.familiar import ATTRIBUTES, accepts, answer
@@ -143,6 +143,7 @@ class StableDiffusion(LoadedModel):
         return pipe
 
     @classmethod
+    @placed
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)

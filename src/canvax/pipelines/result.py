@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, nearest
 from canvax.files import named_path
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage, names_file
@@ -50,6 +50,13 @@ class Result:
     timings: dict[str, float]
     compilations: int
     indices: list[int] = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """A sentence for the attributes of other libraries' results, which this one has under other names."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = [one.name for one in fields(self)]
+        raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
 
     def __len__(self) -> int:
         return len(self.images)

@@ -189,7 +189,10 @@ def denoise(
 def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarray:
     """The latents that a callback wants to go on from, checked."""
     if isinstance(returned, Mapping):
-        returned = returned.get("latents")
+        if returned.get("latents") is None:
+            told = f"the callback returned a dict of {sorted(map(str, returned))!s:.80}; give {{'latents': array}}"
+            raise InputError(told)
+        returned = returned["latents"]
     latents = check_latents(returned, shape, "the latents that the callback returned")
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvax.checked import shown
 from canvax.errors import InputError
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
 from canvax.pipelines.option_checks import check_step_end
@@ -74,6 +75,9 @@ def translate_call(
         if (text := left.get(f"{negative}prompt_embeds")) is not None:
             if own.get(name) is not None:
                 raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
+            if isinstance(text, str):
+                told = f"{negative}prompt_embeds={shown(text)} is text"
+                raise InputError(f"{told}; give {name}, or what pipe.encode returns")
             pooled = left.get(f"{negative}pooled_prompt_embeds")
             own[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     if (prompts := image_prompts(left)) is not None:

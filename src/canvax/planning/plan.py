@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,8 @@ def plan(
         CheckpointError, HubError: the model cannot be read.
         CanvaxError: the compiler is missing, or it failed.
     """
+    for name in source.keys() - set(known := [one.name for one in dataclasses.fields(Source)][1:]):
+        raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
         raise InputError(f"mesh={mesh!r} does not map axes to devices, as {{'data': 4}} does")

@@ -207,6 +207,12 @@ def build_table(
         options = _read(scheduler.config, spec, implied)
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings or {}))
+    if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
+        raise InputError(
+            f"sigmas={sigmas!r:.80} with sampler={sampler!r}, whose name has a curve of its own; leave one of them out"
+        )
+    if options.s_churn and options.s_tmin > options.s_tmax:
+        raise InputError(f"s_tmin={options.s_tmin:g} is above s_tmax={options.s_tmax:g}: swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
@@ -233,6 +239,8 @@ def build_table(
         table = _guided(table, guidance, rescale, guidance_interval, scheduler.schedule)
         lo = max(skip, _steps_before(table, scheduler.schedule, start) if start else 0)
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
+        if lo >= hi and skip >= hi:
+            raise InputError(f"skip={skip} leaves none of {hi} steps; skip fewer, or take more steps")
         if lo >= hi:
             raise InputError(
                 f"no step of this run lies between start={start} and end={end}; use more steps or a longer part"

@@ -71,6 +71,12 @@ class Generate:
         import canvax
 
         batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
+        check_count("most", most)
+        if image_format not in ("png", "webp", "jpg"):
+            raise InputError(f"image_format={image_format!r:.80} is not one of 'png', 'webp', 'jpg'")
+        if quality is not None and (not 1 <= quality <= 100 or image_format == "png"):
+            raise InputError(f"quality={quality} is for webp and jpg, in 1..100; image_format={image_format!r}")
+        settings_of(Row("defaults", dict(defaults or {}, prompt="x")), {}, carried)  # refuses what means nothing
         load = {"progress": False, **(load or {})}
         pipe = canvax.load(model, **load)
         if ip_adapter:
@@ -185,7 +191,7 @@ def connected(address: str | None) -> Any:
     Raises:
         InputError: Ray is not installed, or there is no such cluster.
     """
-    ray = _ray()
+    ray = ray_module()
     try:
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
@@ -219,7 +225,7 @@ def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
     return wanted | {"compute": ray.data.ActorPoolStrategy(size=actors or max(count, 1))}
 
 
-def _ray() -> Any:
+def ray_module() -> Any:
     try:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from canvax.errors import InputError, plain
 from canvax.familiar import CALL, answer, renamed
@@ -156,9 +156,13 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
                 yield number, {"prompt": line} if kind == ".txt" else _object(line)
 
 
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
 def _object(line: str) -> Mapping[str, Any] | InputError:
     try:
-        value = json.loads(line, object_pairs_hook=once)
+        value = json.loads(line, object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         return InputError(f"is not JSON ({error}); write one object a line")
     return value if isinstance(value, dict) else InputError(f"{line:.40} is not a JSON object")

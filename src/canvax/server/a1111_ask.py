@@ -66,6 +66,8 @@ class TextToImage(Struct, kw_only=True):
     override_settings: dict[str, Any] | None = None
     send_images: bool | None = None
     # refused where they ask for something
+    init_images: list[str] | None = None
+    styles: list[str] | None = None
     enable_hr: bool | None = None
     tiling: bool | None = None
     restore_faces: bool | None = None
@@ -77,7 +79,7 @@ class TextToImage(Struct, kw_only=True):
 class ImageToImage(TextToImage, kw_only=True):
     """The body of img2img."""
 
-    init_images: Annotated[list[str], Meta(min_length=1, max_length=1)]
+    init_images: Annotated[list[str], Meta(min_length=1, max_length=1)]  # type: ignore[assignment]
     mask: str | None = None
     denoising_strength: Fraction | None = None
     resize_mode: Annotated[int, Meta(ge=0, le=3)] | None = None
@@ -138,7 +140,9 @@ def _check_offered(body: TextToImage) -> None:
     """Refuse what would change the image and is not there, in place of leaving it out."""
     if body.enable_hr:
         raise _refused("enable_hr", "a second pass at a larger size is not offered by this server yet; send false")
-    for name in ("tiling", "restore_faces", "refiner_checkpoint", "script_name"):
+    if body.init_images and not isinstance(body, ImageToImage):
+        raise _refused("init_images", "are for /sdapi/v1/img2img; send them there")
+    for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; leave it out")
 

@@ -301,7 +301,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
         PromptImage(
             pixels.read(name, one.image),
             one.scale,
-            None if one.mask is None else pixels.read(name, one.mask, grey=True),
+            None if one.mask is None else pixels.read(f"{name}.mask", one.mask, grey=True),
             one.adapter,
         )
         for one in given

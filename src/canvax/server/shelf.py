@@ -116,7 +116,10 @@ class Shelf:
         self._pins: Counter[Entry] = Counter()
         self._first: Wanting | None = None
         for path in settings.files:
-            self.read(path.stem)
+            try:
+                self.read(path.stem)
+            except Refused as fault:  # it is no client's request
+                raise CheckpointError(f"--lora {path}: {fault.message.removeprefix('adapters: ')}") from None
 
     def refresh(self) -> None:
         """Look into the folder again."""

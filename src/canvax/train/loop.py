@@ -94,6 +94,8 @@ class Plan:
             *(f"{name} = {value!r:.80} must be a finite number of at least 0"
               for name in ("final", "weight_decay") for value in [getattr(self, name)]
               if not (_is_number(value) and value >= 0)),
+            *([f"final = {self.final!r:.80} is a share of the learning rate, in 0..1"]
+              if _is_number(self.final) and self.final > 1 else []),
         ]  # fmt: skip
         if faults:
             raise InputError("; ".join(faults))

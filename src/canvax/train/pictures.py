@@ -11,6 +11,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.pipelines.checks import MAX_SIDE
@@ -38,6 +39,8 @@ MASK, MASK_ENDING = "mask", "-masklabel.png"
 """The column of masks, and how the name of a mask ends that lies beside its picture."""
 
 _MASK_FILE = "mask_file"
+_REPEATS = re.compile(r"\d+_.")
+"""Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
 """The column that a row gets: the mask's name in the whole of the folder."""
 
 
@@ -150,6 +153,10 @@ def read_pictures(
         rows = (_tables(files, source, caption_column) or _beside(files, source, caption_column))[:limit]
     if not rows:
         raise InputError(f"{source}: no captioned pictures; it needs {' or '.join(TABLES)}, or .txt beside pictures")
+    repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
+    if repeated:
+        first = sorted(repeated)[0]
+        warn(f"{source}: the number of {first!r:.80} is not read as repeats, all pictures count alike", HintWarning)
     frames = np.empty((len(rows), 4), np.int32)
 
     def fitted(names: Sequence[str]) -> HostArray:

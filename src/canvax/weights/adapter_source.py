@@ -106,6 +106,9 @@ class AdapterSource:
         source = Source(
             self.name, self.revision, None, self.token, self.cache_dir, self.local_files_only, self.progress
         )
+        if not self.weight_name and not usual:
+            told = f"adapter {self.name!r} names a repository and no file in it"
+            raise InputError(f"{told}; write {self.name}/FOLDER/FILE.safetensors")
         commit = self._commit(source, [self.weight_name] if self.weight_name else [row[0] for row in usual])
         if commit.names is None:
             folder = commit.folder
@@ -144,7 +147,8 @@ class AdapterSource:
         if not tensors and (pickles := sorted(name for name in names if name.endswith(PICKLES))):
             name = pickles[0]
             raise CheckpointError(f"{self.name}: has only {name}. {pickle_refused(Path(name))}")
-        what = "several files; choose one with weight_name" if tensors else "no safetensors file"
+        several = "several files; name one of them, FOLDER/FILE, or choose with weight_name"
+        what = several if tensors else "no safetensors file"
         raise CheckpointError(f"{self.name}: has {what}{_there(names)}")
 
 

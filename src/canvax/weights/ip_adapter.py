@@ -216,7 +216,13 @@ def _beside(files: IPAdapterFiles, source: AdapterSource) -> list[tuple[Source, 
 def _place(name: str, source: AdapterSource) -> tuple[Source, str]:
     """Where an encoder is that was named: a folder, or a Hub id with perhaps folders behind it."""
     match = _HUB_ID.fullmatch(name)
-    if named_path("image_encoder", name).is_dir() or match is None or ".." in name:
+    folder = named_path("image_encoder", name)
+    if not folder.is_dir() and (match is None or ".." in name):
+        raise InputError(
+            f"image_encoder={name!r:.200}: there is no such folder, and it is not a Hub id 'owner/name' with perhaps a "
+            "folder behind it"
+        )
+    if folder.is_dir() or match is None:
         return _source(name, source), ""
     return _source(match[1], source), match[2].removeprefix("/")
 

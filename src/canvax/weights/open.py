@@ -100,6 +100,11 @@ def open_network(
     if commit is not None:
         path = commit.fetch([inside + _CONFIG])
     assert path is not None
+    if not (path / inside / _CONFIG).exists():
+        if component:
+            raise CheckpointError(f"{source.name}: {component} is not there: it has no {inside}{_CONFIG}")
+        what = "is a whole model, not a network alone" if (path / INDEX).exists() else f"has no {_CONFIG}"
+        raise CheckpointError(f"{source.name}: {what}; give the folder or Hub id of the network itself")
     config = read_json(path / inside / _CONFIG)
     if accept is not None:
         accept(config)

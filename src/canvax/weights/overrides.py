@@ -50,7 +50,12 @@ class Overrides:
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             told = nearest(str(prediction_type), list(PREDICTION_TYPES))
             raise InputError(f"prediction_type={shown(prediction_type)} is not known; {told}")
-        return cls(vae, prediction_type, _fields(scheduler))
+        fields = _fields(scheduler)
+        own = fields.get("prediction_type", prediction_type) if isinstance(scheduler, Mapping) else prediction_type
+        if prediction_type is not None and own != prediction_type:
+            told = f"prediction_type={shown(prediction_type)}, and {own!r:.80} in scheduler"
+            raise InputError(f"{told}; give one of them")
+        return cls(vae, prediction_type, fields)
 
     @property
     def told(self) -> dict[str, Any]:

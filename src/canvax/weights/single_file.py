@@ -23,6 +23,7 @@ from canvax.weights.safetensors import open_safetensors, read_metadata
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
 
+_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.")
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _HF, _OPEN = "transformer.", "model."
 _ONE = "cond_stage_model."
@@ -285,6 +286,8 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     lacking = [what for what, start in wanted if not _any(names, start)]
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
+    if lacking and names and all(one.startswith(_OF_A_VAE) for one in names):
+        raise CheckpointError(f"{name}: is an autoencoder alone; pass a model, and this to vae= or --vae")
     if lacking:
         raise CheckpointError(
             f"{name}: holds no whole model: it lacks {' and '.join(lacking)}. "
