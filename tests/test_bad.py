@@ -27,6 +27,7 @@ from PIL.PngImagePlugin import PngInfo
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.samplers import NoiseSchedule, build_table, curve_label, from_scheduler_config
+from canvax.scale.data import Generate
 from canvax.weights.source import BUNDLED
 
 pytestmark = pytest.mark.bad
@@ -417,6 +418,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"image": np.broadcast_to(np.uint8(0), (10**5, 10**5, 3))}, "pixels"), ({"image": "https://example.org/a.png"}, "download"),
     *(({"seed_size": value}, "seed_size") for value in ((7, 7), (64, 10**9))),
     *(({name: ["norm=1", "norm=2"], "guidance_method": "apg"}, "twice") for name in ("guidance_settings", "sampler_settings")),
+    ({"prompt_embeds": "a cat", "prompt": None}, "^prompt_embeds='a cat' is text"), ({"guidance_scale": 1e30}, "^guidance_scale=1e.30 is beyond"),
+    ({"sampler": "DPM++ 2M Exponential", "sigmas": "karras"}, "^sigmas='karras' with sampler="), ({"hires": 1.03}, "^hires=1.03 leaves 64 x 64"),
+    ({"sampler": "euler", "sampler_settings": {"s_churn": 5, "s_tmin": 10, "s_tmax": 1}}, "^s_tmin=10 is above"), ({"noise": LATENTS}, "^noise=.{0,90} is not known"),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
 
@@ -440,6 +444,7 @@ LOADS: list[tuple[dict[str, Any], str]] = [
     *(({"mesh": value}, "mesh") for value in (5, "data=2", [], object())),
     *(({"precision": value}, "precision") for value in (5, "nope", [])),
     ({"controlnet": ""}, "controlnet=''"), ({"model": "a/b", "cache_dir": __file__}, "cache_dir"),
+    ({"scheduler": {"prediction_type": "v_prediction"}, "prediction_type": "epsilon"}, "^prediction_type='epsilon', and 'v_prediction'"),
     *(({"nope": 1}, "nope"), ({"custom_pipeline": "x"}, "custom_pipeline"), ({"safety_checker": 5}, "safety_checker")),
 ]  # fmt: skip
 
@@ -492,6 +497,14 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
         (lambda: NoiseSchedule(np.linspace(0.1, 0.9, 9)), "rises"), (lambda: NoiseSchedule("x"), "alphas_cumprod"),  # pyright: ignore[reportArgumentType]
     ])},
     "ends": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), options=canvax.Options(denoising_end=0.5)), "denoising_end"),
+    "no prompt": (lambda pipe: pipe(), "^a call: missing a required argument: 'prompt'"), "prompt twice": (lambda pipe: pipe(["a"], prompt="b"), "^a call: multiple values"),
+    "places": (lambda _: canvax.load("emoji", "float32"), "^load: too many positional"), "no model": (lambda _: canvax.StableDiffusion.from_pretrained(), "missing a required argument: 'model'"),  # pyright: ignore[reportCallIssue]
+    "timestep": (lambda pipe: pipe.denoiser(LATENTS, 1000, pipe.encode("a")), "^timestep=1000 is not in 0[.][.]999"), "plan guidance": (lambda _: canvax.plan("sdxl", "gpu-h100", guidance=7), "no argument 'guidance'"),
+    "whole repository": (lambda pipe: pipe.with_ip_adapter("h94/IP-Adapter"), "^adapter 'h94/IP-Adapter' names a repository"),
+    "result's": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).image, "'images'"), "no folder": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)[0].save("no/x.png"), "^no/x.png cannot be written"),
+    "callback": (lambda pipe: pipe("a", num_inference_steps=2, progress=False, callback=lambda step: {"latent": 1}), "a dict of .'latent'.; give {'latents'"),
+    "rows": (lambda _: Generate("emoji", defaults={"stpes": 5}), "'stpes'.*'steps'"), "image format": (lambda _: Generate("emoji", image_format="gif"), "^image_format='gif'"),
+    "skipped": (lambda pipe: build_table(pipe.model.scheduler, 20, skip=20), "^skip=20 leaves none of 20"),
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
 
@@ -545,6 +558,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
     ("generate x --steps=--", "--steps.* '--' is not a value"), ("generate x --lora=--", "is not a value"), ("generate x -o x.txt", r"\.txt"), ("convert emoji x.txt", "a folder is written"),
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
+    ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x -output y", "write --output"),
+    ("generate x -o .png", "an ending without a name"), ("train lora . -o m --ema 99.9", "^canvax: error: --ema 99.9"), ("batch nope.jsonl -o b --ray local --share 0/4", "needs ray|nope.jsonl"),
     (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
@@ -694,7 +709,7 @@ def test_folders_to_train_on(kind: str, capsys: pytest.CaptureFixture[str]) -> N
 PLANS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, name) for name in ("steps", "batch") for value in (0, 1.5, True, "x", None)),
     *(({name: value}, name) for name in ("minutes", "final", "weight_decay", "learning_rate", "b2", "average") for value in ("x", float("nan"), -1)),
-    ({"rates": [1]}, "rates"), ({"rates": {"a": "x"}}, "rates"), ({"seed": None}, "seed"), ({"warmup": "x"}, "warmup"),
+    ({"rates": [1]}, "rates"), ({"rates": {"a": "x"}}, "rates"), ({"seed": None}, "seed"), ({"warmup": "x"}, "warmup"), ({"final": 2}, "^final = 2 is a share"),
 ]  # fmt: skip
 
 

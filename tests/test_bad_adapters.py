@@ -246,7 +246,10 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
         ("names no file", lambda: load("a", 5)),
         ("there is no such file or folder, and it is no Hub id", lambda: load("a", "nowhere.safetensors")),
         ("there is no such file or folder", lambda: load("a", "../../x/y")),
-        ("several files; choose one with weight_name: x.safetensors, y.safetensors", lambda: load("a", several)),
+        (
+            "several files; name one of them, FOLDER/FILE, or choose with weight_name: x.safetensors, y.safetensors",
+            lambda: load("a", several),
+        ),
         ("has no file 'z.safetensors': x", lambda: load("a", several, weight_name="z.safetensors")),
         ("is not the name of a safetensors file", lambda: load("a", several, weight_name="z.bin")),
         ("is not loaded; none is loaded", lambda: set_({"b": 1})),

@@ -301,6 +301,8 @@ def test_encoders(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> N
         base.with_ip_adapter(alone)
     with pytest.raises(canvax.InputError, match="image_encoder=True"):
         base.with_ip_adapter(alone, image_encoder=True)
+    with pytest.raises(canvax.InputError, match="image_encoder='nope'"):
+        base.with_ip_adapter(alone, image_encoder="nope")
     config = json.loads((root / "models" / "image_encoder" / "config.json").read_text())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))

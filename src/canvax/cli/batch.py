@@ -75,10 +75,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--quality {arguments.quality}: PNG loses nothing; leave it out, or write --format webp")
     if arguments.actors is not None and arguments.ray is None:
         raise InputError("--actors goes with --ray; add it")
-    if arguments.ray is not None:
-        from canvax.scale.data import ray_module  # before anything is written
-
-        ray_module()
     if arguments.lora_dir is not None:
         raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
     if arguments.ray is not None and arguments.distributed:
@@ -90,6 +86,10 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     elif arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
         raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
+    if arguments.ray is not None:
+        from canvax.scale.data import ray_module  # before anything is written
+
+        ray_module()
 
 
 def _share(text: str | None) -> tuple[int, int]:

@@ -113,7 +113,24 @@ async def read_json(request: Request, kind: type[Body], *, status: int = 400, st
 
 
 _THEIRS = frozenset(
-    ["save_images", "latent_mask", "mask_round", "mask_blur_y", "hr_scheduler", "hr_sampler_name", "hr_prompt", "hr_negative_prompt", "hr_resize_x", "hr_resize_y", "hr_cfg", "image_cfg_scale", "infotext", "script_args", "input_fidelity", "output_dir"]
+    [
+        "save_images",
+        "latent_mask",
+        "mask_round",
+        "mask_blur_y",
+        "hr_scheduler",
+        "hr_sampler_name",
+        "hr_prompt",
+        "hr_negative_prompt",
+        "hr_resize_x",
+        "hr_resize_y",
+        "hr_cfg",
+        "image_cfg_scale",
+        "infotext",
+        "script_args",
+        "input_fidelity",
+        "output_dir",
+    ]
 )
 """Fields of the APIs of others that nothing here reads and that resemble ones which are read."""
 
@@ -168,8 +185,8 @@ def wrong_field(error: msgspec.ValidationError, status: int = 400) -> Refused:
     said = _WHERE.sub("", text)
     said = said[:1].lower() + said[1:300]  # it may repeat what was sent
     param = (where[1].split("[")[0].rstrip(".") or None) if where else None
-    inner = where[1].replace("[...]", ".*").rsplit(".", 1)[-1] if where and "." in where[1] else ""
-    said = f"{inner}: {said}" if inner and inner != "*" else said
+    inner = where[1].rpartition("].")[2] if where and "]." in where[1] else ""
+    said = f"{inner}: {said}" if inner else said
     missing = re.search(r"missing required field `([^`]*)`", said)
     if param is None and missing:
         param = missing[1]
