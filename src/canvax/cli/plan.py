@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     for name in ("p95", "arrivals", "price"):
         if getattr(arguments, name) is not None:
             raise InputError(f"--{name} goes with --rate; add that, or leave it out")
+    if arguments.target == "here":
+        raise InputError("--target here goes with --rate, since it measures this machine; canvax bench does that alone")
     from canvax.parallel.mesh import parse_mesh  # late, so that a wrong size is refused before JAX is imported
     from canvax.planning.plan import plan
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -47,8 +47,17 @@ if TYPE_CHECKING:
     from canvax.pipelines.safety import SafetyChecker
 
 
+class _Answering(type):
+    """Of classes: what a pipeline says of attributes that it has not, its class says as well."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(answer(name, ATTRIBUTES, dir(cls), "an attribute of a pipeline"))
+
+
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel):
+class StableDiffusion(LoadedModel, metaclass=_Answering):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:

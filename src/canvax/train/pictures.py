@@ -295,6 +295,8 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
     good = isinstance(caption, str) or (
         isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
     )
+    if not good and caption is not None and not isinstance(caption, list):
+        raise InputError(f"{table}: row {number}: its caption {column!r} is {caption!r:.80}, not text")
     if not good:
         known = ", ".join(sorted(str(key) for key in row))
         raise InputError(f"{table}: row {number} has no caption {column!r}; its columns are {known}")
