@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import shown
+from canvax.checked import is_deleted, shown
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import SECOND, Conditions, encode_text
-from canvax.parallel.rules import check_params, is_deleted
+from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
