@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from canvax.checked import is_deleted, shown
 from canvax.errors import InputError
@@ -101,8 +100,9 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     latents = _latents(model, latents)
     _check_conditions(model, conditions, len(latents))
     timesteps = numbers("timestep", timestep)
-    if not isinstance(timesteps, Tracer) and not bool(jnp.all((timesteps >= 0) & jnp.isfinite(timesteps))):
-        raise InputError(f"timestep={shown(timestep)} is not a finite number of at least 0")
+    # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
+    if isinstance(timestep, int | float | np.ndarray | np.generic) and not np.isfinite(timestep).all():
+        raise InputError(f"timestep={shown(timestep)} is not finite")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
@@ -128,12 +128,7 @@ def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
         array = None if is_deleted(value) else jnp.asarray(value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # of text, None, ragged lists and lists of deleted arrays
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         deleted = " that was deleted" * is_deleted(value)
