@@ -202,6 +202,7 @@ def test_strength_by_parts(pipe: canvax.StableDiffusion) -> None:
 BAD_CALLS: dict[str, tuple[Any, str]] = {
     "several images for one": ([photo(1), photo(2)], "list of canvax.ImagePrompt"),
     "both kinds": ([photo(1), ImagePrompt(photo(2))], "has images and ImagePrompts"),
+    "lists": ([[ImagePrompt(photo(1))], [ImagePrompt(photo(2))]], "has lists of ImagePrompts"),
     "no image": (lambda: ImagePrompt(), "give an image or embeds"),
     "image and embeds": (lambda: ImagePrompt(photo(1), embeds=np.zeros(24)), "one of the two"),
     "adapter": (ImagePrompt(photo(1), adapter=2), r"adapter=2 is not one of 0..1"),

@@ -148,9 +148,11 @@ def check_function(name: str, function: Any, count: int, told: str) -> None:
 def is_deleted(value: Any) -> bool:
     """Whether it is an array of JAX whose buffer was deleted or donated."""
     asked = getattr(value, "is_deleted", None)
+    if not callable(asked) or isinstance(value, type) or _traced(value):  # a tracer takes long to say that it cannot
+        return False
     try:
-        return callable(asked) and not isinstance(value, type) and asked() is True
-    except Exception:  # a tracer, for one, has no answer
+        return asked() is True
+    except Exception:
         return False
 
 

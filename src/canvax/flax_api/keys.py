@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import is_deleted
 from canvax.errors import InputError
-from canvax.parallel.rules import is_deleted
 from canvax.types import Array
 
 LatentsShape = tuple[int, int, int, int]

@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from canvax.checked import is_deleted
 from canvax.errors import InputError
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
@@ -140,11 +141,6 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
     if faults:
         rest = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{rest}")
-
-
-def is_deleted(value: Any) -> bool:
-    """Whether it is an array of JAX's that was deleted or donated to a call."""
-    return isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted()
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:

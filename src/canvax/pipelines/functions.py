@@ -12,15 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from canvax.checked import shown
+from canvax.checked import is_deleted, shown
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import SECOND, Conditions, encode_text
-from canvax.parallel.rules import check_params, is_deleted
+from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
@@ -101,12 +100,14 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     latents = _latents(model, latents)
     _check_conditions(model, conditions, len(latents))
     timesteps = numbers("timestep", timestep)
-    if not isinstance(timesteps, Tracer) and not bool(jnp.all((timesteps >= 0) & jnp.isfinite(timesteps))):
-        raise InputError(f"timestep={shown(timestep)} is not a finite number of at least 0")
-    schedule = model.scheduler.schedule
-    last = schedule.num_train_timesteps - 1 if schedule.timestep_unit == "index" else float("inf")
-    if not isinstance(timesteps, Tracer) and bool(jnp.any(timesteps > last)):
-        raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
+    # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
+    if isinstance(timestep, int | float | np.ndarray | np.generic):
+        schedule, given = model.scheduler.schedule, np.asarray(timestep, np.float64)
+        if not np.isfinite(given).all():
+            raise InputError(f"timestep={shown(timestep)} is not finite")
+        last = schedule.num_train_timesteps - 1
+        if schedule.timestep_unit == "index" and not ((given >= 0) & (given <= last)).all():
+            raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
@@ -132,12 +133,7 @@ def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
         array = None if is_deleted(value) else jnp.asarray(value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # of text, None, ragged lists and lists of deleted arrays
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         deleted = " that was deleted" * is_deleted(value)

@@ -172,6 +172,11 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
         )
     given = list(value) if isinstance(value, list | tuple) else [value]
     records = [one for one in given if isinstance(one, ImagePrompt)]
+    if any(isinstance(inner, ImagePrompt) for one in given if isinstance(one, list | tuple) for inner in one):
+        raise InputError(
+            "image_prompt has lists of ImagePrompts: one is for all images of the call, and "
+            "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own"
+        )
     if records and len(records) < len(given):
         raise InputError("image_prompt has images and ImagePrompts; give canvax.ImagePrompt(image) for each")
     if not records and isinstance(value, list | tuple) and len(given) not in (1, count):
