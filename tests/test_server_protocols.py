@@ -382,7 +382,7 @@ BAD_BODIES = [
     (b'{"prompt": "x", "partial_images": 4}', "partial_images"), (b'{"prompt": "x", "seed": -2}', "seed"),
     (b'{"prompt": "x", "output_format": "gif"}', "output_format"), (b'{"prompt": "x", "stream": "yes"}', "stream"),
     (b'{"prompt": "x", "background": "transparent"}', "background"), (b'{"prompt": "x", "options": []}', "options"),
-    (b'{"prompt": "x", "response_format": "file"}', "response_format"), (b'{"prompt": "x", "sized": 1}', "sized"),
+    (b'{"prompt": "x", "response_format": "file"}', "response_format"),
 ]  # fmt: skip
 
 
@@ -507,6 +507,8 @@ def test_a1111_fields_reach_the_engine(site: Site) -> None:
     site.post("/sdapi/v1/txt2img", WEBUIAPI | {"sampler_name": "Euler", "scheduler": "SGM Uniform", "s_churn": 10})
     assert site.ask.options["sigmas"] == "sgm_uniform"
     assert site.ask.options["sampler_settings"] == {"s_churn": 10}
+    site.post("/sdapi/v1/txt2img", WEBUIAPI | {"sampler_name": "DPM++ 2M Karras", "scheduler": "Exponential"})
+    assert "sigmas" not in site.ask.options  # the curve in the name wins
     site.post("/sdapi/v1/txt2img", {"prompt": "x", "steps": "3", "width": 64.0, "seed": -1})  # as pydantic reads it
     assert (site.ask.steps, site.ask.width, site.ask.seed) == (3, 64, None)
 
@@ -655,8 +657,7 @@ A1111_BAD = [
     ({"scheduler": "Magic"}, "scheduler"), ({"subseed_strength": 2}, "subseed_strength"), ({"eta": "NaN"}, "eta"),
     ({"override_settings": []}, "override_settings"), ({"sampler_index": "Magic"}, "sampler_index"),
     ({"override_settings": {"CLIP_stop_at_last_layers": "x"}}, "override_settings"),
-    ({"promt": "x"}, "promt"), ({"styles": ["cinematic"]}, "styles"), ({"init_images": ["x"]}, "init_images"),
-    ({"alwayson_scripts": {"ControlNet": {"args": [{"wieght": 1}]}}}, "wieght"),
+    ({"styles": ["cinematic"]}, "styles"), ({"init_images": ["x"]}, "init_images"),
 ]  # fmt: skip
 A1111_BAD_IMAGES = [
     ({}, "init_images"), ({"init_images": []}, "init_images"), ({"init_images": None}, "init_images"),
@@ -762,7 +763,6 @@ def test_hf_image_to_image(site: Site, kind: str) -> None:
 
 
 HF_BAD = [
-    ({"inputs": "x", "parameters": {"guidance": 7}}, "guidance"),
     ({}, "inputs"), ({"inputs": ""}, "inputs"), ({"inputs": ["x"]}, "inputs"), ({"inputs": "x" * 40_000}, "inputs"),
     ({"inputs": "x", "parameters": {"seed": "a"}}, "parameters.seed"),
     ({"inputs": "x", "parameters": {"num_inference_steps": 0}}, "parameters.num_inference_steps"),

@@ -155,8 +155,11 @@ def _size(body: TextToImage, card: ModelCard, image: Image.Image | None) -> tupl
 
 def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:
     """Names and values of ``canvax.Options``."""
-    if (body.scheduler or "").strip().lower() not in _PLAIN_SCHEDULERS and (spec is None or spec.curves):
-        try:  # samplers without levels of their own leave the scheduler unread, there as here
+    named = body.sampler_name or body.sampler_index
+    # There as here a curve in the sampler's name wins, and samplers that take no curve leave the scheduler unread.
+    open_to_curves = (spec is None or spec.curves) and not (named and spec and "sigmas" in find(named)[1])
+    if (body.scheduler or "").strip().lower() not in _PLAIN_SCHEDULERS and open_to_curves:
+        try:
             yield "sigmas", curve_named(body.scheduler or "")
         except InputError:
             raise _refused("scheduler", f"{body.scheduler!r} is not known; /sdapi/v1/schedulers lists them") from None

@@ -8,7 +8,6 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -24,7 +23,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from canvax.familiar import CALL
 from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
 
 Body = TypeVar("Body")
@@ -93,7 +91,7 @@ def error_headers(refused: Refused, request_id: str) -> dict[str, str]:
 
 
 async def read_json(request: Request, kind: type[Body], *, status: int = 400, strict: bool = True) -> Body:
-    """The body as a record; fields that it does not have are passed over, but for misspelt ones.
+    """The body as a record; fields that it does not have are ignored.
 
     Args:
         request: whose body it is.
@@ -112,64 +110,9 @@ async def read_json(request: Request, kind: type[Body], *, status: int = 400, st
     return await run_in_threadpool(_decoded, body, kind, status, strict)
 
 
-_THEIRS = frozenset(
-    [
-        "save_images",
-        "latent_mask",
-        "mask_round",
-        "mask_blur_y",
-        "hr_scheduler",
-        "hr_sampler_name",
-        "hr_prompt",
-        "hr_negative_prompt",
-        "hr_resize_x",
-        "hr_resize_y",
-        "hr_cfg",
-        "image_cfg_scale",
-        "infotext",
-        "script_args",
-        "input_fidelity",
-        "output_dir",
-    ]
-)
-"""Fields of the APIs of others that nothing here reads and that resemble ones which are read."""
-
-
-def check_spelling(value: Any, sent: Any, status: int) -> None:
-    """Refuse a field that is not read and looks like one that is: clients of others send many more, as a habit.
-
-    Args:
-        value: a record, or lists and tables of such.
-        sent: what it was read from.
-        status: of the refusal.
-
-    Raises:
-        Refused: naming both.
-    """
-    if isinstance(value, list | tuple) and isinstance(sent, list):
-        for one, its in zip(value, sent, strict=False):
-            check_spelling(one, its, status)
-    elif isinstance(value, Mapping) and isinstance(sent, Mapping):
-        for name in value.keys() & sent.keys():
-            check_spelling(value[name], sent[name], status)
-    elif isinstance(value, msgspec.Struct) and isinstance(sent, Mapping):
-        known = dict(zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True))
-        for name, its in sent.items():
-            if name in known:
-                check_spelling(getattr(value, known[name]), its, status)
-            elif its is not None and name not in _THEIRS:
-                meant = CALL[name].becomes if name in CALL else ""
-                near = [meant] if meant in known else get_close_matches(name, known, n=1, cutoff=0.8)
-                if near:
-                    told = f"{name[:60]}: there is no such field; write {near[0]}"
-                    raise Refused(status, "invalid_value", told, param=name[:60])
-
-
 def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
     try:
-        value = msgspec.json.decode(body, type=kind, strict=strict)
-        check_spelling(value, msgspec.json.decode(body), status)
-        return value
+        return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
         raise wrong_field(error, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
