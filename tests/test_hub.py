@@ -20,7 +20,7 @@ import pytest
 from bundled import TEXT_WIDTH
 from checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
 from hub_imitation import HubImitation, Repository, folder_files
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save_file
 
 from canvax.errors import CheckpointError, InputError
 from canvax.models.configs import TinyConfig
@@ -294,7 +294,8 @@ def test_shards_and_flax_branch(hub: HubImitation, client: Client, toy: dict[str
     files = dict(toy)
     weights = files.pop("unet/diffusion_pytorch_model.safetensors")
     shards = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    table = {"a": shards[0], "b": shards[1], "c": shards[1]}
+    names = sorted(load(weights))
+    table = {name: shards[i % 2] for i, name in enumerate(names)}
     files["unet/diffusion_pytorch_model.safetensors.index.json"] = json.dumps({"weight_map": table}).encode()
     files |= {f"unet/{shard}": weights for shard in shards}
     repository.commit("main", files)
