@@ -252,7 +252,7 @@ def test_arguments(sd: canvax.StableDiffusion, loras: Path) -> None:
     for asked, said in (
         ({"inc": 1.0}, "'inc' is not loaded"),
         ({"clay": 1.0}, "'clay' is merged"),
-        ({"ink": "much"}, "weight=much"),
+        ({"ink": "much"}, "weight='much'"),
         ({"ink": {"unet.up_blocks": 1}}, "for 'unet.up_blocks'"),
         (["ink"], "neither a table"),
         ([None, None], "2 entries for 1 prompts"),

@@ -287,7 +287,7 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
         ({"mask": Image.new("L", (32, 64))}, "mask is 32 x 64 and the image 64 x 64"),
         ({"strength": 0}, "strength=0 is not in 0..1"),
         ({"strength": 1.5}, "strength=1.5 is not in 0..1"),
-        ({"strength": "much"}, "strength=much is not a finite number"),
+        ({"strength": "much"}, "strength='much' is not a finite number"),
         ({"strength": float("nan")}, "strength=nan"),
         ({"strength": 0.1}, "less than one step"),
         ({"strength_rule": "half"}, "strength_rule='half' is not known"),
