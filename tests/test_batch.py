@@ -130,6 +130,7 @@ def watched(program: Any, half: bool, called: list[bool]) -> Any:
     return call
 
 
+@pytest.mark.slow
 def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
     """Rows in which nobody needs guidance run at half the work, and are the same."""
     image = IMAGES[1]

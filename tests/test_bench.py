@@ -258,7 +258,8 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 # canvax alone
 
 
-@pytest.mark.parametrize("guidance", [5.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("guidance", [5.0, 1.0])
 def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], guidance: float) -> None:
     """Images a second, compiling apart, and FLOPs of an evaluation, of which a model without guidance needs half."""
     folder = shutil.copytree(small, tmp_path / "model")

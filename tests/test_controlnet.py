@@ -155,6 +155,7 @@ def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDif
                width=64).latents) < 1e-4  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
     controls = [edges(i) for i in range(3)]
     together = draw(pipe, ["a cat", "a dog", "a tree"], control=controls, seed=[1, 2, 3])

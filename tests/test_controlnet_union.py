@@ -90,6 +90,7 @@ def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.Monke
     assert [list(one) for one in seen[0]] == [["tile"]]
 
 
+@pytest.mark.slow
 def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
     mixed = base.with_controlnet([controlnet(tmp_path / "plain", base, 1), folder])
     want = draw(pipe, control={"depth": edges(1)}).latents

@@ -154,6 +154,7 @@ def test_prepared_images(old: Old) -> None:
     assert set(np.unique(pipeline.prepare_inputs("a fox", black_and_white)[1])) == {-1, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_every_way_draws_the_same(strength: float, old: Old, copies: Params, folder: Path) -> None:
     """jit=True, jit=False and the native pipeline, from the same noise."""

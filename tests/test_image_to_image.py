@@ -47,6 +47,7 @@ def array(image: Image.Image) -> np.ndarray:
 # What stays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hard", "soft", "graded"])
 def test_kept_pixels_come_back_bit_for_bit(mode: str, emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     got = draw(emoji, image=apple, mask=half(), mask_mode=mode).images[0]
@@ -124,6 +125,7 @@ def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.StableDiffusion, a
 # Other canvases
 
 
+@pytest.mark.slow
 def test_outpaint(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     (image,) = draw(emoji, "a red apple", image=apple, outpaint={"left": 32, "bottom": 8}).images
     assert image.size == (SIZE + 32, SIZE + 8)

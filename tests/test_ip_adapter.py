@@ -138,9 +138,8 @@ OTHERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [
-    pytest.param(one, marks=() if i == 1 else pytest.mark.slow, id=next(iter(one))) for i, one in enumerate(OTHERS)
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda one: next(iter(one)))
 def test_with_everything_else(
     changes: dict[str, Any], pipe: canvax.StableDiffusion, base: canvax.StableDiffusion
 ) -> None:
@@ -151,7 +150,8 @@ def test_with_everything_else(
     assert far(got.latents, draw(base, prompt, **own).latents) > 1e-3
 
 
-@pytest.mark.parametrize("model", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [1, 2])
 def test_two_devices(model: int, root: Path, pipe: canvax.StableDiffusion) -> None:
     own = canvax.load(root / "base", mesh=make_mesh(jax.devices()[:2], model=model))
     own = own.with_ip_adapter(root / "models" / "plain.safetensors")

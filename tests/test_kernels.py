@@ -168,7 +168,8 @@ def test_a_gpu_whose_cudnn_has_no_attention(
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", ONE_OR_TWO)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_some_queries_at_a_time_on_a_gpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where cuDNN has no kernel, as for the VAE's one wide head: the same numbers and gradients, in less memory."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -224,7 +225,7 @@ def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: commo
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("doubled", [False, True], ids=["", "doubled"])
+@pytest.mark.parametrize("doubled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "doubled"])
 def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -294,7 +295,7 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_convolution_by_tiles_on_a_cpu(
     dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,7 @@ def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
     assert psnr(reuse=3) > 25
 
 
+@pytest.mark.slow
 def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
     """How often and in which sampler compiles nothing; how deep does, once."""
     draw(emoji, options=reusing())
@@ -345,6 +346,7 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     assert seam(got + np.reshape(steps, (1, -1, 1, 1)), whole, edges, axis=1) > 1.8
 
 
+@pytest.mark.slow
 def test_an_image_encoded_in_tiles(emoji: canvax.StableDiffusion) -> None:
     """What tiles change is small beside what the autoencoder itself loses, and nowhere steep; it takes less memory."""
     cfg, params = emoji.programs.networks.vae, emoji.params["vae"]  # type: ignore[index]

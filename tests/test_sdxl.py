@@ -113,7 +113,8 @@ def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -
     assert 0 < np.abs(got.pixels - want.pixels).mean() < 0.05
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8])
 def test_same_picture_on_many_devices(count: int, folder: Path, base: canvax.StableDiffusion) -> None:
     prompts = ["a cat", "a dog", "a red apple"]
     options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}

@@ -137,6 +137,7 @@ def test_moments(pair: Any) -> None:
     assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5
 
 
+@pytest.mark.slow
 def test_image_encoding(pair: Any) -> None:
     """A sample is another for each seed, and the same for the same."""
     _, ours = pair
