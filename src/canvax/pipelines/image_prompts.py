@@ -211,8 +211,6 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(nets):
         raise InputError(f"image_prompt: adapter={at!r} is not one of 0..{len(nets) - 1}, those of this pipeline")
     component, net = nets[at]
-    if (prompt.image is None) == (prompt.embeds is None):
-        raise InputError("image_prompt: give an image or embeds, one of the two")
     images = [] if prompt.image is None else read_images("image_prompt", prompt.image, count)
     encoder = model.networks.image_encoder
     tokens = encoder.cfg.tokens if encoder else None

@@ -59,7 +59,11 @@ class AdapterSource:
             not isinstance(self.weight_name, str) or not self.weight_name.endswith(".safetensors")
         ):
             raise InputError(f"weight_name={self.weight_name!r:.80} is not the name of a safetensors file")
-        Source(self.name, self.revision, None, self.token, self.cache_dir, self.local_files_only, self.progress)
+        self.source_of(self.name, self.revision)  # which looks at the rest
+
+    def source_of(self, name: str | Path, revision: str | None) -> Source:
+        """Another name at the same Hub, fetched in the same way."""
+        return Source(name, revision, None, self.token, self.cache_dir, self.local_files_only, self.progress)
 
     def find(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
         """The files, fetched if need be, and PEFT's config if there is one beside them.
@@ -103,9 +107,7 @@ class AdapterSource:
 
     def _fetched(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
         """The files of a repository."""
-        source = Source(
-            self.name, self.revision, None, self.token, self.cache_dir, self.local_files_only, self.progress
-        )
+        source = self.source_of(self.name, self.revision)
         if not self.weight_name and not usual:
             told = f"adapter {self.name!r} names a repository and no file in it"
             raise InputError(f"{told}; write {self.name}/FOLDER/FILE.safetensors")

@@ -230,7 +230,7 @@ def _place(name: str, source: AdapterSource) -> tuple[Source, str]:
 def _source(model: str | Path, source: AdapterSource) -> Source:
     same_place = str(model) and str(source.name).startswith(str(model))
     revision = source.revision if same_place and not Path(model).exists() else None
-    return Source(model, revision, None, source.token, source.cache_dir, source.local_files_only, source.progress)
+    return source.source_of(model, revision)
 
 
 def _open_encoder(source: Source, component: str, adapter: IPAdapter, files: IPAdapterFiles) -> EncoderFiles:
