@@ -660,6 +660,7 @@ def test_classes_of_an_index(name: str, value: Any, words: str, model: Path) -> 
     [
         ("control_model.input_hint_block.0.weight", "is a ControlNet"),
         ("ip_adapter.1.to_k_ip.weight", "is an IP-Adapter"),
+        ("<toy>", "is a textual inversion"),
     ],
 )
 def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> None:

@@ -97,6 +97,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
     "a model's weights": ({"unet.conv_in.weight": draw(32, 4, 3, 3)}, "no adapter's but a model's"),
     "a whole model": ({"model.diffusion_model.out.2.weight": draw(4, 32, 3, 3)}, "is a whole model"),
     "a textual inversion": ({"emb_params": draw(2, 48)}, r"textual inversion; write pipe\.adapters\.load_embedding"),
+    "a textual inversion of diffusers": ({"<toy>": draw(2, 48)}, r"textual inversion; write pipe\.adapters"),
     "an embedding of another width": ({**pair(), "bundle_emb.x.emb_params": draw(2, 768)}, r"width 768 \(Stable Diff"),
 }  # fmt: skip
 

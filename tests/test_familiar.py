@@ -16,6 +16,7 @@ import canvax
 from canvax.familiar import ATTRIBUTES, CALL, LOAD
 from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import translate_call, translate_load
+from canvax.weights.cast import parse_dtype
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
 ADAPTERS = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
@@ -40,10 +41,11 @@ def test_output_types(emoji: canvax.StableDiffusion) -> None:
     assert isinstance(emoji("a cat", output_type="pil", return_dict=True, **QUICK)[0].size, tuple)
 
 
-def test_generators() -> None:
+def test_generators_and_dtypes_of_torch() -> None:
     torch = pytest.importorskip("torch")
     used = torch.Generator().manual_seed(5)
     torch.randn(3, generator=used)
+    assert parse_dtype(torch.float16) == np.float16
     own, _ = translate_call({"prompt": "a"}, {"generator": torch.Generator().manual_seed(5)})
     assert (own["seed"], own["options"].noise) == (5, "torch")
     own, _ = translate_call({}, {"generator": [torch.Generator().manual_seed(i) for i in (3, 4)]})

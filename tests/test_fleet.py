@@ -72,6 +72,11 @@ def test_the_same_seed_is_the_same_run() -> None:
         (lambda: Speed({2: 0.1}), "lacks a batch of 1"), (lambda: Speed({1: 0.0}), "finite and positive"),
         (lambda: Load(0.0), "rate=0"), (lambda: Load(float("nan")), "rate"), (lambda: Load(1.0, "weekly"), "weekly"),  # type: ignore[arg-type]
         (lambda: smallest_fleet(SPEED, Load(1.0), 0.1), "an image by itself takes"),
+        (lambda: Speed({1: "fast"}), "row="), (lambda: Load(1.0, steps={}), "steps="),  # type: ignore[dict-item]
+        (lambda: Load(1.0, steps={20: -1.0}), "steps="), (lambda: Load(1.0, clients=0), "clients=0"),
+        (lambda: smallest_fleet(SPEED, Load(1.0), float("nan")), "p95=nan"),
+        (lambda: simulate(SPEED, Load(1.0), 0), "replicas=0"),
+        (lambda: simulate(SPEED, Load(1.0), 1, seconds=-5.0), "seconds=-5"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(make: object, words: str) -> None:

@@ -164,6 +164,7 @@ def test_arguments_of_serve() -> None:
         model="a,b", most=3, imagine=True, gpus=1.0
     )
     for given, said in (({"modle": "a"}, "did you mean 'model'"), ({"most": "x"}, "most='x' is not int"),
+                        ({"replicas": "-3"}, "replicas='-3'"),
                         ({"imagine": "maybe"}, "imagine='maybe' is not bool")):  # fmt: skip
         with pytest.raises(InputError, match=said):
             Wanted.of(given)

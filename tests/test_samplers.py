@@ -158,6 +158,7 @@ def test_a_table_checks_its_shapes() -> None:
     with pytest.raises(InputError, match="std of a sampler table"):
         replace(table, std=table.std[1:])
     assert not replace(table, p=table.p * np.nan).finite
+    assert not replace(table, p=table.p + 1e300).finite  # which float32 cannot hold
 
 
 def test_clip() -> None:

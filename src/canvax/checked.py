@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,8 @@ def shown(value: Any) -> str:
     """A value in an error, also one that cannot be written out."""
     try:
         arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
-        text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else repr(value)
+        text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else re.sub(r" at 0x\w+", "", repr(value))
+        text = f"the class {value.__name__}" if isinstance(value, type) else text
     except Exception:
         text = f"<{type(value).__name__} that cannot be read>"
     text = " ".join(text.split())

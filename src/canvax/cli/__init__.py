@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
-from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
+from canvax.cli.terminal import complain, emit_json, flush, hush, tolerant_streams
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         try:
             code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
-            hush_stdout()
+            hush(sys.stdout)
             return 0 if arguments[:1] in _LISTING else FAILED
         except SystemExit as done:  # --help and --version
             code, error, as_json = done.code if isinstance(done.code, int) else 0, None, False
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
             emit_json({"error": error, **report} if error else report)
         flush()
     except BrokenPipeError:
-        hush_stdout()
+        hush(sys.stdout)
         return code or FAILED
     except CanvaxError as full:
         complain(str(full), label="error: ")

@@ -32,8 +32,10 @@ def _escaped(c: str) -> str:
 
 def complain(message: str, *, label: str = "") -> None:
     """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
-    with suppress(OSError):
+    try:
         print(f"canvax: {label}{clean(shortened(message))}", file=sys.stderr, flush=True)
+    except OSError:
+        hush(sys.stderr)
 
 
 def say(text: str) -> None:
@@ -64,7 +66,7 @@ def flush(more: str = "") -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        hush_stdout()  # what is left in its buffer would fail again at the end of the process
+        hush(sys.stdout)  # what is left in its buffer would fail again at the end of the process
         raise CanvaxError(f"stdout cannot be written ({error.strerror or error})") from None
 
 
@@ -148,7 +150,12 @@ def byte_size(size: int) -> str:
 
 
 def tolerant_streams() -> None:
-    """Print escapes for characters that the terminal's encoding lacks, instead of failing."""
+    """Print escapes for characters that the terminal's encoding lacks, instead of failing; on a closed stderr nothing.
+
+    Python has None for that, and ``print(file=None)`` writes on stdout, among the results.
+    """
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -162,9 +169,9 @@ def keep_stdout_for_results() -> None:
         sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
 
 
-def hush_stdout() -> None:
-    """Discard the rest of stdout, so that Python does not report a closed pipe when it exits."""
+def hush(stream: Any) -> None:
+    """Discard the rest of stdout or stderr: Python would fail to write it again when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -38,7 +38,9 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
     per_prompt = check_count("num_images_per_prompt", per_prompt)
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(p, str) for p in prompts):
+    if isinstance(prompts, list | tuple) and not prompts:
+        raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
+    if not isinstance(prompts, Sequence) or not all(isinstance(p, str) for p in prompts):
         raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked
+from canvax.checked import checked, placed
 from canvax.compile.aot import Build
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
@@ -121,7 +121,7 @@ class LoadedModel:
         """
         return functions.encode_image(self.model, self._own(params), image, height, width)
 
-    @checked
+    @placed
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
         """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
 

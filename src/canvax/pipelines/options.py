@@ -333,4 +333,4 @@ def check_options(options: Any) -> Options:
     such = "eta=0.5"
     if isinstance(options, Mapping) and options:
         such = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    raise InputError(f"options={options!r} is not a canvax.Options; write options=canvax.Options({such})")
+    raise InputError(f"options={shown(options)} is not a canvax.Options; write options=canvax.Options({such})")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvax.checked import shown
 from canvax.errors import InputError, refuse_tracers
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
@@ -123,7 +124,7 @@ def make_request(model: Model, call: Call) -> Request:
     """
     options, sampler, per_prompt = check_options(call.options), call.sampler, call.num_images_per_prompt
     if not isinstance(sampler, str | None):
-        raise InputError(f"sampler={sampler!r} is not the name of a sampler; canvax samplers lists them")
+        raise InputError(f"sampler={shown(sampler)} is not the name of a sampler; canvax samplers lists them")
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
@@ -232,7 +233,7 @@ def check_clip_skip(skip: int, model: Model) -> None:
         InputError: naming how many these are.
     """
     if not 0 <= skip <= model.text.max_skip:
-        raise InputError(f"clip_skip={skip!r} is not in 0..{model.text.max_skip}")
+        raise InputError(f"clip_skip={skip!r} is not in 0..{model.text.max_skip}, the layers that can be left out")
 
 
 def check_seed_size(options: Options, factor: int) -> None:

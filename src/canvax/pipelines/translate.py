@@ -173,8 +173,6 @@ def loader(table: Mapping[str, Familiar], own: Sequence[str], kind: str, page: s
                 if name in HARMLESS and name not in table:
                     raise InputError(f"{name}={value!r}: canvax has none; leave it out ({page})")
                 raise InputError(answer(name, table, [*own, *HARMLESS], kind, page))
-        if (dtype := own_keywords.get("dtype")) is not None and type(dtype).__module__ == "torch":
-            own_keywords["dtype"] = str(dtype)
         return own_keywords, None
 
     return translate

@@ -318,7 +318,8 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
     elif not isinstance(options.sigmas, str):
         own = len(options.sigmas) - (options.sigmas[-1] == 0)
     if own is not None and steps not in (None, own):
-        raise InputError(f"steps={steps} with {own} levels or timesteps of your own; give as many, or no steps")
+        name = "levels (sigmas)" if options.timesteps is None else "timesteps"
+        raise InputError(f"steps={steps} with {own} {name} of your own; give as many steps, or none")
     steps = own if own is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from canvax.samplers.options import CHOICES, LIMITS, SPACINGS, SamplerOptions, fault_of
@@ -217,7 +218,8 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue
         elif not (key == "predict_epsilon" and value is True):  # what today's prediction_type "epsilon" was called
-            faults.append(f"unknown field {key}={value!r} (remove it from the file)")
+            meant = [f"did you mean {near!r}? else " for near in get_close_matches(key, fields, 1, 0.75)]
+            faults.append(f"unknown field {key}={value!r} ({''.join(meant)}remove it from the file)")
     curves = [key for key in _CURVES if key in fields and config.get(key)]
     if len(curves) > 1:
         faults.append(f"{' and '.join(curves)} together (keep one)")

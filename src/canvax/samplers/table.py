@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from canvax.checked import check_function, checked
-from canvax.errors import InputError
+from canvax.errors import FLOAT32_MAX, InputError
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
@@ -108,8 +108,8 @@ class SamplerTable:
 
     @property
     def finite(self) -> bool:
-        """Whether every number in the table is one."""
-        return all(np.isfinite(getattr(self, name)).all() for name in (*COLUMNS, "init_scale"))
+        """Whether every number in the table is one that float32, in which it is run, can hold."""
+        return all(np.all(np.abs(getattr(self, name)) <= FLOAT32_MAX) for name in (*COLUMNS, "init_scale"))
 
     @property
     def sigma(self) -> np.ndarray:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from canvax.errors import CanvaxError, InputError, check_number, nearest
+from canvax.checked import checked
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.server.group import AT_ONCE
 from canvax.server.policy import PATIENCE, Queue, best_batch
 
@@ -26,6 +27,7 @@ BURST, CALM, BURST_SECONDS = 3.0, 0.5, 20.0
 MOST_REPLICAS, MOST_RATE = 10_000, 10_000.0
 
 
+@checked
 @dataclass(frozen=True)
 class Speed:
     """What one replica takes, in seconds.
@@ -58,6 +60,7 @@ class Speed:
         return 1 / (self.encode + self.decode + steps * min(seconds / batch for batch, seconds in self.row.items()))
 
 
+@checked
 @dataclass(frozen=True)
 class Load:
     """What is asked for.
@@ -76,10 +79,11 @@ class Load:
     clients: int = 100
 
     def __post_init__(self) -> None:
-        if not 0 < check_number("rate", self.rate) <= MOST_RATE:
+        if not 0 < self.rate <= MOST_RATE:
             raise InputError(f"rate={self.rate:g} is not above 0 and at most {MOST_RATE:g}; images a second")
-        if self.arrivals not in ARRIVALS:
-            raise InputError(f"arrivals={self.arrivals!r} is not known; {nearest(str(self.arrivals), ARRIVALS)}")
+        check_count("clients", self.clients)
+        if min(self.steps, default=0) < 1 or min(self.steps.values()) < 0 or not sum(self.steps.values()):
+            raise InputError(f"steps={dict(self.steps)} is not a table of how often each number of steps is asked for")
 
     @property
     def mean_steps(self) -> float:
@@ -201,6 +205,7 @@ class _Replica:
         return took + rows * row[size]
 
 
+@checked
 def simulate(
     speed: Speed,
     load: Load,
@@ -224,8 +229,12 @@ def simulate(
         times: at which images are asked for, in place of the load's own.
 
     Raises:
+        InputError: an argument cannot be used.
         CanvaxError: simpy is not installed.
     """
+    check_count("replicas", replicas, MOST_REPLICAS)
+    if seconds is not None and seconds <= 0:
+        raise InputError(f"seconds={seconds:g} is not above 0")
     try:
         import simpy
     except ImportError:
@@ -260,6 +269,7 @@ def simulate(
     )
 
 
+@checked
 def smallest_fleet(
     speed: Speed, load: Load, p95: float, *, announce: Callable[[int, Outcome], None] | None = None, **how: Any
 ) -> tuple[int, Outcome]:

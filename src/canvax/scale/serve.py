@@ -10,6 +10,7 @@ known to the one that accepted them, so that API and the page are for a single r
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -103,6 +104,8 @@ class Wanted:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
             except (TypeError, ValueError):
                 raise InputError(f"{name}={value!r} is not {kinds[name].__name__}") from None
+            if not isinstance(values[name], str) and not 0 <= values[name] < math.inf:
+                raise InputError(f"{name}={value!r} is not a finite number of at least 0")
         return cls(**values)
 
 

@@ -12,7 +12,7 @@ the model's own modules are flattened, under each of their names, and looked up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -115,6 +115,11 @@ def split_name(name: str) -> Split | None:
 
 
 _COMMON = ("weight", "alpha", "scalar", "on_input")
+
+
+def are_words(names: Collection[str]) -> bool:
+    """Whether these are names of a textual inversion's arrays: words, where names of weights say a place with dots."""
+    return bool(names) and not any("." in name for name in names)
 
 
 def is_adapters(name: str) -> bool:

@@ -56,7 +56,8 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
     Raises:
         InputError: not float32, bfloat16 or float16.
     """
-    name = dtype.lower().removeprefix("torch.").removeprefix("jnp.") if isinstance(dtype, str) else None
+    told = isinstance(dtype, str) or type(dtype).__module__ == "torch"
+    name = str(dtype).lower().removeprefix("torch.").removeprefix("jnp.") if told else None
     if name is None:
         with suppress(TypeError):
             if not isinstance(dtype, np.ndarray | jax.Array):  # of which JAX takes their own

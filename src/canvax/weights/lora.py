@@ -20,7 +20,15 @@ from canvax.adapters import KINDS, Part, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
-from canvax.weights.adapter_names import Module, is_adapters, module_table, nearest_module, parameters, split_name
+from canvax.weights.adapter_names import (
+    Module,
+    are_words,
+    is_adapters,
+    module_table,
+    nearest_module,
+    parameters,
+    split_name,
+)
 from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
 from canvax.weights.entries import Entry
 from canvax.weights.safetensors import open_safetensors, read_metadata
@@ -196,7 +204,8 @@ def _part(
         if set(roles) == {"weight"}:
             found.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
         else:
-            found.add("incomplete", f"{module} has {', '.join(sorted(roles))}, which together are no known adapter")
+            why = ", which together are no known adapter" if len(roles) > 1 else " alone; what belongs to it is missing"
+            found.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
         return None
     stored = param.checkpoint_shapes[0]
     if param.layout == "plain" and kind not in ("full", "set"):
@@ -338,7 +347,7 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
     if any(name.startswith(whole) for name in names) and not any(map(is_adapters, names)):
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
-    if names <= {"emb_params", "clip_l", "clip_g"}:
+    if are_words(names):
         raise CheckpointError(f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r})")
     if any("control_model" in name or "controlnet" in name for name in names):
         raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")

@@ -10,7 +10,7 @@ from pathlib import Path
 from canvax.checked import placed
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import named_path
-from canvax.weights.adapter_names import is_adapters
+from canvax.weights.adapter_names import are_words, is_adapters
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 from canvax.weights.safetensors import open_safetensors
 
@@ -186,4 +186,4 @@ def _other_kind(path: Path) -> str | None:
     for kind, starts in _BEGINNINGS.items():
         if any(name.startswith(starts) for name in names) and not any(name.startswith("model.") for name in names):
             return kind
-    return "a textual inversion" if names and names <= {"emb_params", "clip_l", "clip_g"} else None
+    return "a textual inversion" if are_words(names) else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from canvax.checked import shown
 from canvax.errors import CheckpointError, InputError, warn
 from canvax.weights.entries import Entry
 from canvax.weights.layout import PICKLE_REFUSED, PICKLES
@@ -51,7 +52,7 @@ def check_vae_name(vae: Any) -> None:
         InputError, CheckpointError: saying why.
     """
     if not isinstance(vae, str | Path) or not str(vae) or "\0" in str(vae):
-        raise InputError(f"vae={vae!r:.80} is not a folder, a Hub id 'owner/name' or a safetensors file")
+        raise InputError(f"vae={shown(vae)} is not a folder, a Hub id 'owner/name' or a safetensors file")
     if Path(vae).suffix.lower() in PICKLES:
         raise CheckpointError(f"vae={str(vae)!r}: {PICKLE_REFUSED}")
 
