@@ -393,6 +393,7 @@ def test_openai_bad_bodies(site: Site, body: bytes, param: str | None) -> None:
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "_format" not in (param or "") or "it is one of " in error["message"]
     assert answer.headers["x-request-id"]
     assert not site.engine.asks
 

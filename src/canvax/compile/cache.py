@@ -131,7 +131,7 @@ def open_cache() -> Path | None:
             if path.suffix == ".part" and time.time() - used > _LEFTOVER:
                 _unlink(path)
     except (CanvaxError, OSError) as error:
-        _not_stored(str(error))
+        _not_stored(error)
         return None
     return programs
 
@@ -180,7 +180,7 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     except (CanvaxError, OSError) as error:
         if temporary:
             _unlink(temporary)
-        _not_stored(str(error) if isinstance(error, CanvaxError) else f"{path.parent}: {error.strerror or error}")
+        _not_stored(error, path.parent)
         return 0
     with suppress(OSError):
         _evict(path)
@@ -291,7 +291,9 @@ def _unlink(path: str | Path) -> bool:
     return True
 
 
-def _not_stored(reason: str) -> None:
+def _not_stored(reason: object, where: Path | None = None) -> None:
+    if isinstance(reason, OSError):
+        reason = f"{where or reason.filename}: {reason.strerror or reason}"
     _warn_once(f"compiled programs are not stored for the next time: {reason}")
 
 

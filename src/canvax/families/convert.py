@@ -69,7 +69,9 @@ def convert(
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")
     if single and output.exists() and not overwrite:
-        raise InputError(f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True")
+        raise InputError(
+            f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True (--overwrite)"
+        )
     path = named_path("model", model)
     if path.is_file() and _is_pickle(path):
         if not single:

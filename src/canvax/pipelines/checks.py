@@ -130,8 +130,9 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
     refuse_tracers(name, latents)
     try:
         array = floats(latents)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise InputError(f"{name}: not an array of numbers; this call needs [B, h, w, C] = {shape}") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        why = f" ({str(error).splitlines()[0]})" if isinstance(error, RuntimeError) else ""  # of torch, with the cure
+        raise InputError(f"{name}: not an array of numbers{why}; this call needs [B, h, w, C] = {shape}") from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
         moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import anyio
 import anyio.to_thread
@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from canvax.errors import nearest
 from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
 
 Body = TypeVar("Body")
@@ -114,15 +115,15 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise wrong_field(error, status) from None
+        raise wrong_field(error, kind, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Refused(
             status, "invalid_json", "the body is not JSON that can be read; send an object in UTF-8"
         ) from None
 
 
-def wrong_field(error: msgspec.ValidationError, status: int = 400) -> Refused:
-    """A refusal that names the field."""
+def wrong_field(error: msgspec.ValidationError, kind: type, status: int = 400) -> Refused:
+    """A refusal that names the field, of a body of this kind, and what there is in its place."""
     text = str(error)
     where = _WHERE.search(text)
     said = _WHERE.sub("", text)
@@ -130,6 +131,12 @@ def wrong_field(error: msgspec.ValidationError, status: int = 400) -> Refused:
     param = (where[1].split("[")[0].rstrip(".") or None) if where else None
     inner = where[1].rpartition("].")[2] if where and "]." in where[1] else ""
     said = f"{inner}: {said}" if inner else said
+    fields = {one.name: one.type for one in msgspec.structs.fields(kind)}
+    if param is None and (unknown := re.search(r"unknown field `([^`]*)`", said)):
+        said += f"; {nearest(unknown[1], list(fields))}"
+    if param in fields and "invalid enum value" in said:
+        known = [value for one in get_args(fields[param]) for value in get_args(one) or [one]]
+        said += f"; it is one of {', '.join(value for value in known if isinstance(value, str))}"
     missing = re.search(r"missing required field `([^`]*)`", said)
     if param is None and missing:
         param = missing[1]

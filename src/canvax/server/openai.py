@@ -234,7 +234,7 @@ def _edit(
                 values[name] = msgspec.json.decode(values[name])
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
-        raise wrong_field(problem) from None
+        raise wrong_field(problem, Generation) from None
     except (msgspec.DecodeError, RecursionError):
         raise Refused(400, "invalid_value", "options: is not JSON", param="options") from None
     images = [data for name, data in files if name in ("image", "image[]")]

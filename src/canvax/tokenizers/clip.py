@@ -89,7 +89,7 @@ class ClipTokenizer:
             # For letters that it does not know the BPE looks among its own words alone.
             lacking += [content["unk_token"]] if content["unk_token"] not in vocab else []
             if lacking:
-                raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, lacking))}")
+                raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, dict.fromkeys(lacking)))}")
             kind = config.get("tokenizer_class")
             if kind is not None and kind not in ("CLIPTokenizer", "CLIPTokenizerFast"):
                 raise CheckpointError(f"{folder}: its tokenizer_class is {kind!r:.80}; canvax reads CLIPTokenizer")
