@@ -263,6 +263,16 @@ def test_settings_of_peft(where: str, rslora: bool, sd: canvax.StableDiffusion, 
     check_merged(sd, deltas, lambda: sd.adapters.load("a", source))
 
 
+def test_settings_of_ia3(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """PEFT's file of settings has neither rank nor alpha then."""
+    (component, module), shape = next(iter(linear_layers(sd)))
+    made = ia3_of_peft(False)(Draw(), shape)
+    arrays = {f"base_model.model.{module}{end}": array for end, array in made.arrays.items()}
+    source = write(tmp_path / "adapter_model.safetensors", arrays).parent
+    (source / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "target_modules": ["to_k"]}))
+    check_merged(sd, {(component, f"{module}.weight"): made.delta}, lambda: sd.adapters.load("a", source))
+
+
 def test_magnitudes_of_peft(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
     """PEFT's DoRA is by outputs, whatever the shape: (out) of linear maps, (1, out, 1, 1) of convolutions."""
     draw, arrays, deltas = Draw(), {}, {}

@@ -69,10 +69,9 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == b"canvax: error: stdout cannot be written (No space left on device)\n"
-    for closed in ("2>&-", "2>/dev/full"):  # what nobody can read goes nowhere, least of all among the results
-        words = f"{shlex.quote(sys.executable)} -m canvax bench --rounds 0 {closed}"
-        done = subprocess.run(["sh", "-c", words], stdout=subprocess.PIPE, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, b"")
+    words = f"{shlex.quote(sys.executable)} -m canvax bench --rounds 0 2>&-"  # closed: nothing among the results
+    done = subprocess.run(["sh", "-c", words], stdout=subprocess.PIPE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"")
 
 
 def test_sdxl_options_survive_the_command_line() -> None:

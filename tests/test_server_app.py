@@ -149,7 +149,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
 def test_wrong_fields_are_named(site: Web, body: dict[str, Any], param: str | None) -> None:
     told = check_refused("own", site.http.post("/api/jobs", json=body), 400)
     assert told["error"]["param"] == param
-    assert (param or "promt") in told["error"]["message"]
+    assert (param or "`promt`; did you mean 'prompt'?") in told["error"]["message"]
 
 
 def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import check_ip_encoder, source_keywords, with_networks
 from canvax.cli.terminal import complain
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, check_count
 
 if TYPE_CHECKING:
     from canvax.server.engine import EngineSettings, ImageEngine
@@ -182,7 +182,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
-    places = COUNT if arguments.lora_places is None else arguments.lora_places
+    places = COUNT if arguments.lora_places is None else check_count("--lora-places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)
 

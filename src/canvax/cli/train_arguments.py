@@ -15,7 +15,8 @@ _AGAIN = " A stopped run can be resumed with the same command."
 def add_train(commands: Any) -> None:
     """Add ``canvax train`` and its tasks."""
     train = commands.add_parser("train", help="train a model", description="Train a model.")
-    tasks = train.add_subparsers(dest="task", metavar="TASK", required=True)
+    kinds = "lora|dreambooth|textual-inversion|controlnet|finetune"
+    tasks = train.add_subparsers(dest="task", metavar=kinds, required=True)
     _finetune(tasks)
     _lora(tasks)
     _dreambooth(tasks)

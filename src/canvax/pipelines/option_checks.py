@@ -72,7 +72,8 @@ def check_kinds_of_guidance(options: Any) -> None:
     method, own = options.guidance_method, METHODS[options.guidance_method]
     for name in (one.partition("=")[0] for one in options.guidance_settings):
         if name not in own:
-            raise InputError(f"guidance_settings: {method} has no {name!r}; it has {', '.join(own) or 'none'}")
+            having = "".join(f"; guidance_method={one!r} has it" for one in METHODS if name in METHODS[one])
+            raise InputError(f"guidance_settings: {method} has no {name!r}; it has {', '.join(own) or 'none'}{having}")
     for name, value in options.guidance_numbers.items():
         _, low, high = own[name]
         if not (is_number(value) and low <= value <= high):

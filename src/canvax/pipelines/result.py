@@ -71,7 +71,10 @@ class Result:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):  # diffusers' outputs are dicts as well
             raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
-        return self.images[index]
+        try:
+            return self.images[index]
+        except IndexError:
+            raise IndexError(f"result[{index}]: it has {len(self.images)} images, counted from 0") from None
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: all images in one."""

@@ -276,6 +276,7 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
                 found.setdefault(component, {})[name] = value
         except (ValueError, AttributeError, RecursionError):
             raise CheckpointError(f"{path}: its lora_adapter_metadata is not JSON of a table. Save it again.") from None
+    found = {name: one for name, one in found.items() if one.get("peft_type") != "IA3"}  # which has no rank nor alpha
     for component, one in found.items():
         patterns = one.get("alpha_pattern") or {}
         r, alpha = one.get("r", one.get("rank")), one.get("lora_alpha", one.get("alpha"))
