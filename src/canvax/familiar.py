@@ -319,8 +319,11 @@ Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Cal
 """From a function's own keywords and the others to those to call it with, and what to do with its result."""
 
 
-def accepts(translate: Translate) -> Callable[[F], F]:
-    """A decorator: a call with keywords that a function does not name goes through ``translate`` first."""
+def accepts(translate: Translate, check: Callable[[str, Any], None] | None = None) -> Callable[[F], F]:
+    """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
+
+    ``check`` is given the name and the value of each argument before that.
+    """
 
     def decorate(function: F) -> F:
         own_signature = signature(function)
@@ -338,6 +341,8 @@ def accepts(translate: Translate) -> Callable[[F], F]:
             for name, value in (*zip(parameters, arguments, strict=False), *keywords.items()):
                 if is_deleted(value):
                     raise InputError(f"{name} is an array of JAX that was deleted or donated; give one that is there")
+                if check:
+                    check(name, value)
             others = {name: value for name, value in keywords.items() if name not in parameters}
             if not others:
                 fits(arguments, keywords)

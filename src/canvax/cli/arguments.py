@@ -387,9 +387,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
-    parser.add_argument(
-        "--dtype", default="bfloat16", metavar="DTYPE", help="dtype of weights and activations (bfloat16)"
-    )
+    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
     add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
     add_source(parser, variant=False)

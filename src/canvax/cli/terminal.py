@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from canvax.errors import CanvaxError, shortened
+from canvax.errors import CanvaxError, shortened, to_stderr
 
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Unicode controls that change the order in which text is displayed."""
@@ -32,8 +32,7 @@ def _escaped(c: str) -> str:
 
 def complain(message: str, *, label: str = "") -> None:
     """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
-    with suppress(OSError):
-        print(f"canvax: {label}{clean(shortened(message))}", file=sys.stderr, flush=True)
+    to_stderr(f"canvax: {label}{clean(shortened(message))}\n")
 
 
 def say(text: str) -> None:

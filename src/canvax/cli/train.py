@@ -128,9 +128,9 @@ def _lora(arguments: argparse.Namespace) -> Path | None:
 
 def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     from canvax.train.dreambooth import Instance, subject_of
-    from canvax.train.finetune import finetune
+    from canvax.train.finetune import Whole, finetune
     from canvax.train.lora import LORA_PLAN, train_lora
-    from canvax.train.task import PLAN
+    from canvax.train.task import PLAN, check_folder
 
     instance = Instance(
         arguments.instance_prompt,
@@ -143,6 +143,7 @@ def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     usual = replace(LORA_PLAN if lora else PLAN, steps=400)
     training = _training(arguments, usual if lora else replace(usual, learning_rate=5e-6))
     mesh, running = make_mesh(), _running(arguments)
+    check_folder(training.folder, (lora or Whole()).target(training.folder))  # before pictures of the class are made
     subject = subject_of(instance, training, mesh, complain)
     if lora:
         return train_lora(training, lora, mesh, subject=subject, **running)

@@ -64,6 +64,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     for needed, there, idle in _needs(request):
         if names := [] if there else sorted(request.options.changed().keys() & idle):
             yield f"{', '.join(names)} without {needed}: changes nothing"
+    if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
+        yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"

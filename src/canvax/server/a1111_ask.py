@@ -89,6 +89,7 @@ class ImageToImage(TextToImage, kw_only=True):
     inpaint_full_res: bool | None = None
     inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=16384)] | None = None
     inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
+    include_init_images: bool | None = None
 
 
 def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
@@ -223,9 +224,10 @@ def _refused(param: str, why: str) -> Refused:
 
 
 def parameters_of(body: TextToImage) -> dict[str, Any]:
-    """What was asked for, given back; without images, as there, and without fields that nobody knows."""
+    """What was asked for, given back without fields that nobody knows, and, as there, without images unless asked."""
     asked = msgspec.structs.asdict(body)
-    left_out = ("init_images", "mask", "model", "alwayson_scripts")
+    images = () if asked.get("include_init_images") else ("init_images", "mask")
+    left_out = (*images, "model", "alwayson_scripts")
     return {name: value for name, value in asked.items() if name not in left_out}
 
 

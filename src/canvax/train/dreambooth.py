@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_count
+from canvax.files import check_writable
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.pictures import SUFFIXES
-from canvax.train.task import Subject, Training, check_pictures
+from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
 @checked
@@ -82,10 +84,12 @@ def _generate_class(
         return
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
+    check_writable(f"pictures of the class: {str(folder)[:80]!r}", folder)
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
-    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh)
+    check = partial(size_of, training)
+    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
     pipe = StableDiffusion(model, programs, params)
-    size = training.size or model.native_size[0]
+    size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):
         part = seeds[start : start + instance.batch]

@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -38,6 +39,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASK, MASK_ENDING = "mask", "-masklabel.png"
 """The column of masks, and how the name of a mask ends that lies beside its picture."""
 
+_MOST_FILES = 1_000_000
+"""Of a folder: of more, all would be held in memory."""
 _MASK_FILE = "mask_file"
 _REPEATS = re.compile(r"\d+_.")
 """Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
@@ -198,7 +201,13 @@ class _Files:
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
-            self.names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
+            try:
+                there = list(islice(source.rglob("*"), _MOST_FILES + 1))
+                self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
+            except OSError as error:
+                raise InputError(f"pictures = {str(source)!r}: cannot be read ({error})") from None
+            if len(there) > _MOST_FILES:
+                raise InputError(f"pictures = {str(source)!r}: holds more than {_MOST_FILES} files; is it this folder?")
         else:
             raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
         self._known = frozenset(self.names)

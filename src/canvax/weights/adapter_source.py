@@ -74,6 +74,7 @@ class AdapterSource:
         """
         local = self._local(usual)
         if local is not None:
+            self.source_of(self.name, self.revision).tell_of_idle("file", "revision")
             return local
         match = _HUB_ID.fullmatch(str(self.name))
         assert match is not None
