@@ -198,6 +198,19 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     return number
 
 
+def check_utf8(name: str, text: str) -> str:
+    """``text``, if UTF-8 can hold it.
+
+    Raises:
+        InputError: half of a surrogate pair is in it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}={text!r:.80} is not UTF-8 text; check the encoding of where it comes from") from None
+    return text
+
+
 FLOAT32_MAX = 3.4028235e38
 """The largest number that float32 holds."""
 

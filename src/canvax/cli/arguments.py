@@ -154,8 +154,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words[:end])
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
-                fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
+            if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
+                fault = "has a NUL character" if value.strip() else "is empty; leave it out, or give it a value"
                 raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):

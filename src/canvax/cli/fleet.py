@@ -35,7 +35,8 @@ def run_fleet(
     check_count("--steps", arguments.steps, 1000)
     here = arguments.target == "here"
     for name, idle in (("batch", "--rate, which tries several"), ("fresh", "--target here, where nothing is stored")):
-        if (name == "batch" or here) and getattr(arguments, name):
+        value = getattr(arguments, name)
+        if (name == "batch" or here) and value is not None and value is not False:  # 0 is a value
             raise InputError(f"--{name} does not go with {idle}; leave it out")
     from canvax.scale.capacity import size_fleet
     from canvax.scale.fleet import Load

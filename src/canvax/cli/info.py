@@ -20,7 +20,7 @@ from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.adapter_info import adapter_info
-from canvax.weights.source import Source
+from canvax.weights.source import Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -174,7 +174,9 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
         return open_files(source, accept=family_of)
 
     try:
-        return open_source(True)
+        files = open_source(True)
+        tell_of_idle_cache(arguments.cache_dir, arguments.what)
+        return files
     except CanvaxError:
         if arguments.local_files_only or os.path.lexists(arguments.what) or not Source(arguments.what).is_hub_id:
             raise

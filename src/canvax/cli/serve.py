@@ -185,6 +185,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
         return None
     from canvax.pipelines.beside import COUNT, check_places
     from canvax.server.shelf import AdapterSettings
+    from canvax.weights.safetensors import open_safetensors
 
     folder = named_path("--lora-dir", arguments.lora_dir) if arguments.lora_dir else None
     if folder is not None and not folder.is_dir():
@@ -193,6 +194,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
+        open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
     places = COUNT if arguments.lora_places is None else arguments.lora_places
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)

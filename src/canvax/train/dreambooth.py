@@ -13,7 +13,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, check_utf8
 from canvax.files import check_writable
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
@@ -49,6 +49,7 @@ class Instance:
         check_count("batch", self.batch)
         if not self.prompt.strip():
             raise InputError("instance prompt is empty; say what the pictures show: 'a photo of sks dog'")
+        check_utf8("class prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
             raise InputError("class prompt is empty; name the class: 'a photo of a dog', or leave it out")
         if self.class_prompt is None and self.class_pictures is not None:
@@ -85,9 +86,9 @@ def _generate_class(
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
     check_writable(f"pictures of the class: {str(folder)[:80]!r}", folder)
-    say(f"generating {missing} pictures of {prompt!r} into {folder}")
     check = partial(size_of, training)
     model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
+    say(f"generating {missing} pictures of {prompt!r} into {folder}")
     pipe = StableDiffusion(model, programs, params)
     size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)

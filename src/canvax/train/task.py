@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, check_utf8
 from canvax.families.base import Model
+from canvax.files import named_path
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.parallel.multihost import leads
@@ -34,7 +35,7 @@ from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, rep
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, MASK_ENDING, Pictures, read_pictures
+from canvax.train.pictures import MASK, MASK_ENDING, TABLES, Pictures, read_pictures
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 
@@ -115,6 +116,8 @@ class Subject:
     prior_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        for text in (*self.captions, self.prior_caption):
+            check_utf8("caption", text)
         if self.prior_weight <= 0:
             raise InputError(f"prior_weight = {self.prior_weight} must be more than 0")
         if self.prior is None and (self.prior_caption or self.prior_weight != 1):
@@ -333,6 +336,9 @@ def check_pictures(training: Training, subject: Subject) -> None:
     Raises:
         InputError: they cannot be read.
     """
+    source, folder = named_path("pictures", training.pictures).resolve(), training.folder.resolve()
+    if folder.is_relative_to(source) and not any((source / table).is_file() for table in TABLES):
+        raise InputError(f"folder = {str(folder)!r} lies in that of the pictures, where previews would be read as some")
     column, control = training.caption_column, subject.control_column
     more = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK

@@ -90,7 +90,8 @@ class AdapterSource:
             path = Path(self.name).expanduser()
             is_folder, is_file = path.is_dir(), path.is_file()
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(f"adapter {str(self.name)[:200]!r} cannot be a file's name ({error})") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"adapter {str(self.name)[:200]!r} cannot be a file's name ({reason})") from None
         if is_file:
             if path.suffix.lower() != ".safetensors":
                 raise CheckpointError(_other_file(path))
