@@ -28,7 +28,7 @@ from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.errors import InputError
+from canvax.errors import InputError, check_utf8
 
 COMMANDS = {
     name: name
@@ -126,6 +126,11 @@ _ELSEWHERE = {
 """What commands are called in other programs."""
 
 _MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
+_TEXTS = (
+    *(*_MAY_BE_EMPTY, "hires_prompt", "instance_prompt", "class_prompt", "preview"),
+    *("token", "initializer", "trigger"),
+)
+"""What is no name of a file, which alone may be anything but UTF-8."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -157,6 +162,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
                 fault = "has a NUL character" if value.strip() else "is empty; leave it out, or give it a value"
                 raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
+            if isinstance(value, str) and name in _TEXTS:
+                check_utf8(as_written(parser, arguments, words, name), value)
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import check_ip_encoder, source_keywords
+from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import check_count
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
     for batch in arguments.batch:
         check_count("--batch", batch, MOST_IMAGES)
-    check_ip_encoder(arguments)
+    check_ip_adapters(arguments)
     if arguments.reuse_layers:
         check_count("--reuse-layers", arguments.reuse_layers, 1000)
     from canvax.pipelines.open import open_model

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import check_ip_encoder, source_keywords, with_networks
+from canvax.cli.generate_arguments import check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
 from canvax.errors import CanvaxError, InputError
 from canvax.files import named_path
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         parse_dtype(arguments.dtype)
     check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
-    check_ip_encoder(arguments)
+    check_ip_adapters(arguments)
     settings = _engine_settings(arguments)
     web = Settings(
         keys=keys,

@@ -71,7 +71,7 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
     if arguments.seed is not None:
         check_seed(arguments.seed)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
-        if getattr(arguments, name) not in (None, False):
+        if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(f"--{name.replace('_', '-')} does not go with tiles; leave it out")
     check_table(request, None)
 

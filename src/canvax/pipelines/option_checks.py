@@ -13,9 +13,12 @@ import numpy as np
 from canvax.checked import check_function
 from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
+from canvax.pipelines.checks import MAX_SIDE
 from canvax.samplers.catalog import find
 
 _SIDES = ("left", "top", "right", "bottom")
+MOST_PIXELS = 1_000_000
+"""Of a side of a picture that a model was trained on."""
 MOST_NUMBERS = 10_000
 """Numbers of a list: more than any run has steps. What has no end is not read to its end."""
 
@@ -223,8 +226,9 @@ def pair_of(name: str, value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     whole = isinstance(value, Sequence | np.ndarray) and all(isinstance(v, int | np.integer) for v in value)
-    lowest = 0 if "crops" in name else 1
-    if not whole or len(value) != 2 or any(isinstance(v, bool) or v < lowest for v in value):
+    lowest, most = 0 if "crops" in name else 1, MAX_SIDE if name == "seed_size" else MOST_PIXELS
+    if not whole or len(value) != 2 or any(isinstance(v, bool) or not lowest <= v <= most for v in value):
         order = "(top, left)" if "crops" in name else "(height, width)"
-        raise InputError(f"{name}={value!r} is not {order} in whole pixels of at least {lowest}, such as (1024, 1024)")
+        told = f"{name}={value!r:.80} is not {order} in whole pixels of at least {lowest}"
+        raise InputError(f"{told} and at most {most}, such as (1024, 1024)")
     return int(value[0]), int(value[1])

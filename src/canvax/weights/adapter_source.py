@@ -14,6 +14,7 @@ from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
 from canvax.weights.layout import PICKLES, pickle_refused
+from canvax.weights.safetensors import open_safetensors
 from canvax.weights.source import Source
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
@@ -81,8 +82,10 @@ class AdapterSource:
         return replace(self, name=match[1], weight_name=self.weight_name or match[2])._fetched(usual)
 
     def check(self, usual: Sequence[Sequence[str]]) -> None:
-        """Raise what ``find`` would, as far as that can be told without the Hub."""
-        self._local(usual)
+        """Raise what ``find`` and reading would, as far as that can be told without the Hub."""
+        if (local := self._local(usual)) is not None:
+            for path in local[0]:
+                open_safetensors(path, plain_names=False)
 
     def _local(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None] | None:
         """What ``find`` returns for a file or folder; None for a Hub id."""
