@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import takewhile
 from typing import Any
@@ -60,10 +62,12 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     except CanvaxError as full:
         complain(str(full), label="error: ")
         return code or FAILED
-    programs = sys.modules.get("canvax.compile.at_once")  # imported only by commands that compile
-    if code == INTERRUPTED and argv is None and programs and programs.is_compiling():
-        sys.stderr.flush()
-        os._exit(code)  # a normal exit would wait minutes for the compiler's threads
+    at_work = any(thread.name.startswith("canvax") for thread in threading.enumerate())
+    if argv is None and (at_work or (code == INTERRUPTED and "jax" in sys.modules)):
+        # A normal exit would wait minutes for the compiler, or take what it works on away from under it.
+        with suppress(OSError, AttributeError):
+            sys.stderr.flush()  # type: ignore[union-attr]
+        os._exit(code)
     return code
 
 

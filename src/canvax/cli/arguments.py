@@ -128,7 +128,7 @@ _ELSEWHERE = {
 _MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
 _TEXTS = (
     *(*_MAY_BE_EMPTY, "hires_prompt", "instance_prompt", "class_prompt", "preview"),
-    *("token", "initializer", "trigger"),
+    *("initializer", "trigger"),
 )
 """What is no name of a file, which alone may be anything but UTF-8."""
 

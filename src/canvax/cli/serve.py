@@ -158,6 +158,8 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
             raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0 and of at most {MOST:g}")
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
         raise InputError(f"--chunks {' '.join(map(str, arguments.chunks))} are not whole numbers in 1..{MOST_CHUNKS}")
+    if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
+        raise InputError(f"--warm {' '.join(arguments.warm)}: --batching none has one image at a time; write 512x512:1")
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),

@@ -308,6 +308,7 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
 def architecture(model: str | Path, **source: Any) -> Networks:
     """The networks of a preset, a folder or a Hub id; no weights are read."""
     if isinstance(model, str) and model in PRESETS:
+        Source(model, **source).tell_of_idle("model of canvax's own", "revision", "cache_dir")
         return PRESETS[model]
     try:
         files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_count, check_utf8
-from canvax.files import check_writable
+from canvax.files import check_writable, written
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
@@ -97,4 +97,5 @@ def _generate_class(
         filled = part + part[-1:] * (instance.batch - len(part))  # one size of batch, one program
         made = pipe([prompt] * len(filled), seed=filled, height=size, width=size, options=Options(progress=False))
         for seed, image in zip(part, made.images, strict=False):
-            image.save(folder / f"class-{seed:05d}.png")
+            with written(folder / f"class-{seed:05d}.png") as draft:  # a kill leaves no half of one
+                image.save(draft, "PNG")
