@@ -530,6 +530,8 @@ def test_a1111_image_to_image(site: Site) -> None:
     told = site.post("/sdapi/v1/img2img", body).json()
     assert json.loads(told["info"])["denoising_strength"] == 0.4
     assert "init_images" not in told["parameters"]
+    back = site.post("/sdapi/v1/img2img", body | {"include_init_images": True}).json()["parameters"]
+    assert back["init_images"] == body["init_images"]
     assert site.ask.image
     assert (site.ask.image.size, site.ask.mask, site.ask.strength) == ((64, 64), None, 0.4)
     assert site.ask.options == {"prompt_syntax": "a1111", "strength_rule": "a1111"}
