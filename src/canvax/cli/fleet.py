@@ -39,8 +39,9 @@ def run_fleet(
         if (name == "batch" or here) and value is not None and value is not False:  # 0 is a value
             raise InputError(f"--{name} does not go with {idle}; leave it out")
     from canvax.scale.capacity import size_fleet
-    from canvax.scale.fleet import Load
+    from canvax.scale.fleet import Load, simpy_module
 
+    simpy_module()  # before anything is compiled or measured
     load = Load(arguments.rate, arguments.arrivals, {arguments.steps: 1.0})
     if here:
         speed, chips, where = _here(arguments, width, height)

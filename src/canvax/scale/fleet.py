@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 from canvax.errors import CanvaxError, InputError, check_number, nearest
@@ -201,6 +202,18 @@ class _Replica:
         return took + rows * row[size]
 
 
+def simpy_module() -> Any:
+    """simpy.
+
+    Raises:
+        CanvaxError: it is not installed.
+    """
+    try:
+        return import_module("simpy")
+    except ImportError:
+        raise CanvaxError("simulating a fleet needs simpy, which is not installed: pip install '.[fleet]'") from None
+
+
 def simulate(
     speed: Speed,
     load: Load,
@@ -226,10 +239,7 @@ def simulate(
     Raises:
         CanvaxError: simpy is not installed.
     """
-    try:
-        import simpy
-    except ImportError:
-        raise CanvaxError("simulating a fleet needs simpy, which is not installed: pip install '.[fleet]'") from None
+    simpy = simpy_module()
     if seconds is None:
         bursts = 50 * BURST_SECONDS if load.arrivals == "bursty" else 0.0
         seconds = max(2000 / load.rate, 30 * speed.image(math.ceil(load.mean_steps)), bursts)
