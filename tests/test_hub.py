@@ -501,7 +501,7 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
         tell_of_idle_cache(tmp_path, "./emoji")
     for idle in ((None, "emoji"), (tmp_path, "emoji", "someone/toy")):
         tell_of_idle_cache(*idle)
-    with pytest.raises(InputError, match="cache_dir = .*: .*index.json is not a folder"):
+    with pytest.raises(InputError, match=r"cache_dir = .*: .*index\.json is not a folder"):
         Source(cache_dir=tmp_path / "emoji" / "model_index.json" / "cache")
 
 
