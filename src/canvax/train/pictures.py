@@ -41,10 +41,12 @@ MASK, MASK_ENDING = "mask", "-masklabel.png"
 
 _MOST_FILES = 1_000_000
 """Of a folder: of more, all would be held in memory."""
+_MOST_BYTES = 1 << 30
+"""Of a file, unpacked: a zip file of some kilobytes may promise any number."""
 _MASK_FILE = "mask_file"
+"""The column that a row gets: the mask's name in the whole of the folder."""
 _REPEATS = re.compile(r"\d+_.")
 """Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
-"""The column that a row gets: the mask's name in the whole of the folder."""
 
 
 @checked
@@ -216,6 +218,9 @@ class _Files:
         if name not in self._known:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
         try:
+            size = self.archive.getinfo(name).file_size if self.archive else (self.source / name).stat().st_size
+            if size > _MOST_BYTES:
+                raise InputError(f"{self.source}: {name!r} has {size} bytes, more than {_MOST_BYTES}; is it a picture?")
             return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
         except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last of an encrypted one
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
