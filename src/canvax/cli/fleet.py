@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import source_keywords
-from canvax.cli.plan import DTYPE
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import InputError, check_count, check_number
 
@@ -72,7 +71,7 @@ def _there(
 
     speed, first = planned_speed(
         arguments.model, arguments.target, height=height, width=width, steps=arguments.steps,
-        guided=not arguments.no_guidance, dtype=arguments.dtype or DTYPE, quantize=arguments.quantize,
+        guided=not arguments.no_guidance, dtype=arguments.dtype or "bfloat16", quantize=arguments.quantize,
         mesh=None if arguments.mesh is None else parse_mesh(arguments.mesh), reuse=not arguments.fresh,
         announce=None if arguments.quiet else compiling, **source_keywords(arguments),
     )  # fmt: skip

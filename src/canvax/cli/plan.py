@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from canvax.planning.plan import Plan, ProgramPlan
 
 GIB = 2**30
-DTYPE = "bfloat16"
-"""Of a plan for chips that are not here."""
 
 _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}
 
@@ -45,7 +43,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         width=width,
         steps=arguments.steps,
         guided=not arguments.no_guidance,
-        dtype=arguments.dtype or DTYPE,
+        dtype=arguments.dtype or "bfloat16",
         quantize=arguments.quantize,
         mesh=mesh,
         reuse=not arguments.fresh,
