@@ -99,7 +99,7 @@ def bad_values(action: argparse.Action, inside_a_file: str) -> tuple[str, ...]:
         return numbers
     if action.choices or name not in FREE | FILES:
         return (f"{LONG}x8",)
-    return (inside_a_file,) if name in FILES else ()
+    return (inside_a_file, "x" * 300) if name in FILES else ()
 
 
 def test_no_flag_takes_what_it_cannot_have(

@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "textual-inversion": _textual_inversion,
         "controlnet": _controlnet,
     }
-    check_numbers(arguments)
     named_path("IMAGES", arguments.pictures)
     for name in ("output", "tensorboard", "class_images"):
         if (value := getattr(arguments, name, None)) is not None:
             setattr(arguments, name, str(named_folder(f"--{name.replace('_', '-')}", value)))
+    check_numbers(arguments)
     check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 

@@ -7,6 +7,7 @@ model, reading and encoding pictures, the loop, previews, and going on with a ru
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -336,7 +337,8 @@ def check_pictures(training: Training, subject: Subject) -> None:
     Raises:
         InputError: they cannot be read.
     """
-    source, folder = named_path("pictures", training.pictures).resolve(), training.folder.resolve()
+    source = named_path("pictures", training.pictures)
+    source, folder = (Path(os.path.realpath(path)) for path in (source, training.folder))  # links in a circle too
     if folder.is_relative_to(source) and not any((source / table).is_file() for table in TABLES):
         raise InputError(f"folder = {str(folder)!r} lies in that of the pictures, where previews would be read as some")
     column, control = training.caption_column, subject.control_column
