@@ -245,10 +245,7 @@ class Group:
         began = time.perf_counter()
         sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
         pixels = np.asarray(jax.block_until_ready(self._ready.decode(self._params()["vae"], sent)))
-        took = time.perf_counter() - began
-        self.timings.decode = (
-            took if not self.timings.decode else self.timings.decode + _SMOOTH * (took - self.timings.decode)
-        )
+        self.timings.learn_decode(time.perf_counter() - began)
         return pixels[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
