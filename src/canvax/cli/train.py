@@ -74,8 +74,8 @@ _RANGES = {
     "min_snr": (1e-6, 1e6, "5 is usual"),
     "unmasked_weight": (0.0, 1.0, "0.1 is usual"),
     "prior_weight": (1e-6, 1e6, "1 is usual"),
-    "average": (0.0, _BELOW_1, "1 excluded; 0.999 is usual"),
-    "empty_captions": (0.0, _BELOW_1, "1 excluded; 0.1 is usual"),
+    "average": (0.0, _BELOW_1, "below 1; 0.999 is usual"),
+    "empty_captions": (0.0, _BELOW_1, "below 1; 0.1 is usual"),
 }
 """The least and the largest of other numbers, and a cure."""
 

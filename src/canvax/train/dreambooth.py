@@ -18,7 +18,7 @@ from canvax.files import check_writable, written
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
-from canvax.train.pictures import SUFFIXES
+from canvax.train.pictures import SUFFIXES, check_apart
 from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
@@ -71,6 +71,7 @@ def subject_of(
     if instance.class_prompt is None:
         return Subject((instance.prompt,))
     folder = instance.class_pictures or training.folder / "class"
+    check_apart(training.pictures, folder)
     _generate_class(folder, instance.class_prompt, instance, training, mesh, say)
     return Subject((instance.prompt,), prior=folder, prior_caption=instance.class_prompt, prior_weight=instance.weight)
 

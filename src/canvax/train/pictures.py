@@ -11,6 +11,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
 import zipfile
 import zlib
@@ -178,6 +179,20 @@ def read_pictures(
     texts = [row.pop(caption_column) for row in rows]
     own = [[text] if isinstance(text, str) else list(text) for text in texts]
     return Pictures(pixels, own, rows, frames, control, masks)
+
+
+def check_apart(source: str | Path, folder: Path) -> None:
+    """Refuse a folder among the pictures, where what is generated would be read as one of them.
+
+    Raises:
+        InputError: so; where a table says which they are, it does not matter.
+    """
+    pictures, where = (os.path.realpath(path) for path in (named_path("pictures", source), folder))
+    if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
+        raise InputError(
+            f"folder = {str(folder)!r} lies in that of the pictures, and images that are generated there would be read "
+            "as some; choose another one"
+        )
 
 
 def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:

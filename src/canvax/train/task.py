@@ -7,7 +7,6 @@ model, reading and encoding pictures, the loop, previews, and going on with a ru
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from jax.sharding import Mesh
 from canvax.checked import checked
 from canvax.errors import InputError, check_count, check_utf8
 from canvax.families.base import Model
-from canvax.files import named_path
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.parallel.multihost import leads
@@ -36,7 +34,7 @@ from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, rep
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, MASK_ENDING, TABLES, Pictures, read_pictures
+from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 
@@ -337,10 +335,8 @@ def check_pictures(training: Training, subject: Subject) -> None:
     Raises:
         InputError: they cannot be read.
     """
-    source = named_path("pictures", training.pictures)
-    source, folder = (Path(os.path.realpath(path)) for path in (source, training.folder))  # links in a circle too
-    if folder.is_relative_to(source) and not any((source / table).is_file() for table in TABLES):
-        raise InputError(f"folder = {str(folder)!r} lies in that of the pictures, where previews would be read as some")
+    if training.prompts:
+        check_apart(training.pictures, training.folder)
     column, control = training.caption_column, subject.control_column
     more = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
