@@ -401,14 +401,15 @@ def test_all_is_looked_at_before_weights_are_read(
 ) -> None:
     monkeypatch.setattr("canvax.pipelines.open.load_components", lambda *_, **__: pytest.fail("weights were read"))
     for message, more in {
-        "size = 20 must be divisible": {"size": 20},
+        "size = 63 must be divisible": {"size": 63},
         "preview 'xxx.*letters": {"prompts": ("x" * 100_001,)},
         "no picture has a mask": {"unmasked_weight": 0.5},
     }.items():
         with pytest.raises(InputError, match=message):
             train_lora(training(model, pictures, tmp_path / "run", **more), Lora(), one())
     with pytest.raises(InputError, match="lies in that of the pictures"):
-        subject_of(Instance("sks", "a dog"), training(model, pictures, pictures / "run"), one())
+        Image.new("RGB", (64, 64)).save(tmp_path / "a.png")  # without a table
+        subject_of(Instance("sks", "a dog"), training(model, tmp_path, tmp_path / "run"), one())
     assert not (tmp_path / "run").exists()
 
 
