@@ -407,8 +407,8 @@ def test_all_is_looked_at_before_weights_are_read(
     }.items():
         with pytest.raises(InputError, match=message):
             train_lora(training(model, pictures, tmp_path / "run", **more), Lora(), one())
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")  # without a table
     with pytest.raises(InputError, match="lies in that of the pictures"):
-        Image.new("RGB", (64, 64)).save(tmp_path / "a.png")  # without a table
         subject_of(Instance("sks", "a dog"), training(model, tmp_path, tmp_path / "run"), one())
     assert not (tmp_path / "run").exists()
 
