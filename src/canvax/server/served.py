@@ -211,7 +211,7 @@ class Served:
         sizes = sorted({key.size for key in keys})
         if wanted.size not in sizes:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
-            return Refused(400, "size_not_ready", message, param="size")
+            return Refused(400, "size_not_ready", message, param="width")
         usual = next(key.kinds for key in keys if key.size == wanted.size)
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
