@@ -6,6 +6,7 @@ and stops only what came from its own key and address.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -144,7 +145,9 @@ class _Desk:
         client, owner = client_of(request), _owner(request)
         chosen = (body.override_settings or {}).get("sd_model_checkpoint")
         if not isinstance(chosen, str | None):
-            said = f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
+            said = (
+                f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
+            )
             raise Refused(422, "invalid_value", said, param="override_settings")
         card = self.card(client, chosen, body.model)
         job = await submitted(self.engine, await decoding(ask_of, body, card, client))
@@ -275,6 +278,8 @@ def error(refused: Refused, request_id: str) -> Response:
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="canvax", charset="UTF-8"'
     message, name = in_words_of(_FIELDS, refused)
+    if name == "clip_skip":  # whose layers are counted from 1 here
+        message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
     told = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
     return Response(encoded(told), refused.status, headers, media_type="application/json")
 

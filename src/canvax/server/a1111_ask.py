@@ -172,7 +172,9 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
         yield "sampler_settings", taken
     layers = (body.override_settings or {}).get("CLIP_stop_at_last_layers", body.clip_skip)
     if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
-        raise _refused("override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number from 0 on, such as 2")
+        raise _refused(
+            "override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number from 0 on, such as 2"
+        )
     if layers is not None and layers > 1:
         yield "clip_skip", layers - 1  # there, 1 is the last layer
     if body.subseed_strength:

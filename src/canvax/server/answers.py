@@ -150,14 +150,13 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     path = where[1] if where else ""
     if odd := _FIELD.search(said):
         path = f"{path}.{odd[2]}".lstrip(".")
-        cure = nearest(path, kind.__struct_fields__) if "." not in path else "leave it out"
-        said = f" is not known; {cure}" if odd[1] == "unknown" else " is missing; send it"
+        cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
+        said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
         choices = _choices(kind, path) if "enum" in said else []
-        said = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
-        said = (_value_at(path, sent) if path else "") + said
-    param = path.split("[")[0].rstrip(".")[:80] or None
-    return Refused(status, "invalid_value", (path or "the body") + said, param=param)
+        wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
+        said = (_value_at(path, sent) if path else "the body") + wants
+    return Refused(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
 
 
 def _choices(kind: Any, name: str) -> list[str]:
@@ -167,16 +166,17 @@ def _choices(kind: Any, name: str) -> list[str]:
 
 
 def _value_at(path: str, value: Any) -> str:
-    """What stands at a path of msgspec's, in which [...] is any entry of a table; "" where that is not to be told."""
+    """A path of msgspec's, in which [...] is any entry of a table, with what stands there if that is to be told."""
     try:
         for step in re.findall(r"\.\.\.|[^.\[\]]+", path):
             if step == "...":
-                (value,) = value.values()
+                ((name, value),) = value.items()
+                path = path.replace("[...]", f".{name}", 1)
             else:
                 value = value[int(step) if isinstance(value, list) else step]
     except (LookupError, TypeError, ValueError, AttributeError):  # a field that was sent twice, or several entries
-        return ""
-    return f"={shown(value)}"
+        return path
+    return f"{path}={shown(value)}"
 
 
 async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
@@ -192,6 +192,8 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
     if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
         # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
         raise Refused(415, "unsupported_charset", "send the form in UTF-8")
+    if not (await request.body()).rstrip().endswith(b"--"):
+        raise Refused(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
     try:
         async with request.form(max_files=MOST_FILES + 1, max_fields=MOST_FIELDS, max_part_size=LONGEST_FIELD) as form:
             return await _parts(form)

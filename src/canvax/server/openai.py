@@ -270,10 +270,8 @@ def _edit(
         return body, colours("image", image), None
     mask = image_of_bytes("mask", masks[0])
     if mask.size != image.size:
-        raise Refused(
-            400, "invalid_image", f"mask has {mask.width} x {mask.height} pixels, image {image.width} x {image.height}",
-            param="mask",
-        )  # fmt: skip
+        sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
+        raise Refused(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
     return body, colours("image", image), transparent_mask("mask", mask)
 
 

@@ -40,7 +40,7 @@ _KINDS = {
     "parts": "prompts joined by AND",
     "method": "options.guidance_method",
     "tuned": "options.pag_scale and options.freeu",
-    "clip": "the sampler",
+    "clip": "a sampler that clips (clip_sample or thresholding)",
     "image_prompts": "several images in image_prompt for one adapter",
 }
 """What people call what decides programs."""
