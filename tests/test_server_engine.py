@@ -350,6 +350,13 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
             "options",
             "options.sampler_settings: eta",
         ),
+        (
+            {"sampler": "euler", "options": {"sampler_settings": {"s_churn": 1, "s_noise": 1e30}}},
+            400,
+            "invalid_value",
+            "options",
+            "s_noise",
+        ),
         ({"options": {"guidance_steps": [1e30]}}, 400, "invalid_value", "options", "options.guidance_steps"),
         ({"options": {"sigmas": [True, False]}}, 400, "invalid_value", "options", "options.sigmas"),
         ({"options": {"guidance_method": "apg"}}, 400, "not_compiled", "options", "guidance_method"),

@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "s_churn": (0, FLOAT32_MAX),
     "s_tmin": (0, FLOAT32_MAX),
     "s_tmax": (0, math.inf),
-    "s_noise": (0, 1000),
+    "s_noise": (0, FLOAT32_MAX),
     "rho": (0.1, 1000),
     "sigma_min": (1e-6, 1e6),
     "sigma_max": (1e-6, 1e6),

@@ -61,7 +61,7 @@ class TextToImage(Struct, kw_only=True):
     s_churn: Number | None = None
     s_tmin: Number | None = None
     s_tmax: Number | None = None
-    s_noise: Number | None = None
+    s_noise: Annotated[float, Meta(ge=0, le=1000)] | None = None
     clip_skip: Annotated[int, Meta(ge=0, le=100)] | None = None
     override_settings: dict[str, Any] | None = None
     send_images: bool | None = None

@@ -41,6 +41,9 @@ MOST_PARTS = 16
 LARGEST_NOISE = 4096
 """Pixels of a side of ``options.seed_size``: noise is drawn on the engine's thread."""
 
+MOST_NOISE = 1000
+"""``s_noise``: far beyond any image, and far from numbers that are not finite."""
+
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
 
@@ -262,6 +265,8 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
             "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
             f"{MOST_STEPS} and {MOST_EVALUATIONS}",
         )  # fmt: skip
+    if (times := request.options.settings.get("s_noise", 1)) > MOST_NOISE:
+        raise invalid("options", f"options.sampler_settings: s_noise={times:g} is more than {MOST_NOISE}; 1 is usual")
     if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
         raise invalid("options", f"options.seed_size: a side is longer than {LARGEST_NOISE} pixels")
     if request.composed and request.texts.parts > MOST_PARTS:
