@@ -25,6 +25,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="canvax-compiled-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault(
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"
+)  # where each operation was written: a twentieth of the time
 
 import jax
 import pytest
@@ -44,6 +47,13 @@ AS_FOR_USERS = {"test_image_to_image", "test_kernels", "test_pipeline"}
 
 OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
+
+
+def pytest_collection_finish() -> None:
+    """What all modules have imported, PyTorch among it, is looked through by no garbage collection; there are fewer."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)

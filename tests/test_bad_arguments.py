@@ -126,7 +126,7 @@ def test_what_an_annotation_takes() -> None:
     assert given[:3] == (3, ("a",), 2)
     for arguments, keywords, said in (
         ((), {}, "missing.*'a'"), ((True,), {}, "a=True is not a whole number"), ((1, 2), {}, r"more=\(2,\) is not text each"), ((1,), {"b": float("inf")}, "b=inf is not a finite number; the default is 1.0"),
-        ((1,), {"c": "z"}, "c='z' is not 'x' or 'y'"), ((1,), {"d": "12"}, "d='12' is not a list"), ((1,), {"d": [1, "a"]}, "each a whole number"), ((1,), {"e": deleted()}, "e="), ((1,), {"a": 2}, "multiple values"),
+        ((1,), {"c": "z"}, "c='z' is not 'x' or 'y'"), ((1,), {"d": "12"}, "d='12' is not a list"), ((1,), {"d": [1, "a"]}, "each a whole number"), ((1,), {"e": deleted()}, "e is an array of JAX that was deleted"), ((1,), {"a": 2}, "multiple values"),
         ((1,), {"B": 2}, "no argument 'B'; did you mean 'b'"),
     ):  # fmt: skip
         with pytest.raises(canvax.InputError, match=said):

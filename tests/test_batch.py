@@ -64,7 +64,7 @@ def table_of(pipe: canvax.StableDiffusion, image: Image) -> SamplerTable:
 def encoded(pipe: canvax.StableDiffusion, prompt: str) -> dict[str, Any]:
     """Conditions of one prompt, each [1, ...] on the host."""
     count = pipe.programs.mesh.shape["data"]
-    ids = {name: np.repeat(one, count, axis=0) for name, one in pipe.model.tokenize([prompt], [prompt]).items()}
+    ids = {name: np.repeat(one([prompt]), count, axis=0) for name, one in pipe.model.tokenizers.items()}
     assert pipe.params is not None
     program = pipe.programs.encode_text(pipe.params, count)
     features = program(pipe.programs.text_params(pipe.params), ids, np.int32(0))

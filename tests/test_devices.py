@@ -28,7 +28,7 @@ from canvax.models.unet import least_bytes, unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
 from canvax.parallel.place import map_parts, own_rows
-from canvax.parallel.rules import abstract_params, device_bytes, place, placement, shardings
+from canvax.parallel.rules import abstract_params, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
 
 QUIET = canvax.Options(progress=False)
@@ -170,10 +170,10 @@ def test_gate_stays_with_its_values() -> None:
 
 def test_shardings_have_the_nesting_of_the_spec() -> None:
     mesh = make_mesh(data=4, model=2)
-    found = shardings(unet_spec(SD1), mesh)
-    assert found["conv_in"]["weight"] == NamedSharding(mesh, PartitionSpec())
+    found = abstract_params(unet_spec(SD1), jnp.float32, mesh)
+    assert found["conv_in"]["weight"].sharding == NamedSharding(mesh, PartitionSpec())
     attention = found["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]["attn1"]
-    assert attention["to_out"]["0"]["weight"].spec == PartitionSpec("model", None)
+    assert attention["to_out"]["0"]["weight"].sharding.spec == PartitionSpec("model", None)
 
 
 # What devices say to each other.

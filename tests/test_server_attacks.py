@@ -718,8 +718,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a JPEG of nothing": lambda: b"\xff\xd8\xff\xe0" + b"\xff" * 1000,
     "the colours of a printer": lambda: saved("JPEG", "CMYK"),
 }  # fmt: skip
-WITHOUT_SETTINGS = {"one pixel", "the colours of a printer"}
-"""Images that can be looked at, and are refused for generating."""
 
 Sent = Callable[[Web, bytes], httpx.Response]
 

@@ -25,7 +25,7 @@ from canvax.models.presets import (
 from canvax.models.text import TextEncoders, encode_text
 from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
-from canvax.params import Spec, abstract, count, flatten
+from canvax.params import Params, Spec, count, flatten, map_spec
 
 
 class Recorder(dict):
@@ -53,6 +53,11 @@ def leaves_read(spec: Spec, forward: Callable[..., Any], *inputs: Any) -> set[st
             lambda params, *rest: forward(Recorder(params, seen), *rest), abstract(spec, jnp.bfloat16), *inputs
         )
     return seen
+
+
+def abstract(spec: Spec, dtype: Any) -> Params:
+    """Shapes and dtypes without memory."""
+    return map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype_in(dtype)), spec)
 
 
 def floats(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -232,8 +232,6 @@ def test_truncation_names_what_was_cut() -> None:
         ids = tokenizer([prompt])
     assert told[0].filename == __file__
     assert ids[0, -1] == tokenizer.eos
-    assert tokenizer.overflow(prompt) == "Banana and cherry"
-    assert tokenizer.overflow("apple") == ""
 
 
 @pytest.mark.parametrize("prompt", [None, 3, b"apple", "lone \ud800 surrogate"])

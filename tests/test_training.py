@@ -26,7 +26,7 @@ from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
 from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
-from canvax.models.vae import vae_decode, vae_encode, vae_spec
+from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
@@ -34,7 +34,7 @@ from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
-from canvax.train.objectives import add_noise, autoencoder_loss, loss_weights, target_of
+from canvax.train.objectives import add_noise, loss_weights, target_of
 from canvax.weights.source import BUNDLED
 from recipes.emoji.autoencoder import (
     LEAST,
@@ -292,29 +292,6 @@ def test_min_snr_weights_bound_the_weight_of_x0() -> None:
     zero = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction",
                                     zero_terminal_snr=True)  # fmt: skip
     assert loss_weights(zero, 5.0)[-1] == 1.0  # pure noise is learnt from
-
-
-@pytest.mark.parametrize("edges", [0.0, 0.7])
-def test_autoencoder_loss_by_hand(edges: float) -> None:
-    """Of latents with noise: squared error, differences of neighbours, Kingma and Welling 2014, appendix B."""
-    cfg = replace(SMALL_VAE, scaling_factor=0.3, shift_factor=0.2)
-    params = init_params(vae_spec(cfg), 0)
-    images = jnp.asarray(pixels(2)).astype(jnp.float32) / 127.5 - 1
-    noise = np.random.default_rng(1).standard_normal((2, 8, 8, 4), np.float32)
-    value, parts = autoencoder_loss(params, images, jnp.asarray(noise), cfg, kl=0.5, edges=edges)
-
-    mean, logvar = (np.asarray(part, np.float64) for part in vae_encode(params, images, cfg))
-    deviation = np.sqrt(np.exp(logvar))
-    unscaled = replace(cfg, scaling_factor=1.0, shift_factor=None)
-    drawn = vae_decode(params, jnp.asarray(mean + deviation * noise, jnp.float32), unscaled)
-    error = np.asarray(drawn, np.float64) - np.asarray(images)
-    mse = (error**2).mean()
-    down, across = error[:, 1:] - error[:, :-1], error[:, :, 1:] - error[:, :, :-1]
-    divergence = 0.5 * (mean**2 + deviation**2 - 1 - np.log(deviation**2)).mean()
-    assert parts["mse"] == pytest.approx(mse, rel=1e-4)
-    assert parts["kl"] == pytest.approx(divergence, rel=1e-4)
-    outline = np.abs(down).mean() + np.abs(across).mean()
-    assert value == pytest.approx(mse + edges * outline + 0.5 * divergence, rel=1e-4)
 
 
 # Gradients

@@ -62,7 +62,8 @@ def _decorated(function: Any, *, held: bool) -> Any:
         own: Any = function
         own.__init__ = _checked(own.__init__, own.__name__, own.__module__, held=held)
         return own
-    return _checked(function, function.__name__, function.__module__, held=held)
+    name = "a call" if function.__name__ == "__call__" else function.__name__
+    return _checked(function, name, function.__module__, held=held)
 
 
 def _checked(function: Any, name: str, module: str, *, held: bool) -> Any:
@@ -80,9 +81,10 @@ def _checked(function: Any, name: str, module: str, *, held: bool) -> Any:
         try:
             given = signature.bind(*arguments, **keywords).arguments
         except TypeError as error:
-            raise InputError(misfit(name, signature, arguments, keywords, error)) from None
+            raise InputError(_misfit(name, signature, arguments, keywords, error)) from None
         known = kinds()
         for key, value in given.items():
+            refuse_deleted(key, value)
             if not _takes(known[key], value):
                 what = f" is a {type(value).__name__}," if "token" in key else f"={shown(value)} is"  # secrets stay out
                 raise InputError(f"{key}{what} not {known[key].words}{_usual(signature.parameters[key])}")
@@ -99,7 +101,7 @@ def _hint(annotation: Any, names: Mapping[str, Any]) -> Any:
         return Any
 
 
-def misfit(
+def _misfit(
     name: str, signature: inspect.Signature, arguments: Sequence[Any], keywords: Mapping[str, Any], error: TypeError
 ) -> str:
     """What to say of arguments that a function has no place for, or of those that it misses."""
@@ -143,6 +145,16 @@ def check_function(name: str, function: Any, count: int, told: str) -> None:
         return
     except TypeError:
         raise InputError(f"{name}={shown(function)} cannot be called with {told}") from None
+
+
+def refuse_deleted(name: str, value: Any) -> None:
+    """Refuse an array of JAX of which nothing is left.
+
+    Raises:
+        InputError: it was deleted, or donated to a call.
+    """
+    if is_deleted(value):
+        raise InputError(f"{name} is an array of JAX that was deleted or donated; give one that is there")
 
 
 def is_deleted(value: Any) -> bool:

@@ -12,7 +12,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
-from canvax.checked import is_deleted, misfit
+from canvax.checked import placed, refuse_deleted
 from canvax.errors import InputError
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -323,33 +323,22 @@ def accepts(translate: Translate) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first."""
 
     def decorate(function: F) -> F:
-        own_signature = signature(function)
-        parameters = list(own_signature.parameters)
-
-        def fits(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            try:
-                own_signature.bind(*arguments, **keywords)
-            except TypeError as error:
-                name = "a call" if function.__name__ == "__call__" else function.__name__
-                raise InputError(misfit(name, own_signature, arguments, keywords, error)) from None
+        parameters, inner = list(signature(function).parameters), placed(function)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            for name, value in (*zip(parameters, arguments, strict=False), *keywords.items()):
-                if is_deleted(value):
-                    raise InputError(f"{name} is an array of JAX that was deleted or donated; give one that is there")
             others = {name: value for name, value in keywords.items() if name not in parameters}
             if not others:
-                fits(arguments, keywords)
-                return function(*arguments, **keywords)
+                return inner(*arguments, **keywords)
+            for name, value in (*zip(parameters, arguments, strict=False), *keywords.items()):
+                refuse_deleted(name, value)
             own = dict(zip(parameters, arguments, strict=False))
             for name in keywords.keys() - others.keys():
                 if name in own:
                     raise InputError(f"{name} is given twice, by its place and by its name")
                 own[name] = keywords[name]
             own, finish = translate(own, others)
-            fits((), own)
-            result = function(**own)
+            result = inner(**own)
             return finish(result) if finish else result
 
         return call  # type: ignore[return-value]

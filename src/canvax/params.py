@@ -151,11 +151,6 @@ def count(spec: Spec) -> int:
     return sum(param.size for _, param in flatten(spec))
 
 
-def abstract(spec: Spec, dtype: DType) -> Params:
-    """Shapes and dtypes without memory, for lowering and planning."""
-    return map_spec(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype_in(dtype)), spec)
-
-
 def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
     """Random host parameters (nested dict of numpy arrays), reproducible from ``seed``."""
     rng = np.random.default_rng(seed)

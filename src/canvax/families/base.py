@@ -208,15 +208,6 @@ class Model:
             for name, spec in self.specs.items()
         ]
 
-    def tokenize(self, prompts: Sequence[str], prompts_2: Sequence[str]) -> Ids:
-        """Ids for each text encoder; one that is alone reads the first prompts."""
-        second = prompts_2 if len(self.tokenizers) > 1 else prompts
-        length = self.text.tokens
-        return {
-            name: tokenizer([self.concepts.spelled(p) for p in (second if name == SECOND else prompts)], length=length)
-            for name, tokenizer in self.tokenizers.items()
-        }
-
     def size_conditions(
         self, height: int, width: int, options: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray] | None:

@@ -30,6 +30,7 @@ from canvax.files import named_folder
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
 from canvax.flax_api.inputs import (
+    Call,
     Inputs,
     check_ids,
     check_inputs,
@@ -55,7 +56,7 @@ from canvax.pipelines.safety import COMPONENT, has_checker
 from canvax.pipelines.translate import loader
 from canvax.samplers import SamplerTable
 from canvax.samplers.strength import check_strength, steps_of_strength
-from canvax.types import Array, DType
+from canvax.types import DType
 
 FROM_PRETRAINED = (
     *("pretrained_model_name_or_path", "dtype", "scheduler", "safety_checker", "feature_extractor", "from_pt"),
@@ -251,15 +252,7 @@ class FlaxPipeline:
 
     def _draw(
         self,
-        prompt_ids: Any,
-        params: Params,
-        prng_seed: Array,
-        steps: int,
-        size: tuple[int | None, int | None],
-        guidance_scale: float | Array,
-        latents: Array | None,
-        neg_prompt_ids: Any,
-        jit: bool,
+        call: Call,
         *,
         given: Mapping[str, Any] | None = None,
         strength: Any = None,
@@ -269,24 +262,21 @@ class FlaxPipeline:
         """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``.
 
         ``given`` are the arguments that hold the image and the mask. With ``strength`` the run begins from the image,
-        and ``latents`` are the noise that is added. ``control`` is a control image, whose size is generated, and how
-        strong it is.
+        and ``call.latents`` are the noise that is added. ``control`` is a control image, whose size is generated, and
+        how strong it is.
         """
-        given = given or {}
+        given, jit, params, size = given or {}, call.jit, call.params, call.size
         check_flag("jit", jit)
         if self.safety_checker is not None:
             self.safety_checker.check(params, stacked=jit)
-        refuse_traced(
-            prompt_ids=prompt_ids, params=params, prng_seed=prng_seed, guidance_scale=guidance_scale,
-            latents=latents, neg_prompt_ids=neg_prompt_ids, strength=strength, control=control, **given,
-        )  # fmt: skip
+        refuse_traced(**call._asdict(), strength=strength, control=control, **given)
         text = self.model.text
-        ids = check_ids("prompt_ids", prompt_ids, text, jit)
-        negative = None if neg_prompt_ids is None else check_pair(ids, neg_prompt_ids, text, jit)
+        ids = check_ids("prompt_ids", call.prompt_ids, text, jit)
+        negative = None if call.neg_prompt_ids is None else check_pair(ids, call.neg_prompt_ids, text, jit)
         weights = weights_of(params, self.model.specs)
         devices = stacked_devices(weights, len(ids)) if jit else []
         check_weights(self.model.specs, weights, stacked=jit)
-        table = self._table(params, steps, strength)
+        table = self._table(params, call.num_inference_steps, strength)
         lead = ids.shape[: 2 if jit else 1]
         pixels, mask = check_given(given, lead) if given else (None, None)
         if pixels is not None and mask is None:
@@ -297,11 +287,10 @@ class FlaxPipeline:
         shape = self._latents_shape(lead[-1], *size)
         if negative is None and not self.model.zeros_for_no_negative:
             negative = np.broadcast_to(self._ids("")[0], ids.shape)
-        noise = "latents" if strength is None else "noise"
-        inputs = check_inputs(ids, prng_seed, guidance_scale, {noise: latents}, negative, shape[1:], lead)
+        inputs = check_inputs(call, ids, negative, shape[1:], lead, "latents" if strength is None else "noise")
         inputs = replace(inputs, control=steered)
         if pixels is not None:
-            inputs = replace(inputs, given=Given.of(pixels, mask, shape, self.vae_scale_factor, prng_seed, lead))
+            inputs = replace(inputs, given=Given.of(pixels, mask, shape, self.vae_scale_factor, call.prng_seed, lead))
         programs = self._programs_on(devices or [home_device(weights)], stacked=jit)
         drawn = self._run(programs, weights, inputs, table, decode=decode)
         if not decode:

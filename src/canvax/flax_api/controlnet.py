@@ -17,6 +17,7 @@ from canvax.families.controls import check_family, controlnet_config
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.devices import host_device, on_host
 from canvax.flax_api.images import CONTROL_STEP, prepare_images
+from canvax.flax_api.inputs import Call
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput
 from canvax.flax_api.parts import check_array
 from canvax.flax_api.pipelines import translate_call
@@ -256,8 +257,9 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         check_flag("return_dict", return_dict)
-        images = self._draw(
-            prompt_ids, params, prng_seed, num_inference_steps, (None, None), guidance_scale, latents, neg_prompt_ids,
-            jit, control=(image, controlnet_conditioning_scale),
-        )  # fmt: skip
+        size = (None, None)
+        call = Call(
+            prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
+        )
+        images = self._draw(call, control=(image, controlnet_conditioning_scale))
         return self._output(images, params, jit, return_dict)

@@ -11,6 +11,7 @@ from canvax.errors import InputError, check_flag
 from canvax.familiar import accepts
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.images import prepare_images
+from canvax.flax_api.inputs import Call
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput
 from canvax.flax_api.pipelines import translate_call
 from canvax.params import Params
@@ -81,19 +82,11 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
         if strength is None:
             raise InputError("strength=None is not a number; give one in 0..1")
         check_flag("return_dict", return_dict)
-        images = self._draw(
-            prompt_ids,
-            params,
-            prng_seed,
-            num_inference_steps,
-            (height, width),
-            guidance_scale,
-            noise,
-            neg_prompt_ids,
-            jit,
-            given={"image": image},
-            strength=strength,
+        size = (height, width)
+        call = Call(
+            prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, noise, neg_prompt_ids, jit
         )
+        images = self._draw(call, given={"image": image}, strength=strength)
         return self._output(images, params, jit, return_dict)
 
 
@@ -171,16 +164,9 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         check_flag("return_dict", return_dict)
-        images = self._draw(
-            prompt_ids,
-            params,
-            prng_seed,
-            num_inference_steps,
-            (height, width),
-            guidance_scale,
-            latents,
-            neg_prompt_ids,
-            jit,
-            given={"masked_image": masked_image, "mask": mask},
+        size = (height, width)
+        call = Call(
+            prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
         )
+        images = self._draw(call, given={"masked_image": masked_image, "mask": mask})
         return self._output(images, params, jit, return_dict)

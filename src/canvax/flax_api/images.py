@@ -156,7 +156,7 @@ def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least:
     """[D, b, H, W, C] float32 of an array [(D,) b, C, H, W] with values in ``least``..1."""
     try:
         array = floats(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # as of deleted arrays, numbers of any length
         raise InputError(f"{name} is not an array of numbers; pass what prepare_inputs returned") from None
     given, wanted = array.shape[: len(lead)], array.shape[len(lead) : len(lead) + 1]
     counts = all(count in (1, most) for count, most in zip(given, lead, strict=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,20 @@ from canvax.models.text import Conditions, TextEncoders
 from canvax.parallel.rules import check_params
 from canvax.params import Params, Spec
 from canvax.pipelines.checks import check_size, floats
+
+
+class Call(NamedTuple):
+    """What ``FlaxStableDiffusionPipeline`` and others were called with, as it came; ``size`` is height and width."""
+
+    prompt_ids: Any
+    params: Params
+    prng_seed: Any
+    num_inference_steps: Any
+    size: tuple[Any, Any]
+    guidance_scale: Any
+    latents: Any
+    neg_prompt_ids: Any
+    jit: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +65,7 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
     prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
     try:
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
-    except (TypeError, ValueError, RuntimeError):  # the last of a deleted array
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # as of deleted arrays
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     one = ", ".join(map(str, prompt))
     if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):
@@ -91,35 +105,33 @@ def check_pair(ids: Any, neg_prompt_ids: Any, text: TextEncoders, jit: bool = Fa
 
 
 def check_inputs(
+    call: Call,
     ids: np.ndarray,
-    prng_seed: Any,
-    guidance_scale: Any,
-    given_noise: Mapping[str, Any],
     negative: np.ndarray | None,
     image_shape: tuple[int, int, int],
     lead: tuple[int, ...],
+    noise: str,
 ) -> Inputs:
     """The arguments; ``ids`` and ``negative`` are checked. ``image_shape`` is C, h, w; ``lead`` [B], or [D, B].
 
-    ``given_noise`` is that of the caller, None if there is none, under the name it has in the call.
+    ``noise`` is what ``call.latents`` are called by the caller.
 
     Raises:
         InputError: naming the argument, what was given and the cure.
     """
     jit, prompt = len(lead) == 2, ids.shape[len(lead) :]
-    keys = wrap_keys(prng_seed, lead[0] if jit else None)
+    keys = wrap_keys(call.prng_seed, lead[0] if jit else None)
     shape = (lead[-1], *image_shape)
-    noise, words = host_draw(keys if jit else keys[None], shape)
-    ((name, latents),) = given_noise.items()
-    if latents is not None:
-        noise = check_latents(latents, (*lead[:-1], *shape), name)
-        noise = np.ascontiguousarray(np.moveaxis(noise, -3, -1)).reshape(-1, *shape[2:], shape[1])
+    drawn, words = host_draw(keys if jit else keys[None], shape)
+    if call.latents is not None:
+        drawn = check_latents(call.latents, (*lead[:-1], *shape), noise)
+        drawn = np.ascontiguousarray(np.moveaxis(drawn, -3, -1)).reshape(-1, *shape[2:], shape[1])
     return Inputs(
         ids=ids.reshape(-1, *prompt),
         negative=None if negative is None else negative.reshape(-1, *prompt),
-        noise=noise,
+        noise=drawn,
         words=words,
-        guidance=check_guidance(guidance_scale, lead),
+        guidance=check_guidance(call.guidance_scale, lead),
     )
 
 

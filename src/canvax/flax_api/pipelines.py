@@ -9,6 +9,7 @@ import numpy as np
 
 from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
+from canvax.flax_api.inputs import Call
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
 from canvax.flax_api.traced import FlaxTextToImage
 from canvax.params import Params
@@ -70,10 +71,10 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
         """
         size = (height, width)
         check_flag("return_dict", return_dict)
-        images = self._draw(
+        call = Call(
             prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
         )
-        return self._output(images, params, jit, return_dict)
+        return self._output(self._draw(call), params, jit, return_dict)
 
 
 class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
@@ -122,16 +123,9 @@ class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
         if output_type not in (None, "latent"):
             raise InputError(f"output_type={output_type!r} is neither None, for images, nor 'latent'")
         check_flag("return_dict", return_dict)
-        images = self._draw(
-            prompt_ids,
-            params,
-            prng_seed,
-            num_inference_steps,
-            (height, width),
-            guidance_scale,
-            latents,
-            neg_prompt_ids,
-            jit,
-            decode=output_type is None,
+        size = (height, width)
+        call = Call(
+            prompt_ids, params, prng_seed, num_inference_steps, size, guidance_scale, latents, neg_prompt_ids, jit
         )
+        images = self._draw(call, decode=output_type is None)
         return FlaxStableDiffusionXLPipelineOutput(images) if return_dict else (images,)

@@ -57,26 +57,6 @@ def to_pil(images: Any) -> list[Image]:
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
 
 
-def from_pil(images: Image | Sequence[Image]) -> np.ndarray:
-    """Floats in 0..1, float32 [B, H, W, 3], of one PIL image or several of equal size.
-
-    An image is turned upright as its EXIF says; what is transparent becomes white.
-
-    Raises:
-        InputError: no image, something that is not an image, or unequal sizes.
-    """
-    from PIL import Image
-
-    several = [images] if isinstance(images, Image.Image) else list(images)
-    wrong = [image for image in several if not isinstance(image, Image.Image)]
-    if wrong or not several:
-        got = type(wrong[0]).__name__ if wrong else "none"
-        raise InputError(f"images must be PIL images, got {got}; open a file with PIL.Image.open")
-    several = [upright_rgb(image) for image in several]
-    check_equal_sizes(several)
-    return np.stack([np.asarray(image, np.float32) / np.float32(255) for image in several])
-
-
 def check_equal_sizes(images: Sequence[Image]) -> None:
     """Refuse images of several sizes, naming the first that differs.
 

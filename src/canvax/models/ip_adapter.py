@@ -139,13 +139,8 @@ class IPAdapter:
         """The attentions to the text, in the order in which files number them: down, up, middle."""
         return attentions_to_text(self.unet)
 
-    @property
-    def embeds_shape(self) -> tuple[int | None, ...]:
-        """Shape of what it reads of one image; None where CLIP says how many."""
-        return (self.reads,) if self.kind == "plain" else (None, self.reads)
-
     def image_tokens(self, p: Params, embeds: Array) -> Array:
-        """What it reads [B, *embeds_shape] -> tokens [B, T, D]."""
+        """What it reads [B, R] or [B, CLIP's, R] -> tokens [B, T, D]."""
         p = p["image_proj"]
         if self.kind == "plain":
             return layer_norm(p["norm"], linear(p["proj"], embeds).reshape(embeds.shape[0], self.tokens, -1))

@@ -65,11 +65,6 @@ def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
     return Placement(tuple(shape), PartitionSpec(*spec) if any(spec) else PartitionSpec())
 
 
-def shardings(spec: Spec, mesh: Mesh) -> dict[str, Any]:
-    """The sharding of every parameter of a spec, in its nesting."""
-    return map_spec(lambda param: NamedSharding(mesh, placement(param, mesh.shape).spec), spec)
-
-
 def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
     """Shapes, dtypes and shardings of a spec's parameters as they lie on a mesh, without memory."""
 

@@ -26,7 +26,6 @@ from canvax.weights.load import load_components
 MOST = 8
 """Adapters of one pipeline."""
 
-Named = str | Path | Sequence[str | Path] | None
 EncoderName = str | Path | bool | None
 
 

@@ -322,9 +322,9 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         keywords = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, "sampler": sampler}
-        keywords |= {"negative_prompt": negative_prompt, "params": params}
+        keywords |= {"negative_prompt": negative_prompt, "strength": strength, "params": params}
         return upscaled(
-            self, self.model, image, prompt, scale=scale, strength=strength, overlap=overlap, batch=batch, seed=seed,
+            self, self.model, image, prompt, scale=scale, overlap=overlap, batch=batch, seed=seed,
             options=check_options(options), control=control, **keywords,
         )  # fmt: skip
 

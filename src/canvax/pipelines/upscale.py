@@ -19,7 +19,6 @@ from canvax.noise import check_seed
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
 from canvax.pipelines.tiles import Tiles
-from canvax.samplers.strength import check_strength
 
 AT_ONCE = 4
 """Tiles of one call, unless told otherwise."""
@@ -32,7 +31,6 @@ def upscaled(
     prompt: str,
     *,
     scale: float,
-    strength: float,
     overlap: int | None,
     batch: int,
     seed: int | None,
@@ -41,7 +39,6 @@ def upscaled(
     **keywords: Any,
 ) -> Result:
     """See ``canvax.StableDiffusion.upscale``."""
-    strength = check_strength(strength)
     check_count("batch", batch)
     check_for_upscale(options)
     check_flag("control", control)
@@ -59,7 +56,7 @@ def upscaled(
         images = [tile.image for tile in filled]
         shown = tiles_shown(model, images) if control else None
         result = pipe(
-            [prompt] * len(filled), image=images, strength=strength, control=shown,
+            [prompt] * len(filled), image=images, control=shown,
             latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):

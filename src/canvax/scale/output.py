@@ -25,7 +25,6 @@ from canvax.images.metadata import read_metadata
 from canvax.scale.rows import pyarrow
 
 Into = Literal["files", "tar", "parquet"]
-INTO: tuple[Into, ...] = ("files", "tar", "parquet")
 RUN, WAITING = "batch.json", "waiting"
 _FIRST_COUNTS = ("most", "canvax")
 """What may change while a job goes on: its batches stay those that it was begun with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,11 @@ images take 3 % longer."""
 
 _SMOOTH = 0.2
 """Weight of a new measurement among the old ones."""
+
+
+def _rows_at_once(row: float) -> int:
+    """Rows of a call of the denoiser, by the seconds of one."""
+    return max(1, int(AT_ONCE / max(row, 1e-6)))
 
 
 @dataclass
@@ -106,23 +112,25 @@ class Group:
         for batch in self.batches[1:]:
             self._denoisers[batch] = self._programs.denoisers(params, self._latents(batch), kinds, announce)
 
-    def measure(self, carry: Carried, rounds: int = 3) -> None:
+    def measure(self, carry: Carried) -> None:
         """Time a row at each batch and forget batches that are no faster than smaller ones."""
         for batch in self.batches:
-            one = self._new_batch(batch)
-            one.join(dict.fromkeys(range(batch), carry))
-            one.step()  # the first call of a program is slower
-            rows = min(4, max(1, (len(carry.run.table) - 1) // rounds))
-            took = []
-            for _ in range(rounds):
-                began = time.perf_counter()
-                one.step(rows)
-                took.append((time.perf_counter() - began) / rows)
-            self.timings.row[batch] = sorted(took)[len(took) // 2]
+            self._timed(batch, carry, 1)  # the first call of a program is slower
+            single = self._timed(batch, carry, 1)
+            rows = min(len(carry.run.table), _rows_at_once(single))  # a call has its own time, which these share
+            self.timings.row[batch] = statistics.median(self._timed(batch, carry, rows) for _ in range(3))
         useful = {best_batch(self.timings.row, waiting) for waiting in range(1, self.batches[-1] + 1)}
         self.batches = sorted({self.alone, *useful})
         self._denoisers = {batch: self._denoisers[batch] for batch in self.batches}
         self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
+
+    def _timed(self, batch: int, carry: Carried, rows: int) -> float:
+        """Seconds of each of so many rows of a full batch, in one call."""
+        one = self._new_batch(batch)
+        one.join(dict.fromkeys(range(batch), carry))
+        began = time.perf_counter()
+        one.step(rows)
+        return (time.perf_counter() - began) / rows
 
     def draw(self, carry: Carried, rows: int) -> tuple[HostArray, bool]:
         """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
@@ -237,10 +245,7 @@ class Group:
         began = time.perf_counter()
         sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
         pixels = np.asarray(jax.block_until_ready(self._ready.decode(self._params()["vae"], sent)))
-        took = time.perf_counter() - began
-        self.timings.decode = (
-            took if not self.timings.decode else self.timings.decode + _SMOOTH * (took - self.timings.decode)
-        )
+        self.timings.learn_decode(time.perf_counter() - began)
         return pixels[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
@@ -265,7 +270,7 @@ class Group:
 
     def _rows(self) -> int:
         """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""
-        rows = max(1, int(AT_ONCE / max(self.timings.row[len(self._seats)], 1e-6)))
+        rows = _rows_at_once(self.timings.row[len(self._seats)])
         steps = [(item.picture.step, item.previews) for item in self.seated]
         return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
 

@@ -45,7 +45,7 @@ class Metrics:
         self._queue_cost = gauge("canvax_queue_cost_seconds", "Seconds of work in them.")
         self._steps = count("canvax_steps_total", "Steps of images.", ["size"])
         self._slots = count("canvax_slot_steps_total", "Steps of slots, with an image or without.", ["size", "state"])
-        self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size"])
+        self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size", "batch"])
         self._images = count("canvax_images_total", "Images that are done.", ["size"])
         self._pixels = count("canvax_pixels_total", "Pixels of them.")
         self._decode = time("canvax_decode_seconds", "Decoding latents.")
@@ -98,7 +98,7 @@ class Metrics:
         self._steps.labels(size).inc(used * rows)
         self._slots.labels(size, "used").inc(used * rows)
         self._slots.labels(size, "padded").inc((slots - used) * rows)
-        self._step_seconds.labels(size).observe(seconds / max(1, rows))
+        self._step_seconds.labels(size, str(slots)).observe(seconds / max(1, rows))
 
     def image(self, size: str, pixels: int) -> None:
         """An image is done."""

@@ -135,10 +135,6 @@ class ClipTokenizer:
         """``ids`` of a text, those that must not be parted together: all of an added word, else one by one."""
         return [ids for ids, _ in self._units(text)]
 
-    def overflow(self, prompt: str, *, length: int = 77) -> str:
-        """The end of ``prompt`` that does not fit, "" when all of it does."""
-        return self._encode(prompt, length - 2)[1]
-
     @cached_property
     def spare(self) -> tuple[int, ...]:
         """Ids that no text has, whose rows of an embedding table are free.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Literal
@@ -144,13 +144,13 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(table.values()))
 
 
-def check_shards(folder: Path, index: Path) -> None:
+def _check_shards(index: Path, shards: Sequence[Path]) -> None:
     """Look for every tensor that a sharded checkpoint's index names in the shard that it names.
 
     Raises:
         CheckpointError: naming the first that is not there.
     """
-    held = {name: {entry.name for entry in open_safetensors(folder / name)} for name in shard_names(index)}
+    held = {shard.name: {entry.name for entry in open_safetensors(shard)} for shard in shards}
     for tensor, shard in read_json(index)["weight_map"].items():
         if tensor not in held[shard]:
             raise CheckpointError(f"{index}: says that {tensor[:80]!r} is in {shard}, which has none. {DAMAGED}")
@@ -172,7 +172,7 @@ def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[P
             f"{folder}: {len(absent)} of {len(shards)} shards are missing, for example {absent[0]}. "
             "Download the checkpoint again."
         )
-    check_shards(folder, folder / plan.file)
+    _check_shards(folder / plan.file, shards)
     return shards
 
 
