@@ -36,7 +36,11 @@ def check_step_end(callback: Any) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return (
+        isinstance(value, int | float | np.number)
+        and not isinstance(value, bool)
+        and bool(-math.inf < value < math.inf)
+    )
 
 
 def is_whole(value: Any) -> bool:
