@@ -68,10 +68,10 @@ LONGEST_WORD, LONGEST_MESSAGE = 200, 4000
 """Characters of a word and of a message beyond which the middle is left out."""
 
 
-def shortened(message: str) -> str:
+def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
     """A message without the middle of words that are too long, and without its own if it still is."""
     words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), message)
-    return _cut(words, LONGEST_MESSAGE)
+    return _cut(words, most)
 
 
 def _cut(text: str, most: int) -> str:
