@@ -218,5 +218,7 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
     more: dict[str, Any] = {"num_inference_steps": 1, "progress": False, "seed": 1}
     with pytest.warns(canvax.errors.HintWarning, match="reads no negative prompt"):
         emoji("a", "b", guidance_scale=1, **more)
+    with pytest.warns(canvax.errors.HintWarning, match="guidance_scale=5 beside guidance_steps"):
+        emoji("a", guidance_scale=5, guidance_steps=[2.0], **more)
     with pytest.warns(canvax.errors.HintWarning, match="spacing without steps to place"):
         emoji("a", sampler="euler", sigmas=[5.0], spacing="trailing", progress=False)

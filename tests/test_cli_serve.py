@@ -244,10 +244,11 @@ def port_of(process: int) -> int:
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words in (["./empty"], ["no-such-model"], ["--warm", "65x64"], ["--mesh", "data=3"]):
-        with serving(*words, cwd=tmp_path) as served:
+        with serving(*words, "--journal", "jobs.db", cwd=tmp_path) as served:
             assert served.ended() in (BAD_INPUT, FAILED), served.said
             assert served.lines[-1].startswith("canvax: error: ")
             assert "Traceback" not in served.said
+        assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 @slow

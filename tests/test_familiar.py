@@ -164,6 +164,15 @@ def test_what_was_said_wrongly(emoji: canvax.StableDiffusion) -> None:
                 traced(lambda x, name=name: emoji("a", image=np.zeros((64, 64, 3)), **{name: x}).latents.sum())(0.5)
     with pytest.raises(canvax.InputError, match="params is traced by JAX"):
         jax.grad(lambda params: emoji("a", params=params).pixels.sum())(emoji.params)
+    leaked: list[jax.Array] = []
+    jax.jit(lambda x: (leaked.append(x), x)[1])(1.0)
+    for name in ("image", "latents", "seed", "prompt", "control", "ip_adapter_image", "sigmas"):
+        with pytest.raises(canvax.InputError, match=f"{name} is traced by JAX.*under-the-pipeline"):
+            emoji("a", **{name: [leaked[0]]})  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError, match="sampler_settings is traced by JAX"):
+        canvax.Options(sampler_settings={"s_churn": leaked[0]})
+    with pytest.raises(canvax.InputError, match="scale is traced by JAX"):
+        emoji.upscale(np.zeros((64, 64, 3)), "a", scale=leaked[0])  # type: ignore[arg-type]
     with pytest.raises(canvax.InputError, match="cannot be called with one argument"):
         emoji("a", callback=lambda index, timestep, latents: None)  # type: ignore[call-arg]
     with pytest.raises(canvax.InputError, match="latents: complex64"):

@@ -30,7 +30,7 @@ from canvax.weights.hub import within
 from canvax.weights.load import Component
 from canvax.weights.open import open_files
 from canvax.weights.save import save_component
-from canvax.weights.source import BUNDLED, Source
+from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
 SCRIPT = """
@@ -497,6 +497,12 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
     assert open_files(Source(Path("emoji"))).folder().resolve() == tmp_path / "emoji"
     with pytest.warns(UserWarning, match="'bf16' is ignored"):
         open_files(Source("./emoji", revision="bf16"))
+    with pytest.warns(UserWarning, match="cache_dir = .* is ignored: ./emoji is not on the Hub"):
+        tell_of_idle_cache(tmp_path, "./emoji")
+    for idle in ((None, "emoji"), (tmp_path, "emoji", "someone/toy")):
+        tell_of_idle_cache(*idle)
+    with pytest.raises(InputError, match=r"cache_dir = .*: .*index\.json is not a folder"):
+        Source(cache_dir=tmp_path / "emoji" / "model_index.json" / "cache")
 
 
 @pytest.mark.parametrize(

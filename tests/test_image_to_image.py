@@ -285,7 +285,7 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
         ({"image": np.full((64, 64), "a")}, "give uint8"),
         ({"image": Image.new("L", (1, 1))}, "1 x 1 pixels"),
         ({"image": Image.new("L", (60, 64))}, "width of 60 pixels.*width=56 or width=64"),
-        ({"image": Image.new("L", (3, 3))}, "height=8 or height=8"),
+        ({"image": Image.new("L", (3, 3))}, "give height=8, which"),
         ({"mask": Image.new("L", (32, 64))}, "mask is 32 x 64 and the image 64 x 64"),
         ({"strength": 0}, "strength=0 is not in 0..1"),
         ({"strength": 1.5}, "strength=1.5 is not in 0..1"),

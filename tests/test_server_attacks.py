@@ -7,6 +7,7 @@ The server is the whole one, with the stub in place of a model; what the model's
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -26,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from PIL import Image
 
 from canvax.images.metadata import save_image
+from canvax.server import a1111, huggingface, openai, own
 from canvax.server import keys as keys_module
+from canvax.server.answers import _decoded
 from canvax.server.app import Settings
 from canvax.server.guard import LARGEST_QUESTION
 from canvax.server.jobs import Ask, Refused
@@ -98,6 +102,7 @@ BODIES: dict[str, Callable[[str], bytes]] = {
     "infinity": lambda field: f'{{"{field}": "x", "seed": -Infinity}}'.encode(),
     "1e309": lambda field: f'{{"{field}": "x", "strength": 1e309, "options": {{"a": 1e309}}, "b": 1e309}}x'.encode(),
     "a number of a million digits": lambda field: f'{{"{field}": "x", "seed": {"9" * 100_000}}}'.encode() + b"]",
+    "sixty thousand lists": lambda field: f'{{"{field}": "x", "options": {{"a": [{"[]," * 60_000}0]}}}}'.encode(),
     "a number in place of a text": lambda field: f'{{"{field}": 1e5}}'.encode(),
     "a list in place of a text": lambda field: f'{{"{field}": ["x", "y"]}}'.encode(),
     "invalid UTF-8": lambda field: f'{{"{field}": "'.encode() + b'\xff\xfe\xc0\xaf"}',
@@ -169,6 +174,32 @@ def test_numbers_that_no_json_can_hold_do_not_come_back(site: Web) -> None:
         for path in ("/api/jobs", "/v1/images/generations", "/hf"):
             body = f'{{"prompt": "x", "inputs": "x", "options": {{"a": {value}}}, "parameters": {{}}}}'.encode()
             assert site.http.post(path, content=body, headers=JSON).status_code in (200, 202, 400, 422)
+
+
+ODD = (
+    "null", "true", "-1", "7", "0.5", "1e308", "1e309", str(10**40), str(10**400), '""', '" "', '"20"', '"nan"', '"x"',
+    f'"{"y" * 40_000}"', "[]", "[1]", '["x"]', "[[null]]", "{}", '{"a": 1}', '{"a": {"b": []}}', nested(300), "NaN",
+)  # fmt: skip
+RECORDS = {kind: api for api in (own, openai, a1111, huggingface) for kind in api.BODIES.values()}
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_every_field_with_any_value(kind: type[msgspec.Struct]) -> None:
+    """What is refused is named, and its value told, in a line."""
+    fields = msgspec.structs.fields(kind)
+    least = {one.name: ["x"] if one.name == "init_images" else "x" for one in fields if one.required}
+    for name, value in itertools.product((one.name for one in fields), ODD):
+        why = None
+        try:
+            _decoded(json.dumps(least | {name: "here"}).replace('"here"', value).encode(), kind, 400, strict=True)
+        except Refused as refused:
+            why = refused
+        if why and value == "NaN":
+            assert f'"{name}": NaN' in why.message
+        elif why:
+            assert len(why.message) < 400
+            assert (why.param or "").split(".")[0] == name, value
+            assert re.match(rf"{name}(\S*=|: number out of range|\S* is (missing|not known))", why.message), value
 
 
 def test_a_field_twice_is_the_last_one(site: Web) -> None:

@@ -257,7 +257,16 @@ def test_files_of_others_are_refused_and_left_alone(path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_journal_of_nothing_goes_if_it_was_made_here(path: Path) -> None:
+    Journal(path).close()
+    assert not path.exists()
+    path.touch()
+    Journal(path).close()
+    assert path.exists()
+
+
 def test_a_newer_journal_is_refused(path: Path) -> None:
+    path.touch()
     Journal(path).close()
     foreign(path, f"PRAGMA user_version = {VERSION + 1}")
     with pytest.raises(InputError, match="another version of canvax; name another file"):

@@ -370,7 +370,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels 'a'"),
         (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
         (["lora", "{p}", "--accumulate", "0"], "--accumulate=0 is not a whole number"),
-        (["lora", "{p}", "--empty-captions", "1"], "empty = 1.0"),
+        (["lora", "{p}", "--empty-captions", "1"], "--empty-captions=1 is not in 0..1; below 1"),
         (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight=2 is not in 0..1"),
         (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "0.5, but no picture has a mask"),
     ],
@@ -393,6 +393,23 @@ def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
         train_lora(run, Lora(), one())
     with pytest.raises(InputError, match="no such folder"):
         subject_of(Instance("sks", "a dog"), run, one())
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_is_looked_at_before_weights_are_read(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvax.pipelines.open.load_components", lambda *_, **__: pytest.fail("weights were read"))
+    for message, more in {
+        "size = 63 must be divisible": {"size": 63},
+        "preview 'xxx.*letters": {"prompts": ("x" * 100_001,)},
+        "no picture has a mask": {"unmasked_weight": 0.5},
+    }.items():
+        with pytest.raises(InputError, match=message):
+            train_lora(training(model, pictures, tmp_path / "run", **more), Lora(), one())
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")  # without a table
+    with pytest.raises(InputError, match="lies in that of the pictures"):
+        subject_of(Instance("sks", "a dog"), training(model, tmp_path, tmp_path / "run"), one())
     assert not (tmp_path / "run").exists()
 
 

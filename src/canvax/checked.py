@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError, nearest, refuse_tracers
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -87,6 +87,7 @@ def _checked(function: Any, name: str, module: str, *, held: bool) -> Any:
         for key, value in given.items():
             refuse_deleted(key, value)
             if not _takes(known[key], value):
+                refuse_tracers(key, value)
                 what = f" is a {type(value).__name__}," if "token" in key else f"={shown(value)} is"  # secrets stay out
                 raise InputError(f"{key}{what} not {known[key].words}{_usual(signature.parameters[key])}")
         return function(*arguments, **keywords)

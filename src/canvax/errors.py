@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
@@ -55,14 +56,22 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-LONGEST_WORD, LONGEST_MESSAGE = 300, 4000
+def to_stderr(text: str) -> None:
+    """Write to stderr; where it is closed (2>&-) or full, the work goes on."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+LONGEST_WORD, LONGEST_MESSAGE = 200, 4000
 """Characters of a word and of a message beyond which the middle is left out."""
 
 
-def shortened(message: str) -> str:
+def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
     """A message without the middle of words that are too long, and without its own if it still is."""
     words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), message)
-    return _cut(words, LONGEST_MESSAGE)
+    return _cut(words, most)
 
 
 def _cut(text: str, most: int) -> str:
@@ -89,6 +98,8 @@ def reading_arguments(arguments: Mapping[str, Any] | None = None) -> Iterator[No
     except MemoryError as error:
         raise OutOfMemoryError(f"an argument is too large ({error}); give less at a time") from error
     except Exception as error:
+        for name, value in (arguments or {}).items():
+            refuse_tracers(name, value)
         names = [name for name, value in (arguments or {}).items() if not _readable(value)]
         if isinstance(error, TypeError) and not names:
             raise
@@ -187,10 +198,23 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     return number
 
 
+def check_utf8(name: str, text: str) -> str:
+    """``text``, if UTF-8 can hold it.
+
+    Raises:
+        InputError: half of a surrogate pair is in it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name}={text!r:.80} is not UTF-8 text; check the encoding of where it comes from") from None
+    return text
+
+
 FLOAT32_MAX = 3.4028235e38
 """The largest number that float32 holds."""
 
-LISTED = 20
+LISTED = 10
 """Names that an error lists at most."""
 
 

@@ -319,18 +319,24 @@ Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Cal
 """From a function's own keywords and the others to those to call it with, and what to do with its result."""
 
 
-def accepts(translate: Translate) -> Callable[[F], F]:
-    """A decorator: a call with keywords that a function does not name goes through ``translate`` first."""
+def accepts(translate: Translate, check: Callable[[str, Any], None] | None = None) -> Callable[[F], F]:
+    """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
+
+    ``check`` is given the name and the value of each argument before that.
+    """
 
     def decorate(function: F) -> F:
         parameters, inner = list(signature(function).parameters), placed(function)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
+            given = (*zip(parameters, arguments, strict=False), *keywords.items())
+            for name, value in given if check else ():
+                check(name, value)  # type: ignore[misc]
             others = {name: value for name, value in keywords.items() if name not in parameters}
             if not others:
                 return inner(*arguments, **keywords)
-            for name, value in (*zip(parameters, arguments, strict=False), *keywords.items()):
+            for name, value in given:
                 refuse_deleted(name, value)
             own = dict(zip(parameters, arguments, strict=False))
             for name in keywords.keys() - others.keys():

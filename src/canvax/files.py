@@ -154,11 +154,9 @@ def check_writable(name: str, folder: Path) -> None:
     Raises:
         InputError: it is no folder, or writing there fails.
     """
-    there = folder
     try:
         _check_length(folder)
-        while there != there.parent and not _is_there(there):
-            there = there.parent
+        there = first_there(folder)
         if not there.is_dir():
             leads = ", a link that leads to no folder" if there.is_symlink() else ""
             raise InputError(f"{name}: {there} is not a folder that can be written to{leads}; choose another one")
@@ -167,8 +165,15 @@ def check_writable(name: str, folder: Path) -> None:
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         if not isinstance(error, InputError):
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"{name}: {there!s:.80} cannot be written to ({reason}); choose another one") from None
+            raise InputError(f"{name}: {folder!s:.80} cannot be written to ({reason}); choose another one") from None
         raise
+
+
+def first_there(path: Path) -> Path:
+    """The path, or the first of those above it that is there, be it a link that leads nowhere."""
+    while path != path.parent and not _is_there(path):
+        path = path.parent
+    return path
 
 
 def _check_length(path: Path) -> None:

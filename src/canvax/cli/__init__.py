@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
-from canvax.cli.terminal import complain, emit_json, flush, hush, tolerant_streams
+from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         try:
             code, error = _guarded(run or _dispatch, arguments, report)
         except BrokenPipeError:  # the reader of stdout has gone: `canvax samplers | head -1`
-            hush(sys.stdout)
+            hush_stdout()
             return 0 if arguments[:1] in _LISTING else FAILED
         except SystemExit as done:  # --help and --version
             code, error, as_json = done.code if isinstance(done.code, int) else 0, None, False
@@ -55,15 +57,17 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
             emit_json({"error": error, **report} if error else report)
         flush()
     except BrokenPipeError:
-        hush(sys.stdout)
+        hush_stdout()
         return code or FAILED
     except CanvaxError as full:
         complain(str(full), label="error: ")
         return code or FAILED
-    programs = sys.modules.get("canvax.compile.at_once")  # imported only by commands that compile
-    if code == INTERRUPTED and argv is None and programs and programs.is_compiling():
-        sys.stderr.flush()
-        os._exit(code)  # a normal exit would wait minutes for the compiler's threads
+    at_work = any(thread.name.startswith("canvax") for thread in threading.enumerate())
+    if argv is None and (at_work or (code == INTERRUPTED and "jax" in sys.modules)):
+        # A normal exit would wait minutes for the compiler, or take what it works on away from under it.
+        with suppress(OSError, AttributeError):
+            sys.stderr.flush()  # type: ignore[union-attr]
+        os._exit(code)
     return code
 
 

@@ -28,7 +28,7 @@ from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.errors import InputError
+from canvax.errors import InputError, check_utf8
 
 COMMANDS = {
     name: name
@@ -126,6 +126,11 @@ _ELSEWHERE = {
 """What commands are called in other programs."""
 
 _MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
+_TEXTS = (
+    *(*_MAY_BE_EMPTY, "hires_prompt", "instance_prompt", "class_prompt", "preview"),
+    *("initializer", "trigger"),
+)
+"""What is no name of a file, which alone may be anything but UTF-8."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -154,9 +159,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words[:end])
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and ("\0" in value or (not value and name not in _MAY_BE_EMPTY)):
-                fault = "has a NUL character" if value else "is empty; leave it out, or give it a value"
+            if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
+                fault = "has a NUL character" if value.strip() else "is empty; leave it out, or give it a value"
                 raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
+            if isinstance(value, str) and name in _TEXTS:
+                check_utf8(as_written(parser, arguments, words, name), value)
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
@@ -387,9 +394,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
-    parser.add_argument(
-        "--dtype", default="bfloat16", metavar="DTYPE", help="dtype of weights and activations (bfloat16)"
-    )
+    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
     add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
     add_source(parser, variant=False)

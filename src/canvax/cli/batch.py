@@ -13,9 +13,11 @@ from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, nearest
 from canvax.files import named_folder
-from canvax.pipelines.checks import SIZE_STEP, check_size
+from canvax.images.maps import SETTINGS as MAPS
+from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
+from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:
@@ -113,10 +115,14 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
         check_size(name, defaults.get(name), SIZE_STEP)
     height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
     guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
+    check_guidance(guidance, 1.0)
     request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
     check_table(request, None)
-    for name in ("control", "ip_image"):  # which all rows would lack
-        networks = "controlnet" if name == "control" else "ip_adapter"
+    for kind in defaults.get("control_from", "none").split(","):
+        if (kind := kind.strip()) not in (*MAPS, "none"):
+            raise InputError(f"--control-from {kind!r:.80} is not made here; {nearest(kind, list(MAPS))}")
+    for name in ("control", "control_from", *CONTROL_OPTIONS, "ip_image"):  # which all rows would lack
+        networks = "ip_adapter" if name == "ip_image" else "controlnet"
         if name in defaults and not getattr(source, networks):
             flags = [f"--{one.replace('_', '-')}" for one in (name, networks)]
             raise InputError(f"{flags[0]} without {flags[1]}: name the network that reads the image")

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
-from canvax.cli.generate_arguments import check_ip_encoder, source_keywords
+from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
+from canvax.cli.plan import parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
-from canvax.errors import InputError, check_count
+from canvax.errors import check_count
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
-    sizes = [_size(text) for text in arguments.size or []]
-    from canvax.pipelines.checks import MOST_IMAGES, check_size
+    sizes = [parse_size(text) for text in arguments.size or []]
+    from canvax.pipelines.checks import MOST_IMAGES
 
     for batch in arguments.batch:
         check_count("--batch", batch, MOST_IMAGES)
-    check_ip_encoder(arguments)
+    check_ip_adapters(arguments)
     if arguments.reuse_layers:
         check_count("--reuse-layers", arguments.reuse_layers, 1000)
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 
-    for width, height in sizes:
-        check_size("width", width, 0)
-        check_size("height", height, 0)
     if not arguments.quiet:
         complain(f"reading {arguments.model}")
     opened = open_model(
@@ -78,13 +75,6 @@ def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:
         encoder = arguments.ip_encoder
         model, programs, params = with_ip_adapters(model, programs, params, named, encoder, weights=False)
     return model, programs, params
-
-
-def _size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)[xX×](\d+)", text)
-    if not match:
-        raise InputError(f"--size {text} is not WIDTHxHEIGHT; write 1024x1024")
-    return int(match[1]), int(match[2])
 
 
 def _print(built: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from canvax.cli.terminal import say
+from canvax.images.formats import new_image
 from canvax.images.given import read_images
 from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
@@ -16,8 +17,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     settings = {
         name: value for name in ("low", "high", "at", "radius") if (value := getattr(arguments, name)) is not None
     }
+    output = new_image("OUTPUT", arguments.output)
     (image,) = read_images("IMAGE", arguments.file, 1)
-    path = save_image(arguments.output, control_map(arguments.kind, image, **settings), {"control": arguments.kind})
+    path = save_image(output, control_map(arguments.kind, image, **settings), {"control": arguments.kind})
     report["files"] = [str(path)]
     if not arguments.json:
         say(str(path))

@@ -32,11 +32,17 @@ def run_fleet(
         if (value := getattr(arguments, name)) is not None and check_number(f"--{name}", value) <= 0:
             raise InputError(f"--{name} {value:g} is not above 0")
     check_count("--steps", arguments.steps, 1000)
+    here = arguments.target == "here"
+    for name, idle in (("batch", "--rate, which tries several"), ("fresh", "--target here, where nothing is stored")):
+        value = getattr(arguments, name)
+        if (name == "batch" or here) and value is not None and value is not False:  # 0 is a value
+            raise InputError(f"--{name} does not go with {idle}; leave it out")
     from canvax.scale.capacity import size_fleet
-    from canvax.scale.fleet import Load
+    from canvax.scale.fleet import Load, simpy_module
 
+    simpy_module()  # before anything is compiled or measured
     load = Load(arguments.rate, arguments.arrivals, {arguments.steps: 1.0})
-    if arguments.target == "here":
+    if here:
         speed, chips, where = _here(arguments, width, height)
         bound = False
     else:
@@ -65,7 +71,7 @@ def _there(
 
     speed, first = planned_speed(
         arguments.model, arguments.target, height=height, width=width, steps=arguments.steps,
-        guided=not arguments.no_guidance, dtype=arguments.dtype, quantize=arguments.quantize,
+        guided=not arguments.no_guidance, dtype=arguments.dtype or "bfloat16", quantize=arguments.quantize,
         mesh=None if arguments.mesh is None else parse_mesh(arguments.mesh), reuse=not arguments.fresh,
         announce=None if arguments.quiet else compiling, **source_keywords(arguments),
     )  # fmt: skip
@@ -79,8 +85,8 @@ def _here(arguments: argparse.Namespace, width: int | None, height: int | None) 
     from canvax.scale.capacity import measured_speed
 
     pipe = canvax.load(
-        arguments.model, quantize=arguments.quantize, mesh=mesh_of(arguments.mesh), progress=not arguments.quiet,
-        **source_keywords(arguments),
+        arguments.model, dtype=arguments.dtype, quantize=arguments.quantize, mesh=mesh_of(arguments.mesh),
+        progress=not arguments.quiet, **source_keywords(arguments),
     )  # fmt: skip
     told = None if arguments.quiet else complain
     guidance = 1.0 if arguments.no_guidance else None

@@ -17,11 +17,11 @@ from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
-from canvax.cli.preview import check_preview, previews
+from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
-from canvax.images.formats import names_file
+from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
 from canvax.pipelines.control_files import control_argument
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         requests = _with_common_seeds(requests)
     where = Destination.checked(arguments, requests)
     _check_batch_size(arguments.batch_size)
-    preview = check_preview(arguments.preview)
+    preview = None if arguments.preview is None else new_image("--preview", arguments.preview)
     if spread and preview is not None:
         raise InputError("--preview: no process of --distributed has all images; leave it out")
     _hint_at_quotes(arguments)
@@ -131,7 +131,7 @@ class Destination:
             InputError: the images cannot be written there.
         """
         path = named_path("--output", arguments.output or OUTPUT)
-        is_file = names_file(path)
+        is_file = names_file(path, "--output")
         if str(path) == "-":
             raise InputError("--output -: images are not written to stdout; name a folder or a file")
         if is_file and len(requests) > 1 and not arguments.grid:

@@ -333,12 +333,7 @@ def add_ip_adapter(group: Any) -> None:
 
 
 def with_networks(pipe: Any, arguments: Any) -> Any:
-    """A pipeline with the IP-Adapters of the flags; ``canvax.load`` is given the ControlNets.
-
-    Raises:
-        InputError: an encoder is named for none.
-    """
-    check_ip_encoder(arguments)
+    """A pipeline with the IP-Adapters of the flags; ``canvax.load`` is given the ControlNets."""
     if not arguments.ip_adapter:
         return pipe
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
@@ -349,22 +344,27 @@ def networks_of(arguments: Any) -> dict[str, Any]:
     """The networks that flags name, as fields of ``Source``; of a command that has these flags, or some of them.
 
     Raises:
-        InputError: an encoder is named for none.
+        InputError, CheckpointError: as ``check_ip_adapters``.
     """
-    if getattr(arguments, "ip_encoder", None) is not None:
-        check_ip_encoder(arguments)
+    if hasattr(arguments, "ip_adapter"):
+        check_ip_adapters(arguments)
     named = {name: tuple(getattr(arguments, name, None) or ()) for name in ("controlnet", "ip_adapter")}
     return {**named, "ip_encoder": getattr(arguments, "ip_encoder", None)}
 
 
-def check_ip_encoder(arguments: Any) -> None:
-    """Refuse an encoder that nothing sees with.
+def check_ip_adapters(arguments: Any) -> None:
+    """Refuse an encoder that nothing sees with, and adapters that are none, before a model is fetched.
 
     Raises:
-        InputError: so.
+        InputError, CheckpointError: so.
     """
     if arguments.ip_encoder is not None and not arguments.ip_adapter:
         raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
+    for name in arguments.ip_adapter or ():
+        from canvax.weights.adapter_source import AdapterSource
+        from canvax.weights.ip_adapter import check_ip_adapter
+
+        check_ip_adapter(AdapterSource(name, cache_dir=arguments.cache_dir, token=arguments.token))
 
 
 def add_dtype(group: Any) -> None:

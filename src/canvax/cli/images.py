@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError, check_utf8, nearest
 from canvax.files import once
 from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
@@ -243,12 +243,7 @@ def _text(settings: Mapping[str, Any], name: str) -> Any:
     """A prompt, or None. Raises InputError if it is not text that can be encoded as UTF-8."""
     value = settings.get(name)
     if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError(
-                f"{name}={value!r} is not UTF-8 text; check the terminal's or the file's encoding"
-            ) from None
+        check_utf8(name, value)
     elif value is not None:
         raise InputError(f"{name}={value!r} is not text")
     return value

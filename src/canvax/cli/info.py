@@ -14,13 +14,13 @@ from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.adapter_info import adapter_info
-from canvax.weights.source import Source
+from canvax.weights.source import Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -32,6 +32,8 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
+_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token")
+"""What says nothing of an image or an adapter."""
 
 _FLAGS = {
     "height": "--height",
@@ -49,19 +51,17 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
     path = named_path("MODEL|IMAGE", arguments.what)
     is_image = path.suffix.lower() in IMAGE_SUFFIXES
-    if not arguments.memory or is_image:
-        for name in _MEMORY_FLAGS:
-            if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-                cure = f"{path} is an image; leave it out" if is_image else "it goes with --memory; add that"
-                raise InputError(f"--{name.replace('_', '-')}: {cure}")
+    kind = "an image" if is_image else Source(arguments.what).other_kind()
+    is_model = kind not in ("an image", "a LoRA", "a textual inversion")
+    for name in (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS:
+        if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
+            flag = "prompts" if name == "concepts" else name.replace("_", "-")
+            cure = "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
+            raise InputError(f"--{flag}: {cure}")
     if is_image:
-        if arguments.concepts:
-            raise InputError(f"--prompts: {path} is an image; leave it out")
         report |= image_info(path)
         lines = _image_lines(report)
-    elif (kind := Source(arguments.what).other_kind()) in ("a LoRA", "a textual inversion"):
-        if arguments.memory or arguments.concepts:
-            raise InputError(f"--memory and --prompts: {path} is {kind}; leave them out")
+    elif not is_model:
         report |= adapter_info(path)
         lines = info_lines(report)
     else:
@@ -174,9 +174,11 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
         return open_files(source, accept=family_of)
 
     try:
-        return open_source(True)
+        files = open_source(True)
+        tell_of_idle_cache(arguments.cache_dir, arguments.what)
+        return files
     except CanvaxError:
-        if arguments.local_files_only or "/" not in arguments.what or os.path.lexists(arguments.what):
+        if arguments.local_files_only or os.path.lexists(arguments.what) or not Source(arguments.what).is_hub_id:
             raise
         complain(f"{arguments.what} is not on disk yet; downloading it")
         return open_source(False)
@@ -229,11 +231,14 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
     from canvax.parallel.mesh import mesh_of
+    from canvax.pipelines.checks import MOST_IMAGES, check_size
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 
-    if arguments.batch_size is not None and arguments.batch_size < 1:
-        raise InputError(f"--batch-size {arguments.batch_size} is not a whole number of at least 1")
+    for name in ("width", "height"):
+        check_size(f"--{name}", getattr(arguments, name), 0)
+    if arguments.batch_size is not None:
+        check_count("--batch-size", arguments.batch_size, MOST_IMAGES)
     mesh = mesh_of(arguments.mesh)
     model, programs, _ = open_model(
         arguments.what,

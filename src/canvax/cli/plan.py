@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import source_keywords
 from canvax.cli.terminal import say, table
-from canvax.errors import InputError
+from canvax.errors import InputError, to_stderr
 
 if TYPE_CHECKING:
     from canvax.planning.plan import Plan, ProgramPlan
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             raise InputError(f"--{name} goes with --rate; add that, or leave it out")
     if arguments.target == "here":
         raise InputError("--target here goes with --rate, since it measures this machine; canvax bench does that alone")
-    from canvax.parallel.mesh import parse_mesh  # late, so that a wrong size is refused before JAX is imported
+    from canvax.parallel.mesh import parse_mesh
     from canvax.planning.plan import plan
 
     mesh = parse_mesh(arguments.mesh) if arguments.mesh is not None else None
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         width=width,
         steps=arguments.steps,
         guided=not arguments.no_guidance,
-        dtype=arguments.dtype,
+        dtype=arguments.dtype or "bfloat16",
         quantize=arguments.quantize,
         mesh=mesh,
         reuse=not arguments.fresh,
@@ -58,13 +57,23 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def parse_size(text: str | None) -> tuple[int | None, int | None]:
-    """Width and height of "1024x768"; None for both of None."""
+    """Width and height of "1024x768"; None for both of None.
+
+    Raises:
+        InputError: it is no size, or not one that an image can have.
+    """
     if text is None:
         return None, None
-    match = re.fullmatch(r"(\d+)x(\d+)", text.lower(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
     if match is None:
         raise InputError(f"--size {text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
-    return int(match[1]), int(match[2])
+    from canvax.pipelines.checks import check_size  # late, so that such a text is refused before JAX is imported
+
+    width, height = (
+        check_size(f"--size {text}: {name}", int(side), 0)
+        for name, side in zip(("width", "height"), match.groups(), strict=True)
+    )
+    return width, height
 
 
 def lines(plan: Plan) -> list[str]:
@@ -125,6 +134,4 @@ def _seconds(amount: float) -> str:
 
 
 def _announce(name: str, seconds: float | None) -> None:
-    text = f"compiling the {name} ... " if seconds is None else f"{seconds:.1f} s\n"
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    to_stderr(f"compiling the {name} ... " if seconds is None else f"{seconds:.1f} s\n")

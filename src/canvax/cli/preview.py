@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from canvax.errors import CanvaxError, InputError
-from canvax.files import check_writable, named_path, temporary_name
+from canvax.errors import CanvaxError
+from canvax.files import temporary_name
 from canvax.images.convert import to_pil
-from canvax.images.formats import format_of
 from canvax.images.grid import make_grid
 from canvax.pipelines.checks import is_tiled
 from canvax.pipelines.options import Callback, Step
@@ -25,24 +24,6 @@ if TYPE_CHECKING:
 
 SHARE = 0.2
 """Of the time, at most, that goes into previews."""
-
-
-def check_preview(name: str | None) -> Path | None:
-    """Where the preview goes.
-
-    Raises:
-        InputError: the file is there already, or cannot be written.
-    """
-    if name is None:
-        return None
-    path = named_path("--preview", name)
-    format_of(path)
-    if os.path.lexists(path):
-        raise InputError(f"--preview {path}: this file exists and is not replaced; choose another name")
-    if not path.parent.is_dir():
-        raise InputError(f"--preview {path}: {path.parent} is not a folder that can be written to")
-    check_writable(f"--preview {path}", path.parent)
-    return path
 
 
 def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:

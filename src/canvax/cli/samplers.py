@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,13 +93,13 @@ def _list_curves(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str, Any]) -> None:
+    from canvax.images.formats import new_image
     from canvax.images.metadata import save_image
 
     path = named_path("--output", arguments.output)
     if path.suffix.lower() != ".png":
         raise InputError(f"--output {arguments.output!r} is not a PNG; give a name that ends in .png")
-    if path.exists():
-        raise InputError(f"--output {arguments.output!r} this file exists and is not replaced; choose another name")
+    new_image("--output", path)
     scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
     image = plot_curves(scheduler, curves or _default_curves(arguments.sampler), arguments.steps)
     report["file"] = str(save_image(path, image, {}))
@@ -119,10 +118,13 @@ def _config(file: str | None) -> dict[str, Any]:
     if file is None:
         return STABLE_DIFFUSION
     try:
-        with open_regular(Path(file).expanduser()) as opened:
+        with open_regular(named_path("--scheduler-config", file)) as opened:
             config = json.loads(opened.read(MAX_JSON))
-    except (OSError, ValueError, RecursionError, RuntimeError) as error:
-        raise InputError(f"--scheduler-config {file!r} cannot be read: {error}") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--scheduler-config {file!r} cannot be read ({reason})") from None
     if not isinstance(config, dict):
         raise InputError(f"--scheduler-config {file!r} is not a JSON object; give a model's scheduler_config.json")
     return config

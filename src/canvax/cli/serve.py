@@ -5,25 +5,27 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
-import math
 import re
 import signal
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import check_ip_encoder, source_keywords, with_networks
+from canvax.cli.generate_arguments import check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
 from canvax.errors import CanvaxError, InputError, check_count
+from canvax.files import named_path
 
 if TYPE_CHECKING:
     from canvax.server.engine import EngineSettings, ImageEngine
     from canvax.server.shelf import AdapterSettings
 
 PORT = 7860
+MOST = 1e9
+"""Seconds or images; of much more seconds no thread can wait."""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[\w.-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?", re.ASCII)
@@ -36,6 +38,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     del report
     _check_extra()
     from canvax.parallel.mesh import mesh_of
+    from canvax.quantize import check_kind
     from canvax.server.app import Settings, create_app
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
@@ -46,17 +49,20 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:
         raise InputError("--no-page: canvax ui opens the page; leave it out, or use canvax serve")
-    keys = Keys.read(Path(arguments.keys) if arguments.keys else None)
+    keys = Keys.read(named_path("--keys", arguments.keys) if arguments.keys else None)
+    if keys is not None and arguments.no_keys:
+        raise InputError("--no-keys, and there are keys (--keys, or the variable CANVAX_KEYS); leave one of them out")
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
             f"--host {arguments.host}: anyone who reaches it could use this machine; give --keys FILE, or --no-keys if "
             "that is meant"
         )
-    names = _names(arguments.models or ["emoji"])
+    names = _names(arguments.models or ["emoji"], source_keywords(arguments))
     if arguments.dtype:
         parse_dtype(arguments.dtype)
+    check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
-    check_ip_encoder(arguments)
+    check_ip_adapters(arguments)
     settings = _engine_settings(arguments)
     web = Settings(
         keys=keys,
@@ -72,7 +78,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     with _listen(arguments.host, port) as listener:
         _log_to_stderr(quiet=arguments.quiet)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
-        journal = Journal(Path(arguments.journal)) if arguments.journal else None
+        journal = Journal(named_path("--journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
         engine = ImageEngine(
             list(names), settings, metrics, lambda name: _load(names[name], arguments), journal=journal, say=say
@@ -120,11 +126,16 @@ def _check_extra() -> None:
     del msgspec, prometheus_client, python_multipart, starlette, uvicorn
 
 
-def _names(models: list[str]) -> dict[str, str]:
-    """What each model is called in requests -> where it is: of a folder its own name, not the way to it."""
+def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
+    """What each model is called in requests -> where it is: of a folder its own name, not the way to it.
+
+    Raises:
+        InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
+    """
     from canvax.weights.source import Source
 
     names: dict[str, str] = {}
+    Source(**keywords)
     for model in models:
         source = Source(model)
         _ = source.single_file() or source.local_folder()  # what is neither a model nor an id is refused before a start
@@ -143,10 +154,12 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
 
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "rate"):
         value = getattr(arguments, flag)
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0")
+        if value is not None and not 0 < value <= MOST:
+            raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0 and of at most {MOST:g}")
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
         raise InputError(f"--chunks {' '.join(map(str, arguments.chunks))} are not whole numbers in 1..{MOST_CHUNKS}")
+    if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
+        raise InputError(f"--warm {' '.join(arguments.warm)}: --batching none has one image at a time; write 512x512:1")
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
@@ -174,14 +187,16 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
         return None
     from canvax.pipelines.beside import COUNT, check_places
     from canvax.server.shelf import AdapterSettings
+    from canvax.weights.safetensors import open_safetensors
 
-    folder = Path(arguments.lora_dir).expanduser() if arguments.lora_dir else None
+    folder = named_path("--lora-dir", arguments.lora_dir) if arguments.lora_dir else None
     if folder is not None and not folder.is_dir():
         raise InputError(f"--lora-dir {arguments.lora_dir} is not a folder")
-    files = tuple(Path(file).expanduser() for file in arguments.lora)
+    files = tuple(named_path("--lora", file) for file in arguments.lora)
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
+        open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
     places = COUNT if arguments.lora_places is None else check_count("--lora-places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)

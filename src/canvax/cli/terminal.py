@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from canvax.errors import CanvaxError, shortened
+from canvax.errors import CanvaxError, shortened, to_stderr
 
 _BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Unicode controls that change the order in which text is displayed."""
@@ -32,10 +32,7 @@ def _escaped(c: str) -> str:
 
 def complain(message: str, *, label: str = "") -> None:
     """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
-    try:
-        print(f"canvax: {label}{clean(shortened(message))}", file=sys.stderr, flush=True)
-    except OSError:
-        hush(sys.stderr)
+    to_stderr(f"canvax: {label}{clean(shortened(message))}\n")
 
 
 def say(text: str) -> None:
@@ -66,7 +63,7 @@ def flush(more: str = "") -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        hush(sys.stdout)  # what is left in its buffer would fail again at the end of the process
+        hush_stdout()  # what is left in its buffer would fail again at the end of the process
         raise CanvaxError(f"stdout cannot be written ({error.strerror or error})") from None
 
 
@@ -150,12 +147,7 @@ def byte_size(size: int) -> str:
 
 
 def tolerant_streams() -> None:
-    """Print escapes for characters that the terminal's encoding lacks, instead of failing; on a closed stderr nothing.
-
-    Python has None for that, and ``print(file=None)`` writes on stdout, among the results.
-    """
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    """Print escapes for characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -169,9 +161,9 @@ def keep_stdout_for_results() -> None:
         sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors="backslashreplace")
 
 
-def hush(stream: Any) -> None:
-    """Discard the rest of stdout or stderr: Python would fail to write it again when it exits."""
+def hush_stdout() -> None:
+    """Discard the rest of stdout, so that Python does not report a closed pipe when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,9 +32,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "textual-inversion": _textual_inversion,
         "controlnet": _controlnet,
     }
-    check_numbers(arguments)
     named_path("IMAGES", arguments.pictures)
-    named_folder("--output", arguments.output)
+    for name in ("output", "tensorboard", "class_images"):
+        if (value := getattr(arguments, name, None)) is not None:
+            setattr(arguments, name, str(named_folder(f"--{name.replace('_', '-')}", value)))
+    check_numbers(arguments)
     check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
@@ -61,22 +64,25 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
 _WHOLE = {"steps": 10**8, "batch": MOST_IMAGES, "accumulate": 10**6, "size": MAX_SIDE, "num_class_images": MOST_IMAGES}
 """The largest of the numbers that are at least 1."""
 
+_BELOW_1 = math.nextafter(1.0, 0.0)
 _RANGES = {
-    "learning_rate": (0.0, 1e3, "1e-4 is usual"),
-    "text_lr": (0.0, 1e3, "1e-5 is usual"),
+    "learning_rate": (1e-12, 1e3, "1e-4 is usual"),
+    "text_lr": (1e-12, 1e3, "1e-5 is usual"),
     "final": (0.0, 1.0, "a share of the learning rate; 1 keeps it constant"),
     "weight_decay": (0.0, 1e3, "0.01 is usual"),
     "alpha": (1e-6, 1e6, "the rank is usual"),
     "min_snr": (1e-6, 1e6, "5 is usual"),
     "unmasked_weight": (0.0, 1.0, "0.1 is usual"),
-    "prior_weight": (0.0, 1e6, "1 is usual"),
+    "prior_weight": (1e-6, 1e6, "1 is usual"),
+    "average": (0.0, _BELOW_1, "below 1; 0.999 is usual"),
+    "empty_captions": (0.0, _BELOW_1, "below 1; 0.1 is usual"),
 }
 """The least and the largest of other numbers, and a cure."""
 
 _STEPS = {"finetune": 1000, "lora": 1000, "dreambooth": 400, "textual-inversion": 5000, "controlnet": 5000}
 """Unless ``--steps`` says otherwise."""
 
-_FLAGS = {"batch": "--batch-size", "final": "--final-lr"}
+_FLAGS = {"batch": "--batch-size", "final": "--final-lr", "average": "--ema"}
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
@@ -128,9 +134,9 @@ def _lora(arguments: argparse.Namespace) -> Path | None:
 
 def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     from canvax.train.dreambooth import Instance, subject_of
-    from canvax.train.finetune import finetune
+    from canvax.train.finetune import Whole, finetune
     from canvax.train.lora import LORA_PLAN, train_lora
-    from canvax.train.task import PLAN
+    from canvax.train.task import PLAN, check_folder
 
     instance = Instance(
         arguments.instance_prompt,
@@ -143,6 +149,7 @@ def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     usual = replace(LORA_PLAN if lora else PLAN, steps=400)
     training = _training(arguments, usual if lora else replace(usual, learning_rate=5e-6))
     mesh, running = make_mesh(), _running(arguments)
+    check_folder(training.folder, (lora or Whole()).target(training.folder))  # before pictures of the class are made
     subject = subject_of(instance, training, mesh, complain)
     if lora:
         return train_lora(training, lora, mesh, subject=subject, **running)
@@ -172,7 +179,9 @@ def _controlnet(arguments: argparse.Namespace) -> Path | None:
 
 def _channels(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(check_count("--hint-channels", int(word), 4096) for word in text.split(","))
+    except InputError:
+        raise
     except ValueError:
         raise InputError(f"--hint-channels {text!r} is not a list of whole numbers, such as 16,32,96,256") from None
 
@@ -203,8 +212,6 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
     from canvax.train.task import Training
     from canvax.weights.cast import parse_dtype
 
-    if arguments.average is not None and not 0 <= arguments.average < 1:
-        raise InputError(f"--ema {arguments.average} is not in 0..1, 1 excluded; 0.999 is usual")
     names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
     plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))
     # A chunk must divide the steps, or the run would do more steps than were asked for.

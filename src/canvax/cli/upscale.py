@@ -14,9 +14,11 @@ from canvax.noise import check_seed
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
-from canvax.pipelines.tiles import check_scale
+from canvax.pipelines.tiles import STRENGTH, check_scale
 from canvax.pipelines.upscale import check_for_upscale
-from canvax.samplers.strength import check_strength
+from canvax.samplers.strength import check_strength, steps_of_strength
+
+MOST_STEPS = 100_000
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -63,15 +65,18 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
         check_scale(arguments.scale, image)
     if arguments.strength is not None:
         check_strength(arguments.strength)
-    for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", 100_000)):
+    for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", MOST_STEPS)):
         if (value := getattr(arguments, name)) is not None:
             check_count(f"--{name.replace('_', '-')}", value, most)
+    if arguments.num_inference_steps is not None:
+        strength = STRENGTH if arguments.strength is None else arguments.strength
+        steps_of_strength(strength, arguments.num_inference_steps, request.options.strength_rule, MOST_STEPS)
     if arguments.guidance_scale is not None:
         check_guidance(arguments.guidance_scale, 0)
     if arguments.seed is not None:
         check_seed(arguments.seed)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
-        if getattr(arguments, name) not in (None, False):
+        if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(f"--{name.replace('_', '-')} does not go with tiles; leave it out")
     check_table(request, None)
 

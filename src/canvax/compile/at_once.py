@@ -46,14 +46,6 @@ def at_once(calls: Sequence[Callable[[], Any] | None]) -> list[Any]:
         # Not a pool's: those are waited for when the process ends.
         # In a copy of the context, so that compilations count for the caller.
         target = copy_context().run
-        threading.Thread(target=target, args=(one, call, result), name=_COMPILING, daemon=True).start()
+        threading.Thread(target=target, args=(one, call, result), name="canvax compile", daemon=True).start()
     wait(made)
     return [result.result() for result in made]
-
-
-def is_compiling() -> bool:
-    """Whether a thread of ``at_once`` is at work, also after Ctrl-C."""
-    return any(thread.name == _COMPILING for thread in threading.enumerate())
-
-
-_COMPILING = "canvax-compile"

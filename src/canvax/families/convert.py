@@ -6,6 +6,7 @@ Arrays go from file to file as they are stored, one at a time; no device is used
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from canvax.checked import checked
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
-from canvax.files import FILE_ENDINGS, named_path
+from canvax.files import FILE_ENDINGS, check_writable, named_path
 from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
@@ -28,10 +29,10 @@ from canvax.weights.load import stored_components
 from canvax.weights.open import open_files
 from canvax.weights.pickled import Pickled, read_pickled
 from canvax.weights.safetensors import Outgoing, write_safetensors
-from canvax.weights.save import narrowed, outgoing_of
+from canvax.weights.save import narrowed, outgoing_of, writing
 from canvax.weights.single_file import KINDS, SingleFile
 from canvax.weights.single_save import as_read, single_arrays, single_metadata
-from canvax.weights.source import Source
+from canvax.weights.source import Source, tell_of_idle_cache
 
 _ALIKE = {
     *("sample_size", "transformer_layers_per_block", "attention_head_dim", "num_attention_heads"),
@@ -68,25 +69,32 @@ def convert(
         raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")
-    if single and output.exists() and not overwrite:
+    if single and os.path.lexists(output) and not overwrite:
         raise InputError(
             f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True (--overwrite)"
         )
-    path = named_path("model", model)
+    check_writable(f"output = {str(output)!r:.80}", output.parent if single else output)
+    path, origin = named_path("model", model), Source(model, **source)
+    tell_of_idle_cache(origin.cache_dir, model)
     if path.is_file() and _is_pickle(path):
+        origin.tell_of_idle("file", "revision", "variant")
         if not single:
             raise InputError(
                 f"output = {str(output)!r}: {path.name} is read as a pickle, which becomes one file; name one ending "
                 "in .safetensors"
             )
         return _from_pickle(path, output, dtype)
-    files = open_files(Source(model, **source), accept=_of_a_family)
+    files = open_files(origin, accept=_of_a_family)
     opened = read_model(files, np.float32)
     params = stored_components(files, opened.components)
     if not single:
         return opened.save(output, params, dtype=dtype, overwrite=overwrite)
-    arrays, metadata = _single(opened, params, output, dtype)
-    write_safetensors(output, arrays, metadata)
+    return _written(output, *_single(opened, params, output, dtype))
+
+
+def _written(output: Path, arrays: list[Outgoing], metadata: Mapping[str, str]) -> Path:
+    with writing("output", output):
+        write_safetensors(output, arrays, metadata)
     return output
 
 
@@ -107,7 +115,7 @@ def _is_pickle(path: Path) -> bool:
 def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
     found = read_pickled(path)
     arrays, metadata = _embedding(found) or (list(found.arrays), {"format": "pt"})
-    write_safetensors(output, [_cast(one, dtype) for one in arrays], metadata)
+    _written(output, [_cast(one, dtype) for one in arrays], metadata)
     if found.left_out:
         more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
         warn(f"{path}: left out what is no tensor: {', '.join(found.left_out[:5])}{more}")

@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from canvax.checked import checked, shown
 from canvax.errors import InputError
-from canvax.files import FILE_ENDINGS
+from canvax.files import FILE_ENDINGS, check_writable, named_path
 from canvax.images.infotext import to_infotext
 
 JSON_TEXT = "canvax"
@@ -38,19 +38,20 @@ _UTF16 = b"UNICODE\0"
 _QUALITY = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}, "PNG": {}}
 
 
-def format_of(path: str | Path) -> str:
-    """The format that a name asks for, as Pillow calls it.
+def format_of(path: str | Path, label: str = "") -> str:
+    """The format that a name asks for, as Pillow calls it; an error begins with ``label``.
 
     Raises:
         InputError: its ending is none of ``FORMATS``.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        raise InputError(f"{path}: {suffix or 'no ending'} is no format here; end it with .png, .jpg or .webp")
+        what = f"{suffix} is no format here" if suffix else "has no ending"
+        raise InputError(f"{f'{label} {path}'.strip()}: {what}; end it with .png, .jpg or .webp")
     return FORMATS[suffix]
 
 
-def names_file(path: Path) -> bool:
+def names_file(path: Path, label: str = "") -> bool:
     """Whether a name where images are to go is that of one image, and not of a folder.
 
     Raises:
@@ -58,10 +59,27 @@ def names_file(path: Path) -> bool:
     """
     suffix = path.suffix.lower()
     if path.name.lower() in (*FORMATS, *_OTHERS) and not path.is_dir():
-        raise InputError(f"{path}: is an ending without a name before it; write NAME{path.name}")
+        told = f"{label} {path}".strip()
+        raise InputError(f"{told}: is an ending without a name before it; write NAME{path.name}")
     if (suffix in _OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
-        format_of(path)
+        format_of(path, label)
     return suffix in FORMATS and not path.is_dir()
+
+
+def new_image(label: str, name: Any) -> Path:
+    """The file of an image that is to be made, before anything is done for it.
+
+    Raises:
+        InputError: its ending is not known, it is there already, or it cannot be written; it begins with ``label``.
+    """
+    path = named_path(label, name)
+    format_of(path, label)
+    if os.path.lexists(path):
+        raise InputError(f"{label} {path}: this file exists and is not replaced; choose another name")
+    if not path.parent.is_dir():
+        raise InputError(f"{label} {path}: {path.parent} is not a folder that can be written to; choose another one")
+    check_writable(f"{label} {path}", path.parent)
+    return path
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:

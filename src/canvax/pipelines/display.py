@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import suppress
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +12,7 @@ from typing import Any, Self
 import jax
 
 from canvax.compile.aot import Build
+from canvax.errors import to_stderr
 
 _LINES = {"loading": "loading the programs:", "compiling": "compiling (once for each size and batch):"}
 
@@ -100,9 +100,7 @@ class Display:
 
     def _write(self, text: str) -> None:
         if self.shown:
-            with suppress(OSError, ValueError):  # it was closed meanwhile
-                sys.stderr.write(text)
-                sys.stderr.flush()
+            to_stderr(text)
 
 
 class Bar:

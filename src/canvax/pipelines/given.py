@@ -180,8 +180,8 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
         if asked is None and side % factor:
             below = side // factor * factor
             raise InputError(
-                f"the image has a {name} of {side} pixels, which is not a multiple of {factor}; give {name}="
-                f"{below or factor} or {name}={below + factor}, which it is resized to"
+                f"image: its {name} of {side} pixels is not a multiple of {factor}; give "
+                f"{f'{name}={below} or ' if below else ''}{name}={below + factor}, which it is resized to"
             )
     height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, own, strict=True))
     return height, width

@@ -43,6 +43,13 @@ def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
 
 
+def idle(request: Request) -> Iterator[tuple[str, list[str]]]:
+    """Options that change nothing, beside what they would need."""
+    for needed, there, names in _needs(request):
+        if found := [] if there else sorted(request.options.changed().keys() & names):
+            yield needed, found
+
+
 def hints(model: Model, request: Request) -> Iterator[str]:
     """One sentence for each kind of thing."""
     prompts, syntax = dict.fromkeys(request.prompts), request.options.prompt_syntax
@@ -61,9 +68,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield (
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
-    for needed, there, idle in _needs(request):
-        if names := [] if there else sorted(request.options.changed().keys() & idle):
-            yield f"{', '.join(names)} without {needed}: changes nothing"
+    for needed, names in idle(request):
+        yield f"{', '.join(names)} without {needed}: changes nothing"
+    if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
+        yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"

@@ -36,7 +36,7 @@ def open_model(
     precision: str | None = None,
     weights: bool = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
-    check: Callable[[Model], None] | None = None,
+    check: Callable[[Model], object] | None = None,
     overrides: Overrides | None = None,
     **source: Any,
 ) -> tuple[Model, Programs, Params]:

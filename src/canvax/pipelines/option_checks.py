@@ -13,9 +13,12 @@ import numpy as np
 from canvax.checked import check_function
 from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
+from canvax.pipelines.checks import MAX_SIDE, MOST_GUIDANCE
 from canvax.samplers.catalog import find
 
 _SIDES = ("left", "top", "right", "bottom")
+MOST_PIXELS = 1_000_000
+"""Of a side of a picture that a model was trained on."""
 MOST_NUMBERS = 10_000
 """Numbers of a list: more than any run has steps. What has no end is not read to its end."""
 
@@ -35,7 +38,11 @@ def check_step_end(callback: Any) -> None:
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float | np.number)
+        and not isinstance(value, bool)
+        and bool(-math.inf < value < math.inf)
+    )
 
 
 def is_whole(value: Any) -> bool:
@@ -54,7 +61,7 @@ def numbers_of(name: str, value: Any) -> Any:
     if isinstance(value, bytes | set | frozenset | Mapping):  # which iterate as well, and mean something else
         value = ()
     try:
-        numbers = tuple(float(one) for one in islice(value or (), MOST_NUMBERS + 1))
+        numbers = tuple(_float(one) for one in islice(value or (), MOST_NUMBERS + 1))
     except (TypeError, ValueError, OverflowError):
         numbers = ()
     if len(numbers) > MOST_NUMBERS:
@@ -65,6 +72,10 @@ def numbers_of(name: str, value: Any) -> Any:
         such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
         raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
     return numbers
+
+
+def _float(value: Any) -> float:
+    return math.nan if isinstance(value, bool) else float(value)
 
 
 def check_kinds_of_guidance(options: Any) -> None:
@@ -81,6 +92,8 @@ def check_kinds_of_guidance(options: Any) -> None:
     for name in ("pag_scale", "pag_adaptive_scale"):
         if not (is_number(value := getattr(options, name)) and 0 <= value <= 100):
             raise InputError(f"{name}={value!r} is not in 0..100; 3 is usual for pag_scale, 0 for none")
+    if max(map(abs, options.guidance_steps or (0.0,))) > MOST_GUIDANCE:
+        raise InputError(f"guidance_steps={options.guidance_steps!r} has one beyond {MOST_GUIDANCE}; 7.5 is usual")
     if options.freeu is not None and (len(options.freeu) != 4 or not all(0 <= x <= 10 for x in options.freeu)):
         raise InputError(f"freeu={options.freeu!r} is not b1, b2, s1, s2 in 0..10, such as 1.5,1.6,0.9,0.2")
     if options.guidance_rescale and method != "cfg":
@@ -224,8 +237,9 @@ def pair_of(name: str, value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
     whole = isinstance(value, Sequence | np.ndarray) and all(isinstance(v, int | np.integer) for v in value)
-    lowest = 0 if "crops" in name else 1
-    if not whole or len(value) != 2 or any(isinstance(v, bool) or v < lowest for v in value):
+    lowest, most = 0 if "crops" in name else 1, MAX_SIDE if name == "seed_size" else MOST_PIXELS
+    if not whole or len(value) != 2 or any(isinstance(v, bool) or not lowest <= v <= most for v in value):
         order = "(top, left)" if "crops" in name else "(height, width)"
-        raise InputError(f"{name}={value!r} is not {order} in whole pixels of at least {lowest}, such as (1024, 1024)")
+        told = f"{name}={value!r:.80} is not {order} in whole pixels of at least {lowest}"
+        raise InputError(f"{told} and at most {most}, such as (1024, 1024)")
     return int(value[0]), int(value[1])

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from canvax.checked import shown
-from canvax.errors import InputError, check_count, nearest, plain, reading_arguments
+from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
 from canvax.noise import NoiseKind
@@ -238,6 +238,8 @@ class Options:
             value = plain(getattr(self, field.name), field.name)
             if isinstance(value, np.ndarray) and field.name not in ("outpaint", "callback"):
                 value = value.tolist()
+            if isinstance(value, list | tuple | Mapping):
+                refuse_tracers(field.name, value)
             object.__setattr__(self, field.name, value)  # metadata keeps plain values
         for name in ("sigmas", "guidance_steps", "guidance_interval", "freeu"):
             object.__setattr__(self, name, numbers_of(name, getattr(self, name)))

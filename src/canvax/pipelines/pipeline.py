@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, reading_arguments
+from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ATTRIBUTES, accepts, answer
 from canvax.models.beside import ADAPTERS
 from canvax.models.text import Conditions
@@ -39,7 +39,7 @@ from canvax.pipelines.translate import translate_call, translate_load
 from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
-from canvax.weights.source import Source
+from canvax.weights.source import Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
@@ -159,7 +159,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         assert pipe.params is not None
         return cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params
 
-    @accepts(translate_call)
+    @accepts(translate_call, refuse_tracers)
     def __call__(
         self,
         prompt: str | Sequence[str] | Conditions,
@@ -342,7 +342,7 @@ def _load_again(
     return pipe
 
 
-@accepts(translate_load)
+@accepts(translate_load, refuse_tracers)
 def load(
     model: str | Path = "emoji",
     *,
@@ -415,5 +415,6 @@ def load(
         revision=revision,
         **hub,
     )
+    tell_of_idle_cache(cache_dir, model, *(one.name for one in sources), *([] if vae is None else [vae]))
     checker = load_safety_checker(Source(model, revision, **hub)) if safety_checker else None
     return StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)

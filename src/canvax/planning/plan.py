@@ -32,7 +32,7 @@ from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.open import open_files
-from canvax.weights.source import BUNDLED, Source
+from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 Announce = Callable[[str, float | None], None]
 """Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
@@ -308,9 +308,11 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
 def architecture(model: str | Path, **source: Any) -> Networks:
     """The networks of a preset, a folder or a Hub id; no weights are read."""
     if isinstance(model, str) and model in PRESETS:
+        Source(model, **source).tell_of_idle("model of canvax's own", "revision", "cache_dir")
         return PRESETS[model]
     try:
         files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)
+        tell_of_idle_cache(source.get("cache_dir"), model)
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]

@@ -143,8 +143,8 @@ GPUS = {
     )
 }
 
-_TPU_NAME = re.compile(r"(?:tpu[-:])?(\w+):(\d+(?:x\d+){1,2})", re.ASCII)
-_GPU_NAME = re.compile(r"(?:gpu[-:])?([\w-]+?)(?::(\d+))?", re.ASCII)
+_TPU_NAME = re.compile(r"(?:tpu[-:])?(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
+_GPU_NAME = re.compile(r"(?:gpu[-:])?([\w-]+?)(?::(\d{1,6}))?", re.ASCII)
 _HOST = 4
 """Chips of a host, as libtpu assumes unless told otherwise."""
 

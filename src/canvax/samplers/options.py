@@ -67,7 +67,7 @@ def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[st
     whole = isinstance(default, int)
     low, high = LIMITS.get(name, (1, 100_000) if whole else (-FLOAT32_MAX, FLOAT32_MAX))
     number: Any = value if isinstance(value, Integral if whole else Real) and not isinstance(value, bool) else math.nan
-    if low <= number <= high:
+    if low <= number <= high and (abs(number) <= FLOAT32_MAX or number in (-math.inf, math.inf)):
         return ""
     return f"a {'whole ' if whole else ''}number in {low:g}..{high:g}"
 
@@ -146,6 +146,8 @@ class SamplerOptions:
                 object.__setattr__(self, name, falling(name, value))
             elif value is not None or getattr(SamplerOptions, name) is not None:
                 check_option(name, value)
+                if isinstance(value, Integral) and not isinstance(getattr(SamplerOptions, name), int):
+                    object.__setattr__(self, name, float(value))  # NumPy takes one of 64 bits and more for an object
 
 
 def check_option(name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 from canvax.checked import checked
@@ -205,6 +206,18 @@ class _Replica:
         return took + rows * row[size]
 
 
+def simpy_module() -> Any:
+    """simpy.
+
+    Raises:
+        CanvaxError: it is not installed.
+    """
+    try:
+        return import_module("simpy")
+    except ImportError:
+        raise CanvaxError("simulating a fleet needs simpy, which is not installed: pip install '.[fleet]'") from None
+
+
 @checked
 def simulate(
     speed: Speed,
@@ -235,10 +248,7 @@ def simulate(
     check_count("replicas", replicas, MOST_REPLICAS)
     if seconds is not None and seconds <= 0:
         raise InputError(f"seconds={seconds:g} is not above 0")
-    try:
-        import simpy
-    except ImportError:
-        raise CanvaxError("simulating a fleet needs simpy, which is not installed: pip install '.[fleet]'") from None
+    simpy = simpy_module()
     if seconds is None:
         bursts = 50 * BURST_SECONDS if load.arrivals == "bursty" else 0.0
         seconds = max(2000 / load.rate, 30 * speed.image(math.ceil(load.mean_steps)), bursts)

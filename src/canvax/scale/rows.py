@@ -11,7 +11,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canvax.errors import InputError, plain
+from canvax.errors import InputError, check_utf8, plain
 from canvax.familiar import CALL, answer, renamed
 from canvax.files import named_path, once, open_regular
 from canvax.pipelines.option_checks import check_once, plain_value
@@ -228,12 +228,4 @@ def _clean(name: str, value: Any) -> Any:
             return None
         if value.is_integer() and abs(value) <= 2**53:
             return int(value)
-    return _utf8(name, value) if isinstance(value, str) else value
-
-
-def _utf8(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{name}={text!r:.80} is not text that UTF-8 can hold") from None
-    return text
+    return check_utf8(name, value) if isinstance(value, str) else value

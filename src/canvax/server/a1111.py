@@ -6,6 +6,7 @@ and stops only what came from its own key and address.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from canvax.checked import shown
 from canvax.errors import InputError
 from canvax.images.formats import INFOTEXT, exif_texts
 from canvax.images.infotext import from_infotext
@@ -33,6 +35,7 @@ from canvax.server.answers import (
     encoded,
     error_headers,
     failure,
+    in_words_of,
     json_answer,
     read_json,
     settled,
@@ -47,8 +50,15 @@ _FIELDS = {
     "sampler": "sampler_name",
     "n": "batch_size",
     "strength": "denoising_strength",
+    "clip_skip": "clip_skip",
+    "eta": "eta",
+    "sigmas": "scheduler",
+    "variation_seed": "subseed",
+    "seed_size": "seed_resize_from_h",
+    "padding_mask_crop": "inpaint_full_res_padding",
 }
 """What an argument of ``Ask`` is called here."""
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
     "sd-vae": [],
     "sd-modules": [],
@@ -133,7 +143,13 @@ class _Desk:
     async def generate(self, request: Request, kind: type[TextToImage]) -> Response:
         body = await read_json(request, kind, status=422, strict=False)
         client, owner = client_of(request), _owner(request)
-        card = self.card(client, (body.override_settings or {}).get("sd_model_checkpoint"), body.model)
+        chosen = (body.override_settings or {}).get("sd_model_checkpoint")
+        if not isinstance(chosen, str | None):
+            said = (
+                f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
+            )
+            raise Refused(422, "invalid_value", said, param="override_settings")
+        card = self.card(client, chosen, body.model)
         job = await submitted(self.engine, await decoding(ask_of, body, card, client))
         self.running[job.id] = running = _Running(job, owner)
         try:
@@ -157,8 +173,11 @@ class _Desk:
 
     async def progress(self, request: Request) -> Response:
         running = self.current(_owner(request))
-        with_image = request.query_params.get("skip_current_image", "").lower() not in ("true", "1")
-        return await json_answer(_progress(running, with_image=with_image))
+        word = request.query_params.get("skip_current_image", "false").lower()
+        if word not in (*_YES, *_NO):
+            said = f"skip_current_image={word!r:.80} is neither true nor false"
+            raise Refused(422, "invalid_value", said, param="skip_current_image")
+        return await json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:
         """Stop the job that runs. Skipping is the same: all images of a job are generated together."""
@@ -258,8 +277,10 @@ def error(refused: Refused, request_id: str) -> Response:
     headers = error_headers(refused, request_id)
     if refused.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="canvax", charset="UTF-8"'
-    name = _FIELDS.get(refused.param or "", refused.param or "")
-    told = {"error": refused.code, "detail": refused.message, "body": name, "errors": refused.message}
+    message, name = in_words_of(_FIELDS, refused)
+    if name == "clip_skip":  # whose layers are counted from 1 here
+        message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
+    told = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
     return Response(encoded(told), refused.status, headers, media_type="application/json")
 
 

@@ -32,7 +32,7 @@ Prompt = Annotated[str, Meta(max_length=32_000)]
 Name = Annotated[str, Meta(max_length=200)]
 Side = Annotated[int, Meta(ge=0, le=16384)]
 Count = Annotated[int, Meta(ge=1, le=1000)]
-Number = Annotated[float, Meta(ge=-1000, le=1_000_000)]
+Number = Annotated[float, Meta(ge=0, le=1_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=-1)]
 
@@ -61,7 +61,7 @@ class TextToImage(Struct, kw_only=True):
     s_churn: Number | None = None
     s_tmin: Number | None = None
     s_tmax: Number | None = None
-    s_noise: Number | None = None
+    s_noise: Annotated[float, Meta(ge=0, le=1000)] | None = None
     clip_skip: Annotated[int, Meta(ge=0, le=100)] | None = None
     override_settings: dict[str, Any] | None = None
     send_images: bool | None = None
@@ -89,6 +89,7 @@ class ImageToImage(TextToImage, kw_only=True):
     inpaint_full_res: bool | None = None
     inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=16384)] | None = None
     inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
+    include_init_images: bool | None = None
 
 
 def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
@@ -171,8 +172,10 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
     if spec is not None and (taken := {name: value for name, value in churn.items() if name in spec.settings}):
         yield "sampler_settings", taken
     layers = (body.override_settings or {}).get("CLIP_stop_at_last_layers", body.clip_skip)
-    if not isinstance(layers, int | None) or isinstance(layers, bool):
-        raise _refused("override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number, such as 2")
+    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
+        raise _refused(
+            "override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number from 0 on, such as 2"
+        )
     if layers is not None and layers > 1:
         yield "clip_skip", layers - 1  # there, 1 is the last layer
     if body.subseed_strength:
@@ -200,8 +203,8 @@ def _given(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
         mask = ImageChops.invert(mask)
     if body.resize_mode in (2, 3):
         raise _refused("resize_mode", "2 and 3 are not offered by this server; send 0 to stretch or 1 to crop")
-    if body.resize_mode == 1 and body.width and body.height:
-        size = body.width, body.height
+    size = body.width or image.width, body.height or image.height
+    if body.resize_mode == 1 and size != image.size:
         if size[0] * size[1] > MOST_PIXELS:
             raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_PIXELS} pixels; ask for fewer")
         image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
@@ -223,9 +226,10 @@ def _refused(param: str, why: str) -> Refused:
 
 
 def parameters_of(body: TextToImage) -> dict[str, Any]:
-    """What was asked for, given back; without images, as there, and without fields that nobody knows."""
+    """What was asked for, given back without fields that nobody knows, and, as there, without images unless asked."""
     asked = msgspec.structs.asdict(body)
-    left_out = ("init_images", "mask", "model", "alwayson_scripts")
+    images = () if asked.get("include_init_images") else ("init_images", "mask")
+    left_out = (*images, "model", "alwayson_scripts")
     return {name: value for name, value in asked.items() if name not in left_out}
 
 

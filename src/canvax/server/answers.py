@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from functools import wraps
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import anyio
 import anyio.to_thread
@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from canvax.checked import shown
 from canvax.errors import nearest
 from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
 
@@ -34,12 +35,18 @@ PAUSE = 15.0
 MOST_FILES, MOST_FIELDS, LONGEST_FIELD = 16, 100, 1 << 20
 """Of a form."""
 
+MOST_VALUES = 100_000
+"""Of a body of JSON: each takes far more memory than its bytes."""
+
 DECODERS = 4
 """Images that are decoded at the same time: each may take a few hundred megabytes meanwhile."""
 
 _limits: RunVar[anyio.CapacityLimiter] = RunVar("decoders")
 _CHARSET = re.compile(r"\bcharset\*?\d*\*?\s*=\s*\"?([^\";\s]*)")
-_WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
+_WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_HEAD = re.compile(r"(?:options\.)?([a-z_0-9]+)(?=[=: ])")
+_FIELD = re.compile(r"(missing required|unknown) field `([^`]*)")
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _STATUSES = {"cancelled": 409, "timeout": 504, "deadline": 504, "too_late": 504, "out_of_memory": 503, "draining": 503}
 """Of a job that failed, by its code; 500 for others."""
 
@@ -106,41 +113,70 @@ async def read_json(request: Request, kind: type[Body], *, status: int = 400, st
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         # Browsers send other types across sites without asking first.
-        raise Refused(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
+        said = f"Content-Type={media_type!r:.80}: send JSON, with the header Content-Type: application/json"
+        raise Refused(415, "unsupported_media_type", said)
     body = await request.body()
     return await run_in_threadpool(_decoded, body, kind, status, strict)
 
 
 def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise Refused(status, "too_many_values", f"the body holds more than {MOST_VALUES} values; send fewer")
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise wrong_field(error, kind, status) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise Refused(
-            status, "invalid_json", "the body is not JSON that can be read; send an object in UTF-8"
-        ) from None
+        sent = None
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            sent = msgspec.json.decode(body)
+        raise wrong_field(error, kind, sent, status) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = _BYTE.search(str(error))
+        at = int(found[1]) if found else 0
+        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if found else f" ({error})"
+        said = f"the body is not JSON that can be read{near}; send an object in UTF-8"
+        raise Refused(status, "invalid_json", said) from None
 
 
-def wrong_field(error: msgspec.ValidationError, kind: type, status: int = 400) -> Refused:
-    """A refusal that names the field, of a body of this kind, and what there is in its place."""
-    text = str(error)
-    where = _WHERE.search(text)
-    said = _WHERE.sub("", text)
-    said = said[:1].lower() + said[1:300]  # it may repeat what was sent
-    param = (where[1].split("[")[0].rstrip(".") or None) if where else None
-    inner = where[1].rpartition("].")[2] if where and "]." in where[1] else ""
-    said = f"{inner}: {said}" if inner else said
-    fields = {one.name: one.type for one in msgspec.structs.fields(kind)}
-    if param is None and (unknown := re.search(r"unknown field `([^`]*)`", said)):
-        said += f"; {nearest(unknown[1], list(fields))}"
-    if param in fields and "invalid enum value" in said:
-        known = [value for one in get_args(fields[param]) for value in get_args(one) or [one]]
-        said += f"; it is one of {', '.join(value for value in known if isinstance(value, str))}"
-    missing = re.search(r"missing required field `([^`]*)`", said)
-    if param is None and missing:
-        param = missing[1]
-    return Refused(status, "invalid_value", f"{param}: {said}" if param else f"the body: {said}", param=param)
+def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Refused:
+    """A refusal that names the field, its value and what it takes.
+
+    Args:
+        error: what msgspec says.
+        kind: the record that was to be made.
+        sent: what of.
+        status: of the refusal.
+    """
+    where, said = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
+    path = where[1] if where else ""
+    if odd := _FIELD.search(said):
+        path = f"{path}.{odd[2]}".lstrip(".")
+        cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
+        said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
+    else:
+        choices = _choices(kind, path) if "enum" in said else []
+        wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
+        said = (_value_at(path, sent) if path else "the body") + wants
+    return Refused(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
+
+
+def _choices(kind: Any, name: str) -> list[str]:
+    """The words that a field of a record takes."""
+    hint = next((field.type for field in msgspec.structs.fields(kind) if field.name == name), None)
+    return [word for part in (hint, *get_args(hint)) if get_origin(part) is Literal for word in get_args(part)]
+
+
+def _value_at(path: str, value: Any) -> str:
+    """A path of msgspec's, in which [...] is any entry of a table, with what stands there if that is to be told."""
+    try:
+        for step in re.findall(r"\.\.\.|[^.\[\]]+", path):
+            if step == "...":
+                ((name, value),) = value.items()
+                path = path.replace("[...]", f".{name}", 1)
+            else:
+                value = value[int(step) if isinstance(value, list) else step]
+    except (LookupError, TypeError, ValueError, AttributeError):  # a field that was sent twice, or several entries
+        return path
+    return f"{path}={shown(value)}"
 
 
 async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
@@ -151,10 +187,13 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
     """
     media_type, _, more = request.headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "multipart/form-data":
-        raise Refused(415, "unsupported_media_type", "send a form, with the header Content-Type: multipart/form-data")
+        said = f"Content-Type={media_type!r:.80}: send a form, with the header Content-Type: multipart/form-data"
+        raise Refused(415, "unsupported_media_type", said)
     if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
         # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
         raise Refused(415, "unsupported_charset", "send the form in UTF-8")
+    if not (await request.body()).rstrip().endswith(b"--"):
+        raise Refused(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
     try:
         async with request.form(max_files=MOST_FILES + 1, max_fields=MOST_FIELDS, max_part_size=LONGEST_FIELD) as form:
             return await _parts(form)
@@ -308,9 +347,25 @@ async def json_answer(value: Any, headers: Mapping[str, str] | None = None, stat
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
-def first(*values: Any) -> Any:
-    """The first that is given."""
-    return next((value for value in values if value is not None), None)
+def one_of(body: Any, *names: str) -> Any:
+    """The value of a field that has several names.
+
+    Raises:
+        Refused: they say different things, of which one would win without a word.
+    """
+    given = without_none((name, getattr(body, name)) for name in names)
+    if len(set(given.values())) > 1:
+        said = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise Refused(400, "invalid_value", f"{said} say different things; send one of them", param=min(given))
+    return next(iter(given.values()), None)
+
+
+def in_words_of(fields: Mapping[str, str], refused: Refused) -> tuple[str, str | None]:
+    """Message and field of a refusal, whose first word may have another name in an API."""
+    head = _HEAD.match(refused.message)
+    if head and head[1] in fields:
+        return fields[head[1]] + refused.message[head.end() :], fields[head[1]]
+    return refused.message, fields.get(refused.param or "", refused.param)
 
 
 def without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

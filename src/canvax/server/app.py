@@ -88,7 +88,11 @@ def create_app(
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        said = {404: "there is nothing here", 405: f"{request.method} is not for this path"}
+        path, methods = request.scope["path"], (error.headers or {}).get("Allow", "another method")
+        said = {
+            404: f"there is nothing at {path!r:.80}; /openapi.json lists what there is",
+            405: f"{request.method:.20} is not for this path; send {methods}",
+        }
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         told = Refused(error.status_code, code, said.get(error.status_code, "the request cannot be read"))
         answer = wrong(request.scope["path"])(told, request_id_of(request))

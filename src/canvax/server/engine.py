@@ -150,6 +150,8 @@ class ImageEngine:
     def drain(self, seconds: float) -> bool:
         """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
         with self._wake:
+            if self.state is State.STARTING:  # nothing was accepted yet
+                return True
             if self.state is not State.FAILED:
                 self.state = State.DRAINING
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
@@ -164,7 +166,7 @@ class ImageEngine:
             self._closed = True
             self._wake.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(60)
+            self._thread.join(0 if self.state is State.STARTING else 60)  # no compiler can be stopped
         self._writer.close()
         if self._journal:
             self._journal.close()

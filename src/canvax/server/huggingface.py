@@ -17,7 +17,7 @@ from canvax.server.answers import (
     encoded,
     error_headers,
     failure,
-    first,
+    in_words_of,
     json_answer,
     read_json,
     settled,
@@ -28,8 +28,8 @@ from canvax.server.jobs import MEDIA_TYPES, Ask, Engine, Format, Job, Refused, S
 
 _FORMATS: dict[str, Format] = {media_type: kind for kind, media_type in MEDIA_TYPES.items()}
 _JSON = "application/json"
-_BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR")
-"""Of images as base64: PNG, JPEG, WebP."""
+_BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
+"""Of images as base64: PNG, JPEG, WebP; and GIF, which is refused in words."""
 _FIELDS = {"prompt": "inputs", "steps": "num_inference_steps", "sampler": "scheduler", "image": "inputs"}
 """What an argument of ``Ask`` is called here."""
 
@@ -93,8 +93,8 @@ def error(refused: Refused, request_id: str) -> Response:
     headers = error_headers(refused, request_id)
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    param = _FIELDS.get(refused.param or "", refused.param)
-    told = {"error": refused.message, "error_type": refused.code, "param": param}
+    message, param = in_words_of(_FIELDS, refused)
+    told = {"error": message, "error_type": refused.code, "param": param}
     return Response(encoded(told), refused.status, headers, media_type=_JSON)
 
 
@@ -124,14 +124,19 @@ async def _ask(request: Request, name: str | None, kind: Format) -> Ask:
     if given.prompt is not None or body.inputs.startswith(_BEGINNINGS):
         image, prompt = await decoding(_image, body.inputs), given.prompt or ""
     if len(prompt) > 32_000:
-        raise Refused(422, "invalid_value", "inputs: more than 32000 characters", param="inputs")
+        raise Refused(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
+    for side in ("width", "height"):
+        mine, its = getattr(given, side), getattr(given.target_size, side, None)
+        if None not in (mine, its) and mine != its:
+            said = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
+            raise Refused(422, "invalid_value", said, param=f"parameters.{side}")
     size = given.target_size
     return Ask(
         prompt,
         negative_prompt=given.negative_prompt,
         model=name or None,
-        width=first(given.width, size and size.width),
-        height=first(given.height, size and size.height),
+        width=given.width or (size and size.width),
+        height=given.height or (size and size.height),
         steps=given.num_inference_steps,
         guidance_scale=given.guidance_scale,
         sampler=given.scheduler,

@@ -55,7 +55,7 @@ def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Ima
             image.load()
             return ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
-        raise _refused(name, "is not a PNG, JPEG or WebP") from None
+        raise _refused(name, "is not a PNG, JPEG or WebP; send one") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_large(name) from None
     except (OSError, ValueError, SyntaxError, RuntimeError, EOFError, KeyError, IndexError, TypeError, ArithmeticError):
@@ -94,7 +94,7 @@ def bytes_of_text(name: str, text: str) -> bytes:
     """
     if head := _DATA_URL.match(text):
         if not head[0].endswith(";base64,"):
-            raise _refused(name, "is a data: URL without base64")
+            raise _refused(name, "is a data: URL without base64; send the file itself as base64")
         text = text[head.end() :]
     elif _SOMEWHERE.match(text):
         raise _refused(name, "is an address; nothing is fetched here, so send the file itself as base64")
@@ -102,7 +102,7 @@ def bytes_of_text(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise _refused(name, "is not base64") from None
+        raise _refused(name, "is not base64; send a PNG, JPEG or WebP as base64 or as a data: URL") from None
 
 
 def colours(name: str, image: Image.Image) -> Image.Image:

@@ -14,7 +14,12 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 
+from canvax.errors import shortened
+
 Format = Literal["png", "jpeg", "webp"]
+
+LONGEST_MESSAGE = 600
+"""Characters of a refusal: it may repeat what was sent."""
 
 MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
@@ -33,7 +38,7 @@ class Refused(Exception):
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message := shortened(message, LONGEST_MESSAGE))
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
 
 

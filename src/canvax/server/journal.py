@@ -65,12 +65,13 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.broken: str | None = None
-        self._path, self._lock, self._forgotten = path, threading.Lock(), 0
+        self._path, self._lock, self._forgotten, self._made = path, threading.Lock(), 0, False
         try:
             # SQLite would let others of this machine read it. A file that is there is not opened here: closing it again
             # would give up the lock of a journal that this process has open.
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+                self._made = True
             self._base = sqlite3.connect(path, timeout=0, check_same_thread=False, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error
@@ -78,7 +79,7 @@ class Journal:
         try:
             self._begin()
         except BaseException:
-            self._base.close()
+            self.close()
             raise
 
     def accepted(self, job: Job) -> None:
@@ -128,9 +129,13 @@ class Journal:
             raise InputError(f"--journal {self._path}: is damaged ({error}); {cure}") from None
 
     def close(self) -> None:
-        """Close the file. What comes later is not written."""
+        """Close the file. What comes later is not written. One that was made here for no job at all goes."""
         with self._lock:
+            with suppress(sqlite3.Error):
+                self._made = self._made and not self._base.execute("SELECT count(*) FROM jobs").fetchone()[0]
             self._base.close()
+            if self._made:
+                self._path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         """See whose file it is, take it, and make its tables if it is new."""

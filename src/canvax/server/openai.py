@@ -30,11 +30,11 @@ from canvax.server.answers import (
     encoded,
     error_headers,
     failure,
-    first,
     json_answer,
     model_named,
     nearest_size,
     once_of,
+    one_of,
     read_form,
     read_json,
     settled,
@@ -179,9 +179,8 @@ def _ask(
     mask: Image.Image | None = None,
 ) -> Ask:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
+    _check_together(body)
     width, height = _size(body, card, image)
-    if body.background == "transparent":
-        raise Refused(400, "invalid_value", "background: the models here paint no transparency", param="background")
     kind: Format = body.output_format or "png"
     return Ask(
         body.prompt,
@@ -190,8 +189,8 @@ def _ask(
         n=body.n or 1,
         width=width,
         height=height,
-        steps=first(body.steps, body.num_inference_steps),
-        guidance_scale=first(body.guidance_scale, body.cfg_scale, body.cfg),
+        steps=one_of(body, "steps", "num_inference_steps"),
+        guidance_scale=one_of(body, "guidance_scale", "cfg_scale", "cfg"),
         sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
@@ -208,6 +207,19 @@ def _ask(
     )
 
 
+def _check_together(body: Generation) -> None:
+    """Refuse what would do nothing beside the other fields, in place of passing it over."""
+    lossless = body.output_format in (None, "png") and body.output_compression not in (None, 100)
+    for name, idle, why in (
+        ("background", body.background == "transparent", "the models here paint no transparency; leave it out"),
+        ("output_compression", lossless, "PNG loses nothing; leave it out, or ask for output_format='webp'"),
+        ("partial_images", body.partial_images and not body.stream, "they come in a stream; send stream=true as well"),
+        ("response_format", body.stream and body.response_format == "url", "a stream holds base64; leave one out"),
+    ):
+        if idle:
+            raise Refused(400, "invalid_value", f"{name}={getattr(body, name)!r}: {why}", param=name)
+
+
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
     """Width and height to ask for; a size that can only be meant for OpenAI's models becomes the nearest one here."""
     if body.size in (None, "", "auto"):
@@ -219,6 +231,9 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
     if not found or not all(map(int, found.groups())):
         raise Refused(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
     size = int(found[1]), int(found[2])
+    if (body.width or size[0], body.height or size[1]) != size:
+        said = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
+        raise Refused(400, "invalid_value", said, param="size")
     known = card.any_size or size in card.sizes or size not in _OWN_SIZES
     return size if known else nearest_size(card, size)
 
@@ -228,15 +243,19 @@ def _edit(
 ) -> tuple[Generation, Image.Image, Image.Image | None]:
     """The parts of a form; files are decoded here, so this is done off the event loop."""
     values: dict[str, Any] = dict(fields)
+    for name in {"options", "adapters"} & values.keys():
+        try:
+            values[name] = msgspec.json.decode(fields[name])
+        except (msgspec.DecodeError, RecursionError):
+            said = f"{name}={fields[name]!r:.80} is not JSON; send an object"
+            raise Refused(400, "invalid_value", said, param=name) from None
     try:
-        for name in ("options", "adapters"):
-            if name in values:
-                values[name] = msgspec.json.decode(values[name])
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
-        raise wrong_field(problem, Generation) from None
-    except (msgspec.DecodeError, RecursionError):
-        raise Refused(400, "invalid_value", "options: is not JSON", param="options") from None
+        raise wrong_field(problem, Generation, values) from None
+    for name, _ in files:
+        if name in Generation.__struct_fields__:
+            raise Refused(400, "invalid_value", f"{name}: is a file; send it as text, without a filename", param=name)
     images = [data for name, data in files if name in ("image", "image[]")]
     masks = [data for name, data in files if name == "mask"]
     if "image" in fields or "image[]" in fields or "mask" in fields:
@@ -251,10 +270,8 @@ def _edit(
         return body, colours("image", image), None
     mask = image_of_bytes("mask", masks[0])
     if mask.size != image.size:
-        raise Refused(
-            400, "invalid_image", f"mask has {mask.width} x {mask.height} pixels, image {image.width} x {image.height}",
-            param="mask",
-        )  # fmt: skip
+        sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
+        raise Refused(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
     return body, colours("image", image), transparent_mask("mask", mask)
 
 

@@ -140,7 +140,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
     def found(request: Request) -> Job:
         job = engine.job(request.path_params["name"], client_of(request))
         if job is None:
-            raise Refused(404, "job_not_found", "there is no such job; results are kept for some minutes")
+            said = f"there is no job {request.path_params['name']!r:.80}; results are kept for some minutes"
+            raise Refused(404, "job_not_found", said)
         return job
 
     async def one(request: Request) -> Response:
@@ -153,7 +154,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
         job, index = found(request), request.path_params["index"]
         data = next((picture.data for picture in job.pictures if str(picture.index) == index), None)
         if data is None:
-            raise Refused(404, "image_not_found", "this image is not there, or not yet")
+            said = f"image {index!r:.80} is not there, or not yet; the job lists the urls of those that are done"
+            raise Refused(404, "image_not_found", said)
         headers = {"Cache-Control": "private, max-age=600, immutable"}
         return Response(data, headers=headers, media_type=MEDIA_TYPES[job.ask.format])
 
@@ -227,6 +229,11 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
 def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     """What a body asks for. Decodes its images, so it is called off the event loop."""
     card = model_named(engine, body.model)
+    if body.quality is not None and body.format == "png":
+        said = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
+        raise Refused(400, "invalid_value", said, param="quality")
+    if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
+        raise Refused(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
     image = mask = None
     if body.image is not None:
         image = colours("image", image_of_text("image", body.image))
@@ -246,7 +253,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     return Ask(
         body.prompt,
         negative_prompt=body.negative_prompt,
-        model=body.model or card.id,
+        model=card.id if body.model is None else body.model,
         n=body.n,
         width=width,
         height=height,
@@ -293,7 +300,7 @@ def _first(control: Any) -> Image.Image | None:
 
 def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixels) -> list[PromptImage] | None:
     """Image prompts, decoded."""
-    if not value:
+    if value is None:
         return None
     given = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
     name = "image_prompt"

@@ -40,7 +40,7 @@ _KINDS = {
     "parts": "prompts joined by AND",
     "method": "options.guidance_method",
     "tuned": "options.pag_scale and options.freeu",
-    "clip": "the sampler",
+    "clip": "a sampler that clips (clip_sample or thresholding)",
     "image_prompts": "several images in image_prompt for one adapter",
 }
 """What people call what decides programs."""
@@ -211,7 +211,7 @@ class Served:
         sizes = sorted({key.size for key in keys})
         if wanted.size not in sizes:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
-            return Refused(400, "size_not_ready", message, param="size")
+            return Refused(400, "size_not_ready", message, param="width")
         usual = next(key.kinds for key in keys if key.size == wanted.size)
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:

@@ -203,7 +203,7 @@ class Shelf:
             }
             weights = {name: per_image(name, weight, components) for name, weight in {**tags, **adapters}.items()}
         except InputError as fault:
-            raise invalid("adapters", str(fault)) from None
+            raise invalid("adapters", f"adapters: {str(fault).removeprefix('adapters: ')}") from None
         if twice := tags.keys() & adapters.keys():
             raise invalid("adapters", f"adapters: {min(twice)!r:.100} is in the prompt as well; name it once")
         if len(weights) > self.bank.places.count:

@@ -17,6 +17,7 @@ from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Call, Request, make_request
@@ -25,7 +26,7 @@ from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerTable
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
-from canvax.server.jobs import Ask, Job, Picture, Stepped, invalid
+from canvax.server.jobs import Ask, Job, Picture, Refused, Stepped, invalid
 from canvax.server.shelf import Shelf, Wanted
 
 MOST_IMAGES, MOST_STEPS = 64, 250
@@ -39,6 +40,9 @@ MOST_PARTS = 16
 
 LARGEST_NOISE = 4096
 """Pixels of a side of ``options.seed_size``: noise is drawn on the engine's thread."""
+
+MOST_NOISE = 1000
+"""``s_noise``: far beyond any image, and far from numbers that are not finite."""
 
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
@@ -62,7 +66,8 @@ NOT_OFFERED = {
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
 _NAME = re.compile(r"(?:options\.)?([a-z_0-9]{2,40})(?:=|:| )")
-_NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
+_SETTING = re.compile(r"^timesteps=| is not a setting of | cannot be used \(")
+_NAMES = {"negative_prompts": "negative_prompt", "prompts": "prompt"}
 
 
 class GroupKey(NamedTuple):
@@ -252,12 +257,16 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
             request = _request(ask, reader, seeds[0])
         table, deep, kinds = work(model, request)
     except InputError as error:
-        raise invalid(_field_of(str(error)), str(error)) from None
+        raise _refusal(str(error)) from None
+    for needed, names in idle(request):
+        raise invalid("options", f"options.{names[0]} without {needed}: changes nothing; leave it out")
     if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
         raise invalid(
             "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
             f"{MOST_STEPS} and {MOST_EVALUATIONS}",
         )  # fmt: skip
+    if (times := request.options.settings.get("s_noise", 1)) > MOST_NOISE:
+        raise invalid("options", f"options.sampler_settings: s_noise={times:g} is more than {MOST_NOISE}; 1 is usual")
     if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
         raise invalid("options", f"options.seed_size: a side is longer than {LARGEST_NOISE} pixels")
     if request.composed and request.texts.parts > MOST_PARTS:
@@ -336,16 +345,17 @@ def _request(ask: Ask, model: Model, seed: int) -> Request:
     return make_request(model, call)
 
 
-def _field_of(message: str) -> str | None:
-    """The field that an error's sentence begins with."""
-    if message.startswith("canvax.Options"):
-        return "options"
+def _refusal(message: str) -> Refused:
+    """An error of a call, in the words of an ask; it begins with the field."""
+    message = message.removeprefix("canvax.").replace("num_inference_steps", "steps")
     found = _NAME.match(message)
-    name = found[1] if found else None
-    fields = {field.name for field in dataclasses.fields(Ask)}
-    if name in CONTROL_OPTIONS and not message.startswith("options."):
-        return name
-    if name is None or message.startswith("options.") or name in {f.name for f in dataclasses.fields(Options)}:
-        return None if name is None else "options"
+    name = found[1] if found else ""
     name = _NAMES.get(name, name)
-    return name if name in fields else None
+    fields = {field.name for field in dataclasses.fields(Ask)}
+    if _SETTING.search(message):
+        return invalid("options", f"options.sampler_settings: {message}")
+    if message.startswith(("Options", "options.")):
+        return invalid("options", f"o{message[1:]}")
+    if name in {field.name for field in dataclasses.fields(Options)} - set(CONTROL_OPTIONS):
+        return invalid("options", f"options.{message}")
+    return invalid(name if name in (*fields, *CONTROL_OPTIONS) else None, message)

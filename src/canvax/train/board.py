@@ -22,8 +22,8 @@ def check_board(folder: Path) -> None:
     Raises:
         InputError: tensorboardX is not installed, or the folder cannot be written to.
     """
-    _writer()
     check_writable(f"tensorboard = {str(folder)[:80]!r}", folder)
+    _writer()
 
 
 class Board:

@@ -18,7 +18,8 @@ from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
 from canvax.params import Params, init_params
 from canvax.train.diffusion import CONTROL
-from canvax.train.task import PLAN, Start, Subject, Training, in_dtype, train
+from canvax.train.state import in_dtype
+from canvax.train.task import PLAN, Start, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.load import Component

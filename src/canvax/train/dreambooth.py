@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError, check_count, check_utf8
+from canvax.files import check_writable, written
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
-from canvax.train.pictures import SUFFIXES
-from canvax.train.task import Subject, Training, check_pictures
+from canvax.train.pictures import SUFFIXES, check_apart
+from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
 @checked
@@ -47,6 +49,7 @@ class Instance:
         check_count("batch", self.batch)
         if not self.prompt.strip():
             raise InputError("instance prompt is empty; say what the pictures show: 'a photo of sks dog'")
+        check_utf8("class prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
             raise InputError("class prompt is empty; name the class: 'a photo of a dog', or leave it out")
         if self.class_prompt is None and self.class_pictures is not None:
@@ -68,6 +71,7 @@ def subject_of(
     if instance.class_prompt is None:
         return Subject((instance.prompt,))
     folder = instance.class_pictures or training.folder / "class"
+    check_apart(training.pictures, folder)
     _generate_class(folder, instance.class_prompt, instance, training, mesh, say)
     return Subject((instance.prompt,), prior=folder, prior_caption=instance.class_prompt, prior_weight=instance.weight)
 
@@ -82,14 +86,17 @@ def _generate_class(
         return
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
+    check_writable(f"pictures of the class: {str(folder)[:80]!r}", folder)
+    check = partial(size_of, training)
+    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
-    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh)
     pipe = StableDiffusion(model, programs, params)
-    size = training.size or model.native_size[0]
+    size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):
         part = seeds[start : start + instance.batch]
         filled = part + part[-1:] * (instance.batch - len(part))  # one size of batch, one program
         made = pipe([prompt] * len(filled), seed=filled, height=size, width=size, options=Options(progress=False))
         for seed, image in zip(part, made.images, strict=False):
-            image.save(folder / f"class-{seed:05d}.png")
+            with written(folder / f"class-{seed:05d}.png") as draft:  # a kill leaves no half of one
+                image.save(draft, "PNG")

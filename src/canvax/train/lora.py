@@ -16,7 +16,8 @@ from canvax.images.formats import written
 from canvax.params import Params, Spec
 from canvax.train import low_rank
 from canvax.train.low_rank import FORMATS, LAYERS
-from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, check_rate, in_dtype, train
+from canvax.train.state import in_dtype
+from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, check_rate, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 

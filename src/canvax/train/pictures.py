@@ -11,11 +11,13 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -38,10 +40,14 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASK, MASK_ENDING = "mask", "-masklabel.png"
 """The column of masks, and how the name of a mask ends that lies beside its picture."""
 
+_MOST_FILES = 1_000_000
+"""Of a folder: of more, all would be held in memory."""
+_MOST_BYTES = 1 << 30
+"""Of a file, unpacked: a zip file of some kilobytes may promise any number."""
 _MASK_FILE = "mask_file"
+"""The column that a row gets: the mask's name in the whole of the folder."""
 _REPEATS = re.compile(r"\d+_.")
 """Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
-"""The column that a row gets: the mask's name in the whole of the folder."""
 
 
 @checked
@@ -175,6 +181,20 @@ def read_pictures(
     return Pictures(pixels, own, rows, frames, control, masks)
 
 
+def check_apart(source: str | Path, folder: Path) -> None:
+    """Refuse a folder among the pictures, where what is generated would be read as one of them.
+
+    Raises:
+        InputError: so; where a table says which they are, it does not matter.
+    """
+    pictures, where = (os.path.realpath(path) for path in (named_path("pictures", source), folder))
+    if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
+        raise InputError(
+            f"folder = {str(folder)!r} lies in that of the pictures, and images that are generated there would be read "
+            "as some; choose another one"
+        )
+
+
 def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
     """The control image of a picture, which lies in the same folder as the table."""
     name = row.get(column)
@@ -198,7 +218,13 @@ class _Files:
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
-            self.names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
+            try:
+                there = list(islice(source.rglob("*"), _MOST_FILES + 1))
+                self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
+            except OSError as error:
+                raise InputError(f"pictures = {str(source)!r}: cannot be read ({error})") from None
+            if len(there) > _MOST_FILES:
+                raise InputError(f"pictures = {str(source)!r}: holds more than {_MOST_FILES} files; is it this folder?")
         else:
             raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
         self._known = frozenset(self.names)
@@ -207,6 +233,9 @@ class _Files:
         if name not in self._known:
             raise InputError(f"{self.source}: {name!r} is in the table of captions, but the file is not there")
         try:
+            size = self.archive.getinfo(name).file_size if self.archive else (self.source / name).stat().st_size
+            if size > _MOST_BYTES:
+                raise InputError(f"{self.source}: {name!r} has {size} bytes, more than {_MOST_BYTES}; is it a picture?")
             return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
         except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last of an encrypted one
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error

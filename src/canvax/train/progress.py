@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from canvax.errors import to_stderr
+
 
 class Progress:
     """One line on stderr that is written over on a terminal, a line a minute elsewhere."""
@@ -12,7 +14,7 @@ class Progress:
     def __init__(self, name: str) -> None:
         self.name = name
         self.steps, self.batch = 0, 0
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._shown = -60.0
 
     def begin(self, steps: int, batch: int, done: int) -> None:
@@ -30,18 +32,16 @@ class Progress:
         speed = pace * self.batch
         left = duration(max(self.steps - done, 0) / max(pace, 1e-9))
         text = f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {speed:.1f} samples/s, {left} left"
-        sys.stderr.write(f"\r{text:<100}" if self._terminal else f"{text}\n")
-        sys.stderr.flush()
+        to_stderr(f"\r{text:<100}" if self._terminal else f"{text}\n")
 
     def say(self, what: str) -> None:
         """A line of its own, before the first step."""
-        sys.stderr.write(f"{self.name}: {what}\n")
-        sys.stderr.flush()
+        to_stderr(f"{self.name}: {what}\n")
 
     def close(self) -> None:
         """End the line."""
         if self._terminal:
-            sys.stderr.write("\n")
+            to_stderr("\n")
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.checked import checked, is_deleted, shown
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, nearest
 from canvax.params import Params
-from canvax.types import Array, HostArray
+from canvax.types import Array, DType, HostArray
+from canvax.weights.cast import parse_dtype
 from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
 
 Tree = TypeVar("Tree")
@@ -120,3 +121,15 @@ def _named(state: Any) -> list[tuple[str, Array]]:
 
 def _on_host(leaf: Array) -> HostArray:
     return np.asarray(leaf).reshape(leaf.shape or (1,))
+
+
+@checked
+def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
+    """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
+    dtype = parse_dtype(dtype)
+    for name in names:
+        if name not in params:
+            raise InputError(f"names: params have no {name!r}; {nearest(name, list(params))}")
+        check_arrays(f"params[{name!r}]", params[name])
+        params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
+    return {name: params[name] for name in names}

@@ -10,16 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from canvax.checked import checked
-from canvax.errors import InputError, check_count, nearest
+from canvax.errors import InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -29,14 +27,14 @@ from canvax.pipelines.checks import MAX_SIDE, default_dtype
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit
 from canvax.train.objectives import check_trainable
-from canvax.train.pictures import MASK, MASK_ENDING, Pictures, read_pictures
-from canvax.train.state import check_arrays
+from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 
@@ -117,6 +115,8 @@ class Subject:
     prior_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        for text in (*self.captions, self.prior_caption):
+            check_utf8("caption", text)
         if self.prior_weight <= 0:
             raise InputError(f"prior_weight = {self.prior_weight} must be more than 0")
         if self.prior is None and (self.prior_caption or self.prior_weight != 1):
@@ -227,18 +227,17 @@ def train(
         CheckpointError: the model cannot be read.
     """
     target = aim.target(training.folder)
-    _check_folder(training.folder, target)
+    check_folder(training.folder, target)
     check_pictures(training, subject)
+    looked: list[tuple[int, Pictures, Pictures | None, bool]] = []
 
-    model, programs, params = open_model(
-        training.model, dtype="float32", mesh=mesh, check=partial(_check_model, training, aim)
-    )
-    size = _size(training, model)
+    def look(model: Model) -> None:  # before weights are fetched
+        looked.append(_look(training, aim, subject, model))
+
+    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=look)
+    ((size, own, prior, masked),) = looked
     dtype = default_dtype(mesh) if training.dtype is None else training.dtype
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
-    own = _read(training.pictures, size, training, subject.captions, subject.control_column)
-    prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    masked = _check_masks(training, [own] if prior is None else [own, prior])
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest(), **_decisive(training, aim)}
     if prior is not None:
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
@@ -286,7 +285,8 @@ def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
-def _check_folder(folder: Path, target: Path) -> None:
+def check_folder(folder: Path, target: Path) -> None:
+    """Refuse a file, and the folder of a finished run."""
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
     if folder.exists() and not folder.is_dir():
@@ -304,6 +304,11 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
     if model.networks.embeds_guidance:
         raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
     aim.check(model, training)
+    for text in training.prompts:
+        try:
+            make_request(model, Call(text))
+        except InputError as error:
+            raise InputError(f"preview {text[:80]!r}: {error}") from None
 
 
 def _preview(
@@ -330,13 +335,24 @@ def check_pictures(training: Training, subject: Subject) -> None:
     Raises:
         InputError: they cannot be read.
     """
+    if training.prompts:
+        check_apart(training.pictures, training.folder)
     column, control = training.caption_column, subject.control_column
     more = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
     read_pictures(training.pictures, 8, caption_column=column, masked=masked, **more)
 
 
-def _size(training: Training, model: Model) -> int:
+def _look(training: Training, aim: Aim, subject: Subject, model: Model) -> tuple[int, Pictures, Pictures | None, bool]:
+    _check_model(training, aim, model)
+    size = size_of(training, model)
+    own = _read(training.pictures, size, training, subject.captions, subject.control_column)
+    prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
+    return size, own, prior, _check_masks(training, [own] if prior is None else [own, prior])
+
+
+def size_of(training: Training, model: Model) -> int:
+    """The side of the pictures; InputError if the model cannot have it."""
     size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
     if size % (2 * model.vae.factor):
         raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
@@ -427,15 +443,3 @@ def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarr
     found = model.size_conditions(size[0], size[1], options)
     assert found is not None
     return found[0]
-
-
-@checked
-def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
-    """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
-    dtype = parse_dtype(dtype)
-    for name in names:
-        if name not in params:
-            raise InputError(f"names: params have no {name!r}; {nearest(name, list(params))}")
-        check_arrays(f"params[{name!r}]", params[name])
-        params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
-    return {name: params[name] for name in names}

@@ -17,7 +17,8 @@ from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.params import Params
-from canvax.train.task import PLAN, Start, Subject, Training, in_dtype, train
+from canvax.train.state import in_dtype
+from canvax.train.task import PLAN, Start, Subject, Training, train
 from canvax.types import Array, DType, HostArray
 from canvax.weights.embeddings import MOST_VECTORS, check_token
 from canvax.weights.safetensors import Outgoing, write_safetensors

@@ -14,6 +14,7 @@ from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
 from canvax.weights.layout import PICKLES, pickle_refused
+from canvax.weights.safetensors import open_safetensors
 from canvax.weights.source import Source
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
@@ -74,14 +75,17 @@ class AdapterSource:
         """
         local = self._local(usual)
         if local is not None:
+            self.source_of(self.name, self.revision).tell_of_idle("file", "revision")
             return local
         match = _HUB_ID.fullmatch(str(self.name))
         assert match is not None
         return replace(self, name=match[1], weight_name=self.weight_name or match[2])._fetched(usual)
 
     def check(self, usual: Sequence[Sequence[str]]) -> None:
-        """Raise what ``find`` would, as far as that can be told without the Hub."""
-        self._local(usual)
+        """Raise what ``find`` and reading would, as far as that can be told without the Hub."""
+        if (local := self._local(usual)) is not None:
+            for path in local[0]:
+                open_safetensors(path, plain_names=False)
 
     def _local(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None] | None:
         """What ``find`` returns for a file or folder; None for a Hub id."""
@@ -89,7 +93,8 @@ class AdapterSource:
             path = Path(self.name).expanduser()
             is_folder, is_file = path.is_dir(), path.is_file()
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(f"adapter {str(self.name)[:200]!r} cannot be a file's name ({error})") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"adapter {str(self.name)[:200]!r} cannot be a file's name ({reason})") from None
         if is_file:
             if path.suffix.lower() != ".safetensors":
                 raise CheckpointError(_other_file(path))

@@ -136,7 +136,7 @@ def save_checkpoint(
         )
     _check_parts([part.name for part in components], params, configs)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
-    with _writing(folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
+    with writing("folder", folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
         names = [part.name for part in components]
         for part in components:
             config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
@@ -156,13 +156,13 @@ def save_checkpoint(
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Inside, ``folder`` is written, and its parent is there; a disk that refuses is an error of canvax."""
+def writing(name: str, path: Path) -> Iterator[None]:
+    """Inside, the argument ``name`` is written, and its parent is there; a disk that refuses is an error of canvax."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise CanvaxError(f"folder = {str(folder)!r} cannot be written ({error.strerror or error}).") from error
+        raise CanvaxError(f"{name} = {str(path)!r} cannot be written ({error.strerror or error}).") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from canvax.checked import placed
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
-from canvax.files import named_path
+from canvax.files import first_there, named_path
 from canvax.weights.adapter_names import are_words, is_adapters
 from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
 from canvax.weights.safetensors import open_safetensors
@@ -77,8 +77,10 @@ class Source:
             raise InputError("token has characters that no token has, such as spaces or accents; copy it again.")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise InputError(f"cache_dir = {self.cache_dir!r} is not a folder's name.")
-        if self.cache_dir is not None and named_path("cache_dir", self.cache_dir).is_file():
-            raise InputError(f"cache_dir = {str(self.cache_dir)[:200]!r} is a file; name a folder.")
+        if self.cache_dir is not None:
+            there = first_there(named_path("cache_dir", self.cache_dir))
+            if not there.is_dir():
+                raise InputError(f"cache_dir = {str(self.cache_dir)[:200]!r}: {there} is not a folder; name one.")
         check_flag("local_files_only", self.local_files_only)
         check_flag("progress", self.progress)
 
@@ -88,6 +90,11 @@ class Source:
         text = str(self.model)
         return _ADDRESS.sub("", text).removesuffix("/") if _ADDRESS.match(text) else text
 
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether the name could be one; a folder may have it too."""
+        return isinstance(self.model, str) and bool(_HUB_ID.fullmatch(self.name)) and ".." not in self.name
+
     def local_folder(self) -> Path | None:
         """The folder that ``model`` names, or None if it is a Hub id.
 
@@ -95,8 +102,8 @@ class Source:
             CheckpointError: it is neither.
         """
         folder = self._local_folder()
-        if folder is not None and self.revision is not None:
-            warn(f"revision = {self.revision!r} is ignored: {self.name!r} is a folder, not a Hub id")
+        if folder is not None:
+            self.tell_of_idle("folder", "revision")
         return folder
 
     def single_file(self) -> Path | None:
@@ -114,7 +121,14 @@ class Source:
             return None
         if (kind := _other_kind(path)) is not None:
             raise CheckpointError(f"{self.name}: is {kind}, not a model; pass a model{_PLACES.get(kind, '')}.")
+        self.tell_of_idle("file", "revision", "variant")
         return path
+
+    def tell_of_idle(self, kind: str, *names: str) -> None:
+        """Warn of attributes that mean nothing for a model that is on this machine, which is of this ``kind``."""
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                warn(f"{name} = {value!r} is ignored: {self.name!r} is a {kind}, not a Hub id")
 
     def other_kind(self) -> str | None:
         """What ``model`` is if it names a file that holds no whole model, such as "a LoRA"; None for all else."""
@@ -146,7 +160,7 @@ class Source:
             )
         if text.lower().endswith(_FILES):
             raise CheckpointError(f"model = {text!r}: there is no such file.")
-        if isinstance(self.model, str) and _HUB_ID.fullmatch(text) and ".." not in text:
+        if self.is_hub_id:
             return None
         if text in EXAMPLES:
             raise CheckpointError(
@@ -155,6 +169,12 @@ class Source:
             )
         hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
+
+
+def tell_of_idle_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
+    """Warn of a folder for the Hub's files where none of the models, networks and parts that are named is there."""
+    if cache_dir is not None and all(name in BUNDLED or os.path.lexists(Path(name).expanduser()) for name in names):
+        warn(f"cache_dir = {str(cache_dir)!r:.80} is ignored: {' and '.join(map(str, names))!s:.200} is not on the Hub")
 
 
 _PLACES = {
