@@ -214,7 +214,7 @@ def check_state(state: Any) -> SchedulerState:
     """Refuse what is no :class:`SchedulerState`."""
     if not isinstance(state, SchedulerState):
         raise InputError(
-            f"params['scheduler'] is a {type(state).__name__}; put back what from_pretrained returned there, or the "
+            f"params['scheduler']={shown(state)}: put back what from_pretrained returned there, or the "
             "state of a scheduler class of canvax.flax_api"
         )
     return state
