@@ -43,7 +43,13 @@ def main() -> int:
             import_module(f"canvax.cli.{command}")
     if usual:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+    code = run()
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:  # it is full: Python would try once more, and exit with 120
+        sys.stderr = None
+    return code
 
 
 if __name__ == "__main__":
