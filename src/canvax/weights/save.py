@@ -131,9 +131,8 @@ def save_checkpoint(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"folder = {str(folder)!r} is a file; choose another name.")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise InputError(
-            f"folder = {str(folder)!r} is not empty; choose another, or pass overwrite=True (--overwrite)."
-        )
+        told = "is not empty; choose another one, or pass overwrite=True (--overwrite)."
+        raise InputError(f"folder = {str(folder)!r} {told}")
     _check_parts([part.name for part in components], params, configs)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
     with writing("folder", folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
