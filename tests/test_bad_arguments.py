@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import canvax
 from canvax import samplers
 from canvax.checked import checked, placed
+from canvax.errors import refuse_tracers
 from canvax.files import named_folder
 from canvax.samplers import Clip, NoiseSchedule, SamplerOptions, build_table, from_scheduler_config
 from canvax.train import dreambooth, finetune, loop, lora, pictures, task, textual_inversion
@@ -222,3 +223,9 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         emoji("a", guidance_scale=5, guidance_steps=[2.0], **more)
     with pytest.warns(canvax.errors.HintWarning, match="spacing without steps to place"):
         emoji("a", sampler="euler", sigmas=[5.0], spacing="trailing", progress=False)
+
+
+def test_tracers_in_tables_whose_names_cannot_be_sorted() -> None:
+    refuse_tracers("control", [{"depth": 1, 3: 2}])
+    with pytest.raises(canvax.InputError, match="control is traced"):
+        jax.jit(lambda x: refuse_tracers("control", [{"depth": x, 3: 2}]))(1.0)

@@ -64,9 +64,15 @@ def test_a_second_server(tmp_path: Path) -> None:
     first.close()  # once more does no harm
 
 
+def empty(path: Path) -> None:
+    """A journal without jobs, in a file that was there before: one that the journal made would go with it."""
+    path.touch()
+    Journal(path).close()
+
+
 def changed(statement: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        Journal(path).close()
+        empty(path)
         with sqlite3.connect(path) as base:
             base.execute(statement)
         base.close()
@@ -83,7 +89,7 @@ def foreign(path: Path) -> None:
 OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a text": (lambda path: path.write_text("not a database\n" * 100), "is not a journal"),
     "an image": (lambda path: path.write_bytes(drawn(1, (64, 64), "png")), "is not a journal"),
-    "half a journal": (lambda path: (Journal(path).close(), os.truncate(path, 5000)), "is not a journal"),
+    "half a journal": (lambda path: (empty(path), os.truncate(path, 5000)), "is not a journal"),
     "another program's": (foreign, "database of another program"),
     "a newer one": (changed(f"PRAGMA user_version = {VERSION + 1}"), "of another version"),
     "an older one": (changed("PRAGMA user_version = 0"), "of another version"),

@@ -131,11 +131,21 @@ def refuse_tracers(name: str, value: Any) -> None:
     """
     import jax.core  # here, since `canvax --help` does without JAX
 
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(value)):
         raise InputError(
             f"{name} is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap; "
             "docs/under-the-pipeline.md has the functions to use inside them"
         )
+
+
+def _leaves(value: Any) -> list[Any]:
+    import jax
+
+    try:
+        return jax.tree.leaves(value)
+    except ValueError:  # a table in it has names that cannot be sorted: {"depth": ..., 3: ...}
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        return [leaf for one in inside for leaf in _leaves(one)]
 
 
 def plain(value: Any, name: str = "a number") -> Any:

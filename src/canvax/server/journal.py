@@ -132,10 +132,10 @@ class Journal:
         """Close the file. What comes later is not written. One that was made here for no job at all goes."""
         with self._lock:
             with suppress(sqlite3.Error):
-                self._made = self._made and not self._base.execute("SELECT count(*) FROM jobs").fetchone()[0]
+                # While it is still locked: a server that starts at this moment must not get a file that goes.
+                if self._made and not self._base.execute("SELECT count(*) FROM jobs").fetchone()[0]:
+                    self._path.unlink(missing_ok=True)
             self._base.close()
-            if self._made:
-                self._path.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         """See whose file it is, take it, and make its tables if it is new."""
