@@ -72,7 +72,7 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
         cure = (
             f"jit=True takes {name} [D, B, {one}] for D devices: shard(prompt_ids)"
             if jit
-            else f"jit=False takes {name} [B, {one}] of prepare_inputs, no device axis; for several devices pass jit=True"
+            else f"jit=False takes {name} [B, {one}] of prepare_inputs; for a device axis pass jit=True"
         )
         raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; {cure}")
     if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
