@@ -150,33 +150,26 @@ async def _closed(base: str, mix: Mix) -> list[Answer]:
     return await closed_loop(base, requests(1.0, 1000.0, clients=1, seed=7, mix=mix), 16, CLOSED)
 
 
-def _sums(base: str) -> dict[str, tuple[float, float]]:
-    """By batch, and for decoding under "": seconds until now, and of how many."""
-    found: dict[str, tuple[float, float]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{base}/metrics").text):
-        if family.name in ("canvax_step_seconds", "canvax_decode_seconds"):
-            for sample in family.samples:
-                name, (seconds, count) = (
-                    sample.labels.get("batch", ""),
-                    found.get(sample.labels.get("batch", ""), (0, 0)),
-                )
-                if sample.name.endswith(("_sum", "_count")):
-                    summed = sample.name.endswith("_sum")
-                    found[name] = (sample.value, count) if summed else (seconds, sample.value)
-    return found
+def _sums(base: str) -> dict[tuple[str, str], float]:
+    """Seconds ("sum") and how many ("count") until now: of steps by batch, of decoding under ""."""
+    text = httpx.get(f"{base}/metrics").text
+    return {
+        (sample.labels.get("batch", ""), sample.name.rpartition("_")[2]): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.name in ("canvax_step_seconds", "canvax_decode_seconds")
+        for sample in family.samples
+    }
 
 
-def _with_means(
-    speed: Speed, before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]
-) -> Speed:
+def _with_means(speed: Speed, before: Mapping[tuple[str, str], float], after: Mapping[tuple[str, str], float]) -> Speed:
     """With what a step and decoding took on average in between."""
-    means = {}
-    for name, (seconds, count) in after.items():
-        earlier = before.get(name, (0.0, 0.0))
-        if count > earlier[1]:
-            means[name] = (seconds - earlier[0]) / (count - earlier[1])
-    row = {batch: means.get(str(batch), seconds) for batch, seconds in speed.row.items()}
-    return replace(speed, row=row, decode=means.get("", speed.decode))
+
+    def mean(name: str, usual: float) -> float:
+        seconds, count = (after.get((name, kind), 0.0) - before.get((name, kind), 0.0) for kind in ("sum", "count"))
+        return seconds / count if count else usual
+
+    row = {batch: mean(str(batch), seconds) for batch, seconds in speed.row.items()}
+    return replace(speed, row=row, decode=mean("", speed.decode))
 
 
 def _warm(said: str) -> Speed:

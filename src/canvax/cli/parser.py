@@ -63,16 +63,15 @@ class Parser(argparse.ArgumentParser):
         """Tell of a flag of one value that is given two: argparse takes the last without a word."""
         of = {flag: action for action in self._actions for flag in action.option_strings}
         seen: dict[str, str] = {}
-        several = set[str]()
         for word, following in zip_longest(words, words[1:], fillvalue=""):
             flag, sign, value = word.partition("=")
             action = of.get(flag)
             if type(action) is not argparse._StoreAction:
                 continue
             value = value if sign else following
-            if seen.setdefault(action.dest, value) != value or (action.nargs and action.dest in several):
+            again = action.dest in seen
+            if seen.setdefault(action.dest, value) != value or (action.nargs and again):
                 warn(f"{flag} is given twice; the last value, {value[:80]!r}, is the one that counts", HintWarning)
-            several.add(action.dest)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Of a flag written ``--flag=--``, which argparse takes for no value at all."""
