@@ -131,10 +131,12 @@ class Journal:
     def close(self) -> None:
         """Close the file. What comes later is not written. One that was made here for no job at all goes."""
         with self._lock:
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error, OSError):
                 # While it is still locked: a server that starts at this moment must not get a file that goes.
                 if self._made and not self._base.execute("SELECT count(*) FROM jobs").fetchone()[0]:
-                    self._path.unlink(missing_ok=True)
+                    # Its write-ahead log first: SQLite leaves the log of a file that is gone.
+                    for path in (self._path.with_name(f"{self._path.name}-wal"), self._path):
+                        path.unlink(missing_ok=True)
             self._base.close()
 
     def _begin(self) -> None:
