@@ -138,9 +138,9 @@ def servers(arguments: argparse.Namespace, folder: Path) -> Iterator[Server]:
     keys, file = [secrets.token_hex(16) for _ in range(max(arguments.clients))], folder / "keys.txt"
     file.touch(0o600)
     file.write_text("".join(f"client{i}:{key}\n" for i, key in enumerate(keys)))
-    sizes, batches = [size for size, _ in MIXES[arguments.mix].sizes], ",".join(map(str, arguments.batches))
+    sizes = [size for size, _ in MIXES[arguments.mix].sizes]
     for kind in arguments.batching:
-        port = _free_port()
+        port, batches = _free_port(), "1" if kind == "none" else ",".join(map(str, arguments.batches))
         command = [sys.executable, "-m", "canvax", "serve", arguments.model, "--port", str(port), "--keys", str(file)]
         command += ["-q", "--queue-images", "100000", "--queue-seconds", "100000", "--batching", kind]
         command += ["--warm", *(f"{size}:{batches}" for size in sizes)]
