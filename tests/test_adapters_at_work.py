@@ -102,6 +102,8 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
         as_text = pixels(sd, "a cat <lora:ink:0.5>")
     sd.adapters.folder = loras
     np.testing.assert_array_equal(pixels(sd, "a cat <lora:ink:0.5>"), wanted)
+    with pytest.warns(HintWarning, match="<lora:ink:1> in the negative prompt is read as text"):
+        sd("a cat", "a dog <lora:ink:1>", **STEPS)
     np.testing.assert_array_equal(pixels(sd, ["a <lora:ink-v1:0.5> cat"]), wanted)  # by the name of its trainer
     assert np.abs(as_text - wanted).max() > 1e-3
     assert {name: one.weight for name, one in sd.adapters.items()} == {"ink": 0.0, "ink-v1": 0.0}

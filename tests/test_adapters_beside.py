@@ -17,7 +17,7 @@ from small_sdxl import build
 
 import canvax
 from canvax.compile.monitor import counting
-from canvax.errors import InputError
+from canvax.errors import HintWarning, InputError
 from canvax.models.beside import Places
 
 STEPS = {"num_inference_steps": 2, "progress": False}
@@ -237,17 +237,19 @@ def test_what_is_not(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has a rank of [3-6], and places have 2; .*beside\(rank=[48]\)"):
         sd.adapters.load("ink", ink, beside=True)
     convolutions = adapter(tmp_path / "conv.safetensors", sd, 0, only="conv")
-    with pytest.raises(InputError, match="has no place"):
+    with pytest.raises(InputError, match="has no place in layers='attention'"):
         sd.adapters.load("conv", convolutions, beside=True)
     assert not sd.adapters
     with pytest.raises(InputError, match="layers='most' is not known"):
         sd.adapters.beside(layers="most")
 
 
-def test_arguments(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_arguments(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing is beside the weights"):
         sd("a cat", adapters={"ink": 1.0}, **STEPS)
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
+    with pytest.warns(HintWarning, match="beside the weights are not in what is saved: ink"):
+        sd.save(tmp_path / "model")
     sd.adapters.load("clay", loras / "clay.safetensors")
     for asked, said in (
         ({"inc": 1.0}, "'inc' is not loaded"),

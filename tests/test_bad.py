@@ -167,7 +167,7 @@ def test_names_of_models(name: str, verb: str, capsys: pytest.CaptureFixture[str
 LINES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"),
     "list": ('{"prompt": ["a"]}', "prompt"), "number": ('{"prompt": 5}', "prompt"), "no prompt": ('{"seed": 1}', "prompt"),
-    "broken": ('{"prompt": "a"', "JSON"), "unknown": ('{"prompt": "a", "stepz": 4}', "stepz.*steps|steps"), "deep": ("{" + '"a":{' * 60_000, "JSON"),
+    "broken": ('{"prompt": "a"', "JSON"), "null": ('{"prompt": null}', "null"), "unknown": ('{"prompt": "a", "stepz": 4}', "stepz.*steps|steps"), "deep": ("{" + '"a":{' * 60_000, "JSON"),
     "text steps": ('{"prompt": "a", "steps": "4"}', "steps"), "list steps": ('{"prompt": "a", "steps": [4]}', "steps"),
     "true": ('{"prompt": "a", "steps": true}', "steps"), "huge": ('{"prompt": "a", "seed": ' + "9" * 400 + "}", "seed"),
     "infinite": ('{"prompt": "a", "guidance_scale": 1e999}', "guidance"), "nan": ('{"prompt": "a", "guidance_scale": NaN}', "guidance"),
@@ -421,6 +421,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": "a cat", "prompt": None}, "^prompt_embeds='a cat' is text"), ({"guidance_scale": 1e30}, "^guidance_scale=1e.30 is beyond"),
     ({"sampler": "DPM++ 2M Exponential", "sigmas": "karras"}, "^sigmas='karras' with sampler="), ({"hires": 1.03}, "^hires=1.03 leaves 64 x 64"),
     ({"sampler": "euler", "sampler_settings": {"s_churn": 5, "s_tmin": 10, "s_tmax": 1}}, "^s_tmin=10 is above"), ({"noise": LATENTS}, "^noise=.{0,90} is not known"),
+    ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"prompt": LATENTS}, "prompt={'text': array}"),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
 
@@ -436,6 +437,7 @@ def test_calls(index: int, emoji: canvax.StableDiffusion) -> None:
 LOADS: list[tuple[dict[str, Any], str]] = [
     *(({"model": value}, "model|name|folder|hub") for value in (5, None, [], "", b"emoji", object(), Strange(), "none/none.safetensors")),
     *(({"dtype": value}, "dtype") for value in ("int8", 5, "nope", [], object(), "complex64")),
+    ({"dtype": "fp8"}, "quantize="),
     *(({"quantize": value}, "quantize") for value in ("int4", 5, [], {}, object())),
     *(({"revision": value}, "revision") for value in (5, [], "", b"a")),
     *(({"variant": value}, "variant") for value in (5, [], "../x")),
@@ -455,6 +457,9 @@ def test_loads(index: int) -> None:
     with pytest.raises((canvax.CanvaxError, TypeError)) as caught:
         canvax.load(**{"model": "emoji", "progress": False} | changes)
     check_answer(str(caught.value), words)
+
+
+async def later(step: canvax.Step) -> None: ...
 
 
 ROWS = build_table(from_scheduler_config({"_class_name": "DDIMScheduler"}), 3)
@@ -506,6 +511,9 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "class": (lambda _: canvax.StableDiffusion.from_single_file("x"), r"^from_single_file: canvax[.]load"),
     "rows": (lambda _: Generate("emoji", defaults={"stpes": 5}), "'stpes'.*'steps'"), "image format": (lambda _: Generate("emoji", image_format="gif"), "^image_format='gif'"),
     "skipped": (lambda pipe: build_table(pipe.model.scheduler, 20, skip=20), "^skip=20 leaves none of 20"),
+    "callbacks": (lambda pipe: pipe("a", callback=print, callback_on_step_end=lambda *_: {}), "^callback and callback_on_step_end"), "a float": (lambda pipe: pipe("a", image=Image.new("F", (64, 64))), "^image has the mode F"),
+    "callback's 0": (lambda pipe: pipe("a", num_inference_steps=2, progress=False, callback=lambda step: 0), "^the callback returned 0; give None"), "async": (lambda pipe: pipe("a", callback=later), "^callback=.*async"),
+    "near": (lambda _: canvax.Optoins, "'Optoins'; did you mean 'Options'"),  # pyright: ignore[reportAttributeAccessIssue]
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
 
@@ -549,7 +557,8 @@ COMMANDS: list[tuple[str, str]] = [
         "--weight-decay nan", "--size 0", "--min-snr nan", "--min-snr 0", "--text-lr 1e-4", "--stop-after nan", "--accumulate 0", "--seed -1", f"--seed {2**32}")),
     ("train dreambooth . -o m -p x --prior-weight 2", "class-prompt"), ("train dreambooth . -o m -p x --rank 8", "--rank without --lora"),
     ("train lora . -o /dev/null/m", "output"), ("bench -b 1000000000", "batch"), ("plan emoji --target gpu-l4 --p95 5", "--p95 goes with --rate"),
-    ("plan emoji --target gpu-l4 --arrivals daily", "--arrivals goes"), ("sheet a --x steps=1,2 --x eta=0,1", "--x is given twice"), ("serve --memory 1", "memory"),
+    ("plan emoji --target gpu-l4 --arrivals daily", "--arrivals goes"), ("sheet a --x steps=1,2 --x eta=0,1", "--x is given twice"), ("sheet a --x steps=1,2 --steps 5", "leave out the flag"), ("generate --prompt-file p.csv", "canvax batch"),
+    ("generate x --image-strength 1", "write --strength"), ("batch https://x/y.jsonl -o b", "download"), ("serve --memory 1", "memory"),
     ("generate x --vae nope", "vae='nope'"), (f"generate x --vae {'v' * 5000}", "vae="), (f"info {'a' * 4000}/{'b' * 4000}", "name"), ("info ~nobody-here/x", "name"),
     ("samplers --steps 5", "--steps goes with"), ("samplers curves -o x.png", "--output goes with"), ("--nope --also", "'--nope' is not a flag"),
     ("generate x --seed-size 63 64", "seed_size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "guidance_steps has 3"),
@@ -636,6 +645,17 @@ def test_parameters(kind: str, emoji: canvax.StableDiffusion) -> None:
         emoji("a cat", num_inference_steps=1, progress=False, params=params)
     check_answer(str(caught.value), words)
     assert kind == "described" or "conv_in.bias" in str(caught.value)
+
+
+def test_parameters_of_its_own(emoji: canvax.StableDiffusion) -> None:
+    """What somebody took out of them is missed before anything runs."""
+    assert emoji.params is not None
+    held = emoji.params["unet"].pop("conv_in")
+    try:
+        with pytest.raises(canvax.InputError, match=r"conv_in\.weight is missing"):
+            emoji("a cat", num_inference_steps=1, progress=False)
+    finally:
+        emoji.params["unet"]["conv_in"] = held
 
 
 # What model_index.json names

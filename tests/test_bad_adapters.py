@@ -266,6 +266,8 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
     sd.adapters.load("a", file)
     with pytest.raises(CanvaxError, match="such an adapter is loaded"):
         sd.adapters.load("a", file)
+    with pytest.raises(CanvaxError, match=r"weight of the adapter 'a' cannot be set: write pipe\.adapters\.set"):
+        sd.adapters["a"].weight = 0.5
     with pytest.raises(CanvaxError, match=r"'A b' is not loaded; .*'a'"):
         sd.adapters.set({"A b": 1})
     sd.adapters.remove()

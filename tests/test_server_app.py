@@ -148,6 +148,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         ({"prompt": "x", "image_prompt": {"image": "x", "scal": 1}}, "image_prompt.scal"),
         ({"prompt": "x", "adapters": {"ink": "x"}}, "adapters"),
         ({"prompt": "x", "quality": 5}, "quality"),
+        ({"prompt": "x", "cfg_scale": 5}, "cfg_scale"),
         ({"prompt": "x", "control_scale": 1, "options": {"control_scale": 2}}, "control_scale"),
     ],
 )
@@ -155,6 +156,7 @@ def test_wrong_fields_are_named(site: Web, body: dict[str, Any], param: str) -> 
     told = check_refused("own", site.http.post("/api/jobs", json=body), 400)
     assert told["error"]["param"] == param
     assert param in told["error"]["message"]
+    assert param != "cfg_scale" or "send 'guidance_scale'" in told["error"]["message"]
 
 
 def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:

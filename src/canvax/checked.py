@@ -142,6 +142,8 @@ def check_function(name: str, function: Any, count: int, told: str) -> None:
     """
     if not callable(function):
         raise InputError(f"{name}={shown(function)} is not a function; it is called with {told}")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"{name}={shown(function)} is an async function, which nobody awaits; give one without async")
     try:
         inspect.signature(function).bind(*[None] * count)
     except ValueError:  # a function of C, which does not tell

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import select
+import shlex
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 """What ``--zero-snr`` says of a model's schedule."""
 
 _MAX_PROMPT_FILE = 64 << 20
+_TABLES = (".csv", ".tsv", ".parquet")
 _PATIENCE = 10.0
 """Seconds that a named pipe is waited for."""
 
@@ -291,6 +293,8 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         if name == "-" and sys.stdin is None:
             raise InputError("--prompt-file -: there is no standard input; name a file")
+        if Path(name).suffix.lower() in _TABLES:  # whose header would be the first prompt
+            raise InputError(f"--prompt-file {name}: a table is read by canvax batch {shlex.quote(name)} -o FOLDER")
         data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
@@ -339,7 +343,7 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
         if name != "prompt" and name not in SETTINGS:
             raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *ALIASES])}")
     if "prompt" not in entry:
-        raise InputError(f"{where}has no field 'prompt'")
+        raise InputError(where + ("'prompt' is null; write a text" if "prompt" in fields else "has no field 'prompt'"))
     return entry
 
 

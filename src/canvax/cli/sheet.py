@@ -59,6 +59,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise InputError(f"--x and --y are both {axes[0].name}; give two settings, or one")
     if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
         raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
+    for axis in axes:  # a prompt beside an axis of prompts is what the usage has
+        if axis.name != "prompt" and getattr(arguments, axis.name, None) not in (None, [], False):
+            raise InputError(f"{axis.label} is given as a flag and along an axis; leave out the flag")
     across, down = axes[0], axes[1] if len(axes) > 1 else None
     cells = [{across.name: x} | ({down.name: y} if down else {}) for y in (down.values if down else [None])
              for x in across.values]  # fmt: skip

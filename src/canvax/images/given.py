@@ -95,6 +95,8 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
         raise InputError(f"{name} of {image.width} x {image.height} pixels; images of 2 x 2 to {MOST_PIXELS} pixels do")
     if image.mode == "CMYK":
         raise InputError(f"{name} has the colours of a printer (CMYK); convert it to RGB with its profile")
+    if image.mode == "F":  # which PIL would cut off at 0 and 255, be it of 0..1 or of anything else
+        raise InputError(f"{name} has the mode F, numbers of any range; give np.asarray(image) with floats in 0..1")
     try:
         return (upright_mask if grey else upright_rgb)(image)
     except (OSError, ValueError, SyntaxError) as error:

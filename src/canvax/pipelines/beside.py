@@ -98,7 +98,7 @@ class Bank:
             component, path = key
             slot = self._slots.get(component, {}).get(path.removesuffix(".weight"))
             if slot is None:
-                faults.append(f"{component}.{path} has no place")
+                faults.append(f"{component}.{path} has no place in layers={self.places.layers!r}")
                 continue
             try:
                 down, up = low_rank(part, slot.param.checkpoint_shapes[0])

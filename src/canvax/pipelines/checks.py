@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from canvax.checked import shown
 from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
 from canvax.noise import image_seeds
 from canvax.types import DType
@@ -41,10 +42,11 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     if isinstance(prompts, list | tuple) and not prompts:
         raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
     if not isinstance(prompts, Sequence) or not all(isinstance(p, str) for p in prompts):
-        raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
+        embeds = "; write prompt={'text': array}, as pipe.encode gives it" if hasattr(prompt, "shape") else ""
+        raise InputError(f"prompt={shown(prompt)} is neither a string nor a list of strings{embeds}")
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
-        raise InputError(f"negative_prompt={negative!r} is neither a string nor a list of strings")
+        raise InputError(f"negative_prompt={shown(negative)} is neither a string nor a list of strings")
     check_length("prompt", prompts)
     check_length("negative_prompt", negatives)
     if len(prompts) * per_prompt > MOST_IMAGES:
@@ -70,7 +72,7 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
     count = len(otherwise) // per_prompt
     values = [value] * count if isinstance(value, str) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
-        raise InputError(f"{name}={value!r} is neither a string nor a list of strings")
+        raise InputError(f"{name}={shown(value)} is neither a string nor a list of strings")
     check_length(name, values)
     if len(values) != count:
         raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one string, or one for each")
@@ -109,7 +111,8 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
         raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
     if own not in (None, int(value)):
         raise InputError(
-            f"num_inference_steps={value} with {own} levels, timesteps or scales of your own; leave it out"
+            f"num_inference_steps={value} with {own} levels (sigmas), timesteps or scales (guidance_steps) of your "
+            "own; leave it out"
         )
     return int(value)
 

@@ -86,6 +86,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
                 "it with pipe.adapters.load"
             )
             break
+    for prompt in filter(None, dict.fromkeys(request.negatives)):
+        if network := _NETWORK.search(prompt):
+            yield f"{network[0]} in the negative prompt is read as text; name adapters in the prompt"
+            break
     for prompt in prompts:
         if syntax == "plain" and (weight := _WEIGHT.search(prompt)):
             yield f"{weight[0]} is read as text; prompt_syntax='a1111' reads it as a weight"

@@ -15,7 +15,7 @@ from canvax.checked import checked, placed
 from canvax.compile.aot import Build
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.errors import InputError, check_count, check_flag, refuse_tracers
+from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.families.base import Model
 from canvax.files import named_folder
 from canvax.models.text import Conditions
@@ -164,6 +164,8 @@ class LoadedModel:
             raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
         with multihost.together("canvax save") if spread else nullcontext():
             if not spread or multihost.leads(self.programs.mesh):
+                if beside := [name for name, one in vars(self).get("adapters", {}).items() if one.place is not None]:
+                    warn(f"adapters beside the weights are not in what is saved: {', '.join(beside)}", HintWarning)
                 self.model.save(
                     folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
                 )
@@ -311,11 +313,10 @@ class LoadedModel:
         if not isinstance(params, Mapping):
             raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
         placed = is_on(params, self.programs.mesh)
-        if own and placed:
-            return params
-        refuse_tracers("params", params)
-        if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-            raise InputError("params are jax.ShapeDtypeStruct, which hold no numbers; pass arrays")
+        if not (own and placed):
+            refuse_tracers("params", params)
+            if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+                raise InputError("params are jax.ShapeDtypeStruct, which hold no numbers; pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:

@@ -40,6 +40,15 @@ class LoadedAdapter:
     weights: Weights = field(default_factory=dict, repr=False)
     place: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the pipeline sets later; anything else would change what is told of it, and no weight."""
+        if name in vars(self) and name not in ("words", "place"):
+            raise InputError(
+                f"{name} of the adapter {self.name!r} cannot be set: write pipe.adapters.set({{{self.name!r}: 0.8}}), "
+                "or load it again"
+            )
+        super().__setattr__(name, value)
+
     @property
     def suggested(self) -> dict[str, Any]:
         """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.checked import shown
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -193,6 +194,9 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
             told = f"the callback returned a dict of {sorted(map(str, returned))!s:.80}; give {{'latents': array}}"
             raise InputError(told)
         returned = returned["latents"]
+    if returned is not None and not (isinstance(returned, list | tuple) or getattr(returned, "ndim", 0)):
+        told = f"the callback returned {shown(returned)}; give None to go on, False to stop, or latents {list(shape)}"
+        raise InputError(told)
     latents = check_latents(returned, shape, "the latents that the callback returned")
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"

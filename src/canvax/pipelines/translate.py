@@ -55,6 +55,8 @@ def translate_call(
         settings = {"timesteps": listed}
         changes["sampler_settings"] = {**check_options(own.get("options")).settings, **settings}
     if (callback := left.get("callback_on_step_end")) is not None:
+        if (changes.get("callback") or check_options(own.get("options")).callback) is not None:
+            raise InputError("callback and callback_on_step_end are one argument; give it once")
         changes["callback"] = _on_step_end(own["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
         raise InputError(f"callback_on_step_end_tensor_inputs: a callback is given 'latents' and nothing else ({PAGE})")

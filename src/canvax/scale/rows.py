@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BufferedReader, TextIOWrapper
@@ -59,6 +60,8 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     """
     path = named_path("file", path)
     kind = path.suffix.lower()
+    if re.match(r"[a-z0-9+.-]{2,}:/", str(path), re.IGNORECASE):
+        raise InputError(f"{path}: no address is read; download the file")
     if path.is_dir():
         raise InputError(f"{path}: is a folder; give a file of prompts ({', '.join(KINDS)})")
     if kind not in KINDS:

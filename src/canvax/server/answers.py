@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from canvax.checked import shown
 from canvax.errors import nearest
+from canvax.familiar import CALL
 from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
 
 Body = TypeVar("Body")
@@ -150,7 +151,10 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     path = where[1] if where else ""
     if odd := _FIELD.search(said):
         path = f"{path}.{odd[2]}".lstrip(".")
-        cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
+        meant = CALL[path].becomes if path in CALL else ""
+        meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant, meant)
+        cure = f"send {meant!r}" if meant in kind.__struct_fields__ else nearest(path[:100], kind.__struct_fields__)
+        cure = cure if "." not in path else "leave it out"
         said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
         choices = _choices(kind, path) if "enum" in said else []

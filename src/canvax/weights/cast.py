@@ -6,6 +6,7 @@ that to bfloat16 longer than reading them from disk.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cache
 
@@ -64,5 +65,9 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
                 name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         name = shown(dtype) if name is None else name
-        raise InputError(f"{argument}={shown(dtype)} is not supported; {nearest(str(name), list(_DTYPES))}")
+        small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
+        cure = (
+            "quantize='int8' or 'float8' keeps large weights in 8 bits" if small else nearest(str(name), list(_DTYPES))
+        )
+        raise InputError(f"{argument}={shown(dtype)} is not supported; {cure}")
     return jnp.dtype(_DTYPES[name])
