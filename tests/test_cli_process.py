@@ -105,3 +105,21 @@ sys.exit(canvax.__main__.main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "canvax: cancelled\n")
+
+
+def test_the_end_does_not_take_python_apart() -> None:
+    """A thread of a library that came back to it then has crashed a process whose work was done, once in a thousand."""
+    code = """
+import atexit, sys, types
+import canvax.__main__
+sys.modules["jax"] = types.ModuleType("jax")
+atexit.register(print, "called", flush=True)
+class Late:
+    def __del__(self):
+        print("taken apart", flush=True)
+late = Late()
+sys.argv = ["canvax", "--version"]
+sys.exit(canvax.__main__.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[1:]) == (0, "", ["called"])

@@ -149,6 +149,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         ({"prompt": "x", "adapters": {"ink": "x"}}, "adapters"),
         ({"prompt": "x", "quality": 5}, "quality"),
         ({"prompt": "x", "cfg_scale": 5}, "cfg_scale"),
+        ({"prompt": "x", "negative_prompt": "y", "guidance_scale": 1}, "negative_prompt"),
         ({"prompt": "x", "control_scale": 1, "options": {"control_scale": 2}}, "control_scale"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import signal
 import sys
 import threading
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 _CANCELLED = b"canvax: cancelled\n"
 
@@ -27,6 +28,16 @@ def _again(unraisable: Any) -> None:
         threading.Timer(0.01, _thread.interrupt_main).start()
     else:
         sys.__unraisablehook__(unraisable)
+
+
+def _end(code: int) -> NoReturn:
+    """Leave without taking Python apart, where a thread of a library may still come back to it and crash.
+
+    All has been written by then; what waits for the end of the process (JAX's processes among themselves) is called.
+    """
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def main() -> int:
@@ -49,6 +60,8 @@ def main() -> int:
             sys.stderr.flush()
     except OSError:  # it is full: Python would try once more, and exit with 120
         sys.stderr = None
+    if "jax" in sys.modules:
+        _end(code)
     return code
 
 

@@ -141,6 +141,8 @@ def refuse_tracers(name: str, value: Any) -> None:
 def _leaves(value: Any) -> list[Any]:
     import jax
 
+    if isinstance(value, Iterator):  # which JAX warns of; looking would take things out of it
+        return []
     try:
         return jax.tree.leaves(value)
     except ValueError:  # a table in it has names that cannot be sorted: {"depth": ..., 3: ...}

@@ -430,5 +430,6 @@ def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse
         complain(
             f"{path}: was generated with {metadata['model']!r}; name your copy of it with --model", label="warning: "
         )
-    if metadata.get("other"):
-        complain(f"{path}: unknown settings are left out: {', '.join(metadata['other'])}", label="warning: ")
+    if isinstance(other := metadata.get("other"), dict) and other:
+        left = ", ".join(f"{name}: {value!s:.80}" if value else str(name) for name, value in other.items())
+        complain(f"{path}: settings that cannot be read are left out: {left}", label="warning: ")

@@ -201,9 +201,10 @@ class UNetConfig(Config):
         known = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
         faults += [f"block type {t!r} unknown" for t in self.down_block_types + self.up_block_types if t not in known]
         for channels, heads in zip(self.block_out_channels, self.heads, strict=False):
-            if channels % self.norm_num_groups or channels % heads:
-                groups = f"norm_num_groups={self.norm_num_groups} groups"
-                faults.append(f"{channels} channels cannot be split into {groups}, {heads} heads")
+            if channels % self.norm_num_groups:
+                faults.append(f"{channels} channels cannot be split into norm_num_groups={self.norm_num_groups} groups")
+            if channels % heads:
+                faults.append(f"{channels} channels cannot be split into {heads} heads (attention_head_dim)")
         faults += self._addition_faults()
         if faults:
             raise CheckpointError(f"UNetConfig with {levels} levels: " + "; ".join(faults))

@@ -43,7 +43,8 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
         raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
     if not isinstance(prompts, Sequence) or not all(isinstance(p, str) for p in prompts):
         embeds = "; write prompt={'text': array}, as pipe.encode gives it" if hasattr(prompt, "shape") else ""
-        raise InputError(f"prompt={shown(prompt)} is neither a string nor a list of strings{embeds}")
+        told = shown(prompt) if embeds else repr(prompt)
+        raise InputError(f"prompt={told} is neither a string nor a list of strings{embeds}")
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
         raise InputError(f"negative_prompt={shown(negative)} is neither a string nor a list of strings")

@@ -77,6 +77,9 @@ _CHOICES = {
     "mask_blend": MaskBlend,
 }
 
+_OF_A_CALL = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "seed")
+_OF_A_CALL += ("num_images_per_prompt", "sampler", "latents", "image", "mask", "strength", "control", "image_prompt")
+
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
     *("seed_size", "negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
@@ -225,7 +228,8 @@ class Options:
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         """Refuse unknown names in a sentence, before the constructor does in a bare one."""
         for name in keywords.keys() - set(_names()):
-            raise InputError(f"canvax.Options has no {name!r}; {nearest(name, _names())}")
+            told = "it is an argument of the call itself" if name in _OF_A_CALL else nearest(name, _names())
+            raise InputError(f"canvax.Options has no {name!r}; {told}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
