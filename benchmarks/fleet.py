@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import io
+import itertools
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +34,7 @@ V5E = Speed({1: 0.0896}, encode=0.004, decode=0.175, outside=0.3)
 """A chip of TPU v5e, SDXL at 1024 x 1024: the compiler's estimate (docs/tpu.md); two at once take twice as long."""
 
 STEPS, P95 = 20, 8.0
-RATES = (1.0, 10.0, 100.0)
+RATES, LOADS = (1.0, 10.0, 100.0), (0.3, 0.5, 0.7, 0.85)
 FILLED = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -106,8 +108,8 @@ def limits(_: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """A server under Poisson load of equal images, and the same arrivals simulated.
 
-    A step takes what the server's metrics say of that time: a shared machine is faster at one time than at another, and
-    3 % of speed are 10 % of a percentile.
+    What everything takes is what the server's metrics say of that time: a shared machine is faster at one time than at
+    another, and 3 % of speed are 10 % of a percentile.
     """
     mix, port = MIXES["alike"], _free_port()
     command = ["-m", "canvax", "serve", "emoji", "--port", str(port), "--no-keys", "--warm", "64x64:1,2,4,8"]
@@ -121,17 +123,20 @@ def check(arguments: argparse.Namespace) -> None:
             said.seek(0)
             speed = _warm(said.read())
             asked = [Request(0.0, 0, False, one.body) for one in requests(1.0, 60.0, clients=1, seed=5, mix=mix)[:30]]
+            before = _sums(server.base)
             alone = [asyncio.run(open_loop(server.base, [one], jobs=False))[0].seconds for one in asked]
-            speed = replace(speed, outside=max(0.0, statistics.median(alone[5:]) - speed.image(STEPS)))
+            by_itself = _with_means(speed, before, _sums(server.base)).image(STEPS)
+            speed = replace(speed, outside=max(0.0, statistics.mean(alone) - by_itself))
             most = capacity(asyncio.run(_closed(server.base, mix)), CLOSED)
             print(f"{speed}\n{most:.2f} images a second at most; simulated {speed.most(STEPS):.2f}", flush=True)
-            for part in (0.3, 0.5, 0.7, 0.85):
+            for part in arguments.loads:
                 rate, seconds = part * most, arguments.seconds
-                due, before = requests(rate, seconds, clients=1, seed=1, mix=mix), _sums(server.base)
-                found = summary(asyncio.run(open_loop(server.base, due, jobs=False)), rate, seconds)
-                now = _with_means(speed, before, _sums(server.base))
+                due = requests(rate, seconds, clients=1, seed=1, mix=mix)
+                answers, looked = asyncio.run(_watched(server.base, due))
+                found, now = summary(answers, rate, seconds), _with_means(speed, looked[0][1], looked[-1][1])
                 load, times = Load(rate, steps={STEPS: 1.0}, clients=1), [one.at for one in due]
-                outcome = simulate(now, load, 1, seconds=seconds, times=times)
+                outcome = simulate(now, load, 1, seconds=seconds, times=times, pace=_pace(now, looked))
+                print(now, file=sys.stderr)
                 cells = [f"{part:.0%}", f"{rate:.2f}", str(len(due))]
                 for percent in (50, 95):
                     real, made = found[f"p{percent}"], outcome.percentile(percent)
@@ -150,26 +155,61 @@ async def _closed(base: str, mix: Mix) -> list[Answer]:
     return await closed_loop(base, requests(1.0, 1000.0, clients=1, seed=7, mix=mix), 16, CLOSED)
 
 
-def _sums(base: str) -> dict[tuple[str, str], float]:
-    """Seconds ("sum") and how many ("count") until now: of steps by batch, of decoding under ""."""
-    text = httpx.get(f"{base}/metrics").text
+Times = Mapping[tuple[str, str, str], float]
+
+
+def _sums(base: str) -> Times:
+    """Seconds ("sum") and how many ("count") until now, by a metric's name and batch."""
     return {
-        (sample.labels.get("batch", ""), sample.name.rpartition("_")[2]): sample.value
-        for family in text_string_to_metric_families(text)
-        if family.name in ("canvax_step_seconds", "canvax_decode_seconds")
+        (family.name, sample.labels.get("batch", ""), sample.name.rpartition("_")[2]): sample.value
+        for family in text_string_to_metric_families(httpx.get(f"{base}/metrics").text)
         for sample in family.samples
     }
 
 
-def _with_means(speed: Speed, before: Mapping[tuple[str, str], float], after: Mapping[tuple[str, str], float]) -> Speed:
-    """With what a step and decoding took on average in between."""
+def _with_means(speed: Speed, before: Times, after: Times) -> Speed:
+    """With what everything took on average in between."""
 
-    def mean(name: str, usual: float) -> float:
-        seconds, count = (after.get((name, kind), 0.0) - before.get((name, kind), 0.0) for kind in ("sum", "count"))
+    def mean(name: str, usual: float, batch: str = "") -> float:
+        keys = [(f"canvax_{name}_seconds", batch, kind) for kind in ("sum", "count")]
+        seconds, count = (after.get(key, 0.0) - before.get(key, 0.0) for key in keys)
         return seconds / count if count else usual
 
-    row = {batch: mean(str(batch), seconds) for batch, seconds in speed.row.items()}
-    return replace(speed, row=row, decode=mean("", speed.decode))
+    return replace(
+        speed,
+        row={batch: mean("step", seconds, str(batch)) for batch, seconds in speed.row.items()},
+        encode=mean("encode", speed.encode),
+        decode=mean("decode", speed.decode),
+        between=mean("turn_overhead", speed.between),
+    )
+
+
+LOOK = 5.0
+"""Seconds after which the metrics are read again: a shared machine may be slow for some of them."""
+
+
+async def _watched(base: str, due: Sequence[Request]) -> tuple[list[Answer], list[tuple[float, Times]]]:
+    """The answers, and the metrics now and then, with the seconds since the first of them."""
+    began, looked = time.perf_counter(), [(0.0, _sums(base))]
+    running = asyncio.ensure_future(open_loop(base, due, jobs=False))
+    while not running.done():
+        await asyncio.wait([running], timeout=LOOK)
+        looked.append((time.perf_counter() - began, await asyncio.to_thread(_sums, base)))
+    return running.result(), looked
+
+
+def _pace(speed: Speed, looked: Sequence[tuple[float, Times]]) -> Callable[[float], float]:
+    """How many times as long as on average steps took from one look at the metrics to the next."""
+    ends, paces = [], []
+    for (_, before), (end, after) in itertools.pairwise(looked):
+        took = usual = 0.0
+        for batch, seconds in speed.row.items():
+            keys = [("canvax_step_seconds", str(batch), kind) for kind in ("sum", "count")]
+            spent, count = (after.get(key, 0.0) - before.get(key, 0.0) for key in keys)
+            took, usual = took + spent, usual + count * seconds
+        ends.append(end)
+        paces.append(took / usual if usual else 1.0)
+    return lambda now: paces[min(bisect.bisect_left(ends, now), len(paces) - 1)]
 
 
 def _warm(said: str) -> Speed:
@@ -188,6 +228,7 @@ def main() -> None:
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="images a second, for sizes")
+    parser.add_argument("--loads", type=float, nargs="*", default=LOADS, help="of check: parts of the most")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each load of check")
     arguments = parser.parse_args()
     PARTS[arguments.part](arguments)

@@ -234,7 +234,7 @@ BAD = {
     "is not a JSON object": "[1]",
     "width=67": '{"prompt": "a", "width": 67}',
     "did you mean 'steps'": '{"prompt": "a", "stepz": 3}',
-    "there is no prompt": '{"seed": 3}',
+    "prompt is missing": '{"seed": 3}',
     "prompt=5 is not text": '{"prompt": 5}',
     "are one argument": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
     "a row is one image": '{"prompt": "a", "n": 2}',

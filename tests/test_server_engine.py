@@ -153,6 +153,26 @@ def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:
     assert b"canvax_queue_cost_seconds 0.0" in told()
 
 
+def test_metrics_tell_where_the_time_goes(engine: ImageEngine) -> None:
+    def counts() -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in engine._metrics.text().decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines if "_seconds_" in name}
+
+    before = counts()
+    began = time.perf_counter()
+    finished([engine.submit(Ask("a red apple", steps=6, n=3, seed=1))])
+    took, after = time.perf_counter() - began, counts()
+    change = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    parts = ("encode", "decode", "file", "turn_overhead")
+    assert [change[f"canvax_{name}_seconds_count"] for name in parts[:3]] == [3, 3, 3]
+    assert change["canvax_turn_overhead_seconds_count"] >= 1
+    steps = [name for name in change if name.startswith("canvax_step_seconds_count")]
+    assert 6 <= sum(change[name] for name in steps) <= 18  # a step of a batch is one, however many images are in it
+    spent = [change[f"canvax_{name}_seconds_sum"] for name in ("encode", "decode", "turn_overhead")]
+    spent += [change[name.replace("count", "sum")] for name in steps]
+    assert 0.5 * took < sum(spent) < took  # the rest is the first file's, and waiting
+
+
 def test_metadata_generates_it_again(engine: ImageEngine) -> None:
     job = engine.submit(Ask("a pizza", seed=3, n=3, sampler="Euler a", steps=8))
     finished([job])

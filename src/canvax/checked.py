@@ -110,7 +110,13 @@ def _misfit(
     names = [one for one in signature.parameters if one not in ("self", "cls")]
     for keyword in keywords:
         if keyword not in names:
-            return f"{name} has no argument {keyword!r:.80}; {nearest(keyword, names) if names else 'it takes none'}"
+            listed = f"it takes {', '.join(names) or 'none'}"  # what is spelt alike need not be meant
+            near = nearest(keyword, names) if names else ""
+            return (
+                f"{name} has no argument {keyword!r:.80}; {near} {listed}"
+                if "?" in near
+                else (f"{name} has no argument {keyword!r:.80}; {listed}")
+            )
     return f"{name}: {error}; it takes {', '.join(names) or 'no arguments'}"
 
 

@@ -174,7 +174,9 @@ def check_seeds(seed: Any, count: int) -> list[int]:
         seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
-            raise InputError(f"seed has {len(seed)} entries for {count} images; give one number, or one for each image")
+            raise InputError(
+                f"seed (or generator) has {len(seed)} entries for {count} images; give one, or one for each"
+            )
         return [image_seeds(plain(own, "seed"), 1)[0] for own in seed]
     return image_seeds(plain(seed, "seed"), count)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from canvax.checked import checked
 from canvax.errors import CanvaxError, InputError, check_count
-from canvax.server.group import AT_ONCE
+from canvax.server.group import rows_at_once
 from canvax.server.policy import PATIENCE, Queue, best_batch
 
 Arrivals = Literal["steady", "bursty", "daily"]
@@ -38,27 +38,35 @@ class Speed:
         encode: the prompt of an image.
         decode: an image.
         outside: between the engine and whoever asked: HTTP, writing the file. It delays, and holds up nobody else.
+        between: what the engine does beside each call of the denoiser: it chooses who is in it, moves images to a batch
+            of another size, and tells those who watch.
     """
 
     row: Mapping[int, float]
     encode: float = 0.0
     decode: float = 0.0
     outside: float = 0.0
+    between: float = 0.0
 
     def __post_init__(self) -> None:
         if 1 not in self.row:
             raise InputError(f"row={dict(self.row)} lacks a batch of 1")
-        values = [*self.row.values(), self.encode, self.decode, self.outside]
+        values = [*self.row.values(), self.encode, self.decode, self.outside, self.between]
         if not all(math.isfinite(value) and value >= 0 for value in values) or min(self.row.values()) <= 0:
             raise InputError(f"{self} has seconds that are not finite and positive")
 
     def image(self, steps: int) -> float:
         """Of an image by itself, on the device."""
-        return self.encode + steps * self.row[1] + self.decode
+        return self.encode + self._denoised(1, steps) + self.decode
 
     def most(self, steps: int) -> float:
         """Images a second that a replica whose batches are always full gives."""
-        return 1 / (self.encode + self.decode + steps * min(seconds / batch for batch, seconds in self.row.items()))
+        return 1 / (self.encode + self.decode + min(self._denoised(batch, steps) / batch for batch in self.row))
+
+    def _denoised(self, batch: int, steps: int) -> float:
+        """All steps of a batch whose images begin together."""
+        calls = math.ceil(steps / rows_at_once(self.row[batch]))
+        return steps * self.row[batch] + calls * self.between
 
 
 @checked
@@ -154,10 +162,12 @@ class Outcome:
 class _Replica:
     """An engine and its queue, as a process of simpy."""
 
-    def __init__(self, environment: Any, speed: Speed, *, until: float, batching: bool) -> None:
+    def __init__(
+        self, environment: Any, speed: Speed, pace: Callable[[float], float], *, until: float, batching: bool
+    ) -> None:
         self.queue: Queue[Image] = Queue()
         self.busy = self.rows = self.filled = 0.0
-        self._environment, self._speed, self._until = environment, speed, until
+        self._environment, self._speed, self._pace, self._until = environment, speed, pace, until
         self._row = speed.row if batching else {1: speed.row[1]}
         self._woken = environment.event()
         environment.process(self._run())
@@ -183,6 +193,7 @@ class _Replica:
                 to_decode.pop(0).done = self._environment.now
 
     def _work(self, seconds: float) -> Any:
+        seconds *= self._pace(self._environment.now)
         self.busy += max(0.0, min(seconds, self._until - self._environment.now))
         return self._environment.timeout(seconds)
 
@@ -199,11 +210,11 @@ class _Replica:
             self.queue.begin(image, now)
             chosen.append(image)
         took = sum(self._speed.encode for image in chosen if not image.encoded)
-        rows = min([max(1, int(AT_ONCE / row[size])), *(image.steps - image.step for image in chosen)])
+        rows = min([rows_at_once(row[size]), *(image.steps - image.step for image in chosen)])
         for image in chosen:
             image.step, image.encoded = image.step + rows, True
         self.rows, self.filled = self.rows + rows, self.filled + rows * len(chosen)
-        return took + rows * row[size]
+        return took + rows * row[size] + self._speed.between
 
 
 def simpy_module() -> Any:
@@ -228,6 +239,7 @@ def simulate(
     seed: int = 0,
     batching: bool = True,
     times: Sequence[float] | None = None,
+    pace: Callable[[float], float] = lambda now: 1.0,
 ) -> Outcome:
     """Run a load against so many replicas.
 
@@ -240,6 +252,7 @@ def simulate(
         seed: of the arrivals.
         batching: whether a replica generates several images at once.
         times: at which images are asked for, in place of the load's own.
+        pace: from seconds after the beginning to how many times as long everything takes then, as on a shared machine.
 
     Raises:
         InputError: an argument cannot be used.
@@ -253,7 +266,7 @@ def simulate(
         bursts = 50 * BURST_SECONDS if load.arrivals == "bursty" else 0.0
         seconds = max(2000 / load.rate, 30 * speed.image(math.ceil(load.mean_steps)), bursts)
     chance, environment = random.Random(seed), simpy.Environment()
-    fleet = [_Replica(environment, speed, until=seconds, batching=batching) for _ in range(replicas)]
+    fleet = [_Replica(environment, speed, pace, until=seconds, batching=batching) for _ in range(replicas)]
     images: list[Image] = []
 
     def ask() -> Generator[Any, Any, None]:

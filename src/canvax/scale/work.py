@@ -281,7 +281,7 @@ class Worker:
         """A checked call for one image."""
         given = {name: settings.get(name) for name in ARGUMENTS}
         if given["prompt"] is None:
-            raise InputError("there is no prompt")
+            raise InputError("prompt is missing; give the row one, in a field or column of that name")
         options = Options(**{name: settings[name] for name in OPTIONS if name in settings}, progress=False)
         for name in ("prompt", "negative_prompt", "image", "mask"):
             if not isinstance(given[name], str | None):

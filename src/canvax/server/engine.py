@@ -18,7 +18,7 @@ import jax
 from canvax.errors import CanvaxError, InputError
 from canvax.server.book import Book, reason
 from canvax.server.group import Group
-from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status
+from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status, check_ready
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.model_set import ModelSet
@@ -118,7 +118,7 @@ class ImageEngine:
         self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
         self._items: dict[str, list[Item]] = {}
         self._to_decode: list[tuple[Item, HostArray]] = []
-        self._closed, self._tells = False, 0.0
+        self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics)
 
@@ -129,7 +129,7 @@ class ImageEngine:
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         if not self._models.cards:
-            self._check_state()
+            check_ready(self.state)
         return self._models.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
@@ -182,13 +182,13 @@ class ImageEngine:
     # Accepting, in the threads of those who ask.
 
     def _submit(self, ask: Ask) -> Job:
-        self._check_state()
+        check_ready(self.state)
         if earlier := self._book.earlier(ask):
             return earlier
         served = self._models.named(ask.model)
         checked = check(ask, served.name, served.model, served.shelf)
         with self._wake:
-            self._check_state()
+            check_ready(self.state)
             if earlier := self._book.earlier(ask):
                 return earlier
             own = self._models.expected(checked, self._built)
@@ -212,14 +212,6 @@ class ImageEngine:
         job.seconds_left = self._queue.seconds
         self._wake.notify_all()
 
-    def _check_state(self) -> None:
-        if self.state is State.STARTING:
-            raise Refused(503, "starting", "the server is still loading its models; try again soon", retry_after=5)
-        if self.state is State.FAILED:
-            raise Refused(503, "failed", "the server could not load its models; its log says why")
-        if self.state is State.DRAINING:
-            raise Refused(503, "draining", "the server is shutting down", retry_after=10)
-
     def _check_room(self, ask: Ask, own: float, images: int) -> None:
         """Refuse what would wait for too long."""
         seconds, count, limit = self._queue.seconds, len(self._queue), self._settings.queue_seconds
@@ -233,7 +225,7 @@ class ImageEngine:
     def _built(self, key: GroupKey, error: str | None) -> None:
         """Programs that were compiled for a request are there, or are not."""
         with self._wake:
-            for item in [item for item in self._queued() if item.group == key] if error else []:
+            for item in [item for item in self._queue if item.group == key] if error else []:
                 self._book.fail(item.job, "server_error", error or "")
             self._wake.notify_all()
 
@@ -297,18 +289,17 @@ class ImageEngine:
 
     def _wait(self) -> bool:
         """Until there is something to do; False when it is time to stop."""
+        self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
             while not self._closed and not self._to_decode and self._leader() is None:
                 self._wake.wait(self._book.until_late())
+                self._began = time.perf_counter()
                 self._book.expire()
             return not self._closed
 
     def _leader(self) -> Item | None:
         """The image that decides what is done next."""
         return self._queue.first(self._models.groups(), may_begin)
-
-    def _queued(self) -> list[Item]:
-        return list(self._queue)
 
     def _turn(self) -> None:
         """Some rows of one batch, and one image decoded."""
@@ -321,6 +312,13 @@ class ImageEngine:
                 self._step(group, served)
         self._decode()
         self._tell_queue()
+        if leader is not None:
+            self._metrics.turned(time.perf_counter() - self._began - self._worked)
+
+    def _since(self, began: float) -> float:
+        """Seconds, which are no overhead of this turn."""
+        self._worked += (took := time.perf_counter() - began)
+        return took
 
     def _seat(self, group: Group, leader: Item) -> bool:
         """Choose who is in the batch; False if nobody is."""
@@ -350,9 +348,11 @@ class ImageEngine:
 
     def _encoded(self, group: Group, item: Item) -> bool:
         """Encode an image's prompt; what cannot be done is that job's fault alone."""
+        began = time.perf_counter()
         try:
-            if not item.over:
+            if not item.over and item.carried is None:
                 group.begin(item)
+                self._metrics.encoded(self._since(began))
         except Exception as error:
             if not isinstance(error, InputError):
                 log.exception("encoding failed")
@@ -366,7 +366,7 @@ class ImageEngine:
         if finished is None:
             return
         rows = max(item.picture.step - before[id(item)] for item in seated)
-        self._metrics.stepped(group.key.size, group.size, len(seated), rows, time.perf_counter() - began)
+        self._metrics.stepped(group.key.size, group.size, len(seated), rows, self._since(began))
         done = {id(item) for item, _ in finished}
         for item in (item for item in seated if not item.over):
             told = item.told()
@@ -405,7 +405,7 @@ class ImageEngine:
             for item, _ in some:
                 self._book.fail(item.job, *reason(error))
             return
-        self._metrics.decoded(time.perf_counter() - began)
+        self._metrics.decoded(self._since(began))
         for (item, latents), image in zip(some, pixels, strict=True):
             self._writer.image(served, item, image, latents)
 
@@ -438,7 +438,7 @@ class ImageEngine:
             return
         seconds = 0.0
         with self._wake:
-            for ahead, item in enumerate(self._queued()):
+            for ahead, item in enumerate(list(self._queue)):
                 job, seconds = item.job, seconds + item.left
                 if job.status is Status.QUEUED and item.picture.index == 0 and job.ahead != ahead:
                     job.ahead, job.seconds_left = ahead, seconds

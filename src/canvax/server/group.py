@@ -34,7 +34,7 @@ _SMOOTH = 0.2
 """Weight of a new measurement among the old ones."""
 
 
-def _rows_at_once(row: float) -> int:
+def rows_at_once(row: float) -> int:
     """Rows of a call of the denoiser, by the seconds of one."""
     return max(1, int(AT_ONCE / max(row, 1e-6)))
 
@@ -117,7 +117,7 @@ class Group:
         for batch in self.batches:
             self._timed(batch, carry, 1)  # the first call of a program is slower
             single = self._timed(batch, carry, 1)
-            rows = min(len(carry.run.table), _rows_at_once(single))  # a call has its own time, which these share
+            rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
             self.timings.row[batch] = statistics.median(self._timed(batch, carry, rows) for _ in range(3))
         useful = {best_batch(self.timings.row, waiting) for waiting in range(1, self.batches[-1] + 1)}
         self.batches = sorted({self.alone, *useful})
@@ -270,7 +270,7 @@ class Group:
 
     def _rows(self) -> int:
         """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""
-        rows = _rows_at_once(self.timings.row[len(self._seats)])
+        rows = rows_at_once(self.timings.row[len(self._seats)])
         steps = [(item.picture.step, item.previews) for item in self.seated]
         return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
 

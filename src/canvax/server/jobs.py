@@ -386,6 +386,21 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+_UNREADY = {
+    State.STARTING: ("the server is still loading its models; try again soon", 5),
+    State.FAILED: ("the server could not load its models; its log says why", None),
+    State.DRAINING: ("the server is shutting down", 10),
+}
+"""Why nothing is accepted, and after how many seconds it may be."""
+
+
+def check_ready(state: State) -> None:
+    """Refuse a request that an engine in this state cannot take."""
+    if state is not State.READY:
+        words, wait = _UNREADY[state]
+        raise Refused(503, state, words, retry_after=wait)
+
+
 class Engine(Protocol):
     """Whatever generates images: the thread that owns the devices, or a stand-in of the tests."""
 

@@ -48,8 +48,10 @@ class Metrics:
         self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size", "batch"])
         self._images = count("canvax_images_total", "Images that are done.", ["size"])
         self._pixels = count("canvax_pixels_total", "Pixels of them.")
+        self._prompt = time("canvax_encode_seconds", "Encoding the texts and images that an image was given.")
         self._decode = time("canvax_decode_seconds", "Decoding latents.")
-        self._encode = time("canvax_file_seconds", "Writing the file of an image.")
+        self._between = time("canvax_turn_overhead_seconds", "A turn of the engine without encoding, steps, decoding.")
+        self._file = time("canvax_file_seconds", "Writing the file of an image.")
         self._compiled = count("canvax_programs_compiled_total", "Programs that canvax compiled.", ["program"])
         self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
         all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
@@ -98,20 +100,29 @@ class Metrics:
         self._steps.labels(size).inc(used * rows)
         self._slots.labels(size, "used").inc(used * rows)
         self._slots.labels(size, "padded").inc((slots - used) * rows)
-        self._step_seconds.labels(size, str(slots)).observe(seconds / max(1, rows))
+        for _ in range(rows):
+            self._step_seconds.labels(size, str(slots)).observe(seconds / rows)
 
     def image(self, size: str, pixels: int) -> None:
         """An image is done."""
         self._images.labels(size).inc()
         self._pixels.inc(pixels)
 
+    def encoded(self, seconds: float) -> None:
+        """What an image was given became conditions and first latents."""
+        self._prompt.observe(seconds)
+
+    def turned(self, seconds: float) -> None:
+        """The engine chose who is in a batch, moved images there and told everybody."""
+        self._between.observe(seconds)
+
     def decoded(self, seconds: float) -> None:
         """Latents became pixels."""
         self._decode.observe(seconds)
 
-    def encoded(self, seconds: float) -> None:
+    def written(self, seconds: float) -> None:
         """Pixels became a file."""
-        self._encode.observe(seconds)
+        self._file.observe(seconds)
 
     def compiled(self, program: str, seconds: float) -> None:
         """A program was compiled."""

@@ -79,7 +79,7 @@ class Writer:
             log.exception("an image cannot be written")
             self._book.fail(job, *reason(error))
             return
-        self._metrics.encoded(time.perf_counter() - began)
+        self._metrics.written(time.perf_counter() - began)
         with self._book.lock:
             if shown.status.over or job.status.over:
                 return
