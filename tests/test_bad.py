@@ -421,7 +421,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": "a cat", "prompt": None}, "^prompt_embeds='a cat' is text"), ({"guidance_scale": 1e30}, "^guidance_scale=1e.30 is beyond"),
     ({"sampler": "DPM++ 2M Exponential", "sigmas": "karras"}, "^sigmas='karras' with sampler="), ({"hires": 1.03}, "^hires=1.03 leaves 64 x 64"),
     ({"sampler": "euler", "sampler_settings": {"s_churn": 5, "s_tmin": 10, "s_tmax": 1}}, "^s_tmin=10 is above"), ({"noise": LATENTS}, "^noise=.{0,90} is not known"),
-    ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"prompt": LATENTS}, "prompt={'text': array}"),
+    ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"W": 65}, "width=65"), ({"prompt": LATENTS}, "prompt={'text': array}"),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
 
@@ -514,6 +514,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "callbacks": (lambda pipe: pipe("a", callback=print, callback_on_step_end=lambda *_: {}), "^callback and callback_on_step_end"), "a float": (lambda pipe: pipe("a", image=Image.new("F", (64, 64))), "^image has the mode F"),
     "callback's 0": (lambda pipe: pipe("a", num_inference_steps=2, progress=False, callback=lambda step: 0), "^the callback returned 0; give None"), "async": (lambda pipe: pipe("a", callback=later), "^callback=.*async"),
     "of a call": (lambda _: canvax.Options(num_inference_steps=5), "'num_inference_steps'; it is an argument of the call"),  # pyright: ignore[reportCallIssue]
+    "class called": (lambda _: canvax.StableDiffusion("emoji"), "is made by canvax.load"),  # pyright: ignore[reportArgumentType]
     "near": (lambda _: canvax.Optoins, "'Optoins'; did you mean 'Options'"),  # pyright: ignore[reportAttributeAccessIssue]
     "plan batch": (lambda _: canvax.plan("emoji", "tpu-v5e:2x2", batch=0), "batch"),
 }  # fmt: skip
@@ -532,7 +533,7 @@ def test_other_calls(kind: str, emoji: canvax.StableDiffusion) -> None:
 COMMANDS: list[tuple[str, str]] = [
     ("nope", "nope"), ("txt2img x", "mean: canvax generate[?]"), ("img2img x", "generate --image"), ("generate", "prompt"), ("generate x --nope", "nope"), ("samplers nope", "nope"),
     ("samplers plot nope", "nope"), ("samplers plot --steps 0", "steps"), ("samplers plot --steps 10000000", "steps"), ("samplers plot --sampler nope", "nope"),
-    ("samplers plot -o x.txt", "x.txt|png"), ("samplers plot --scheduler-config nope.json", "nope.json"), ("samplers plot --scheduler-config /dev/zero", "zero"),
+    ("samplers plot -o x.txt", "x.txt|png"), ("samplers plot --scheduler-config nope.json", "nope.json"), (f"samplers plot --scheduler-config {Path(canvax.__file__).parent}/assets/emoji/unet/config.json", "config.json"), ("samplers plot --scheduler-config /dev/zero", "zero"),
     ("cache nope", "nope"), ("cache clear --older-than x", "older-than"), ("cache clear --older-than nan", "older-than"), ("cache list --older-than 3", "older-than"),
     ("compile emoji --batch 0", "batch"), ("compile emoji --batch x", "batch"), ("compile emoji --batch 1000000000", "batch"), ("compile emoji --size 7x7", "7"),
     ("compile emoji --size x", "size"), ("compile emoji --size 64", "size"), ("compile nope", "nope"), ("compile emoji --dtype nope", "dtype"),

@@ -42,6 +42,8 @@ CALL: dict[str, Familiar] = {
     **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
     **_renamed("negative uc", "negative_prompt"),
     **_renamed("scheduler sampler_name", "sampler"),
+    **_renamed("H", "height"),
+    **_renamed("W", "width"),
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength", "strength"),

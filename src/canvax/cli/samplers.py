@@ -100,7 +100,11 @@ def _plot(arguments: argparse.Namespace, curves: Sequence[str], report: dict[str
     if path.suffix.lower() != ".png":
         raise InputError(f"--output {arguments.output!r} is not a PNG; give a name that ends in .png")
     new_image("--output", path)
-    scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
+    try:
+        scheduler = from_scheduler_config(_config(arguments.scheduler_config), sampler=arguments.sampler)
+    except InputError as error:
+        told = arguments.scheduler_config is None or arguments.scheduler_config in str(error)
+        raise InputError(str(error) if told else f"--scheduler-config {arguments.scheduler_config}: {error}") from None
     image = plot_curves(scheduler, curves or _default_curves(arguments.sampler), arguments.steps)
     report["file"] = str(save_image(path, image, {}))
     if not arguments.json:

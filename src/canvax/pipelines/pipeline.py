@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 class _Answering(type):
     """Of classes: what a pipeline says of attributes that it has not, its class says as well."""
 
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        """Make one of its parts; a name or sizes, as KerasCV's class of this name takes them, are none."""
+        if len(arguments) < 2 and "programs" not in keywords:
+            raise InputError(f"canvax.{cls.__name__} is made by canvax.load: pipe = canvax.load('emoji')")
+        return super().__call__(*arguments, **keywords)
+
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
