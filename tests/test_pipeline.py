@@ -69,10 +69,10 @@ def test_metadata_is_this_and_nothing_else(emoji: canvax.StableDiffusion) -> Non
 
 def test_metadata_names_the_weights(emoji: canvax.StableDiffusion) -> None:
     files = dataclasses.replace(emoji.model.files, variant="fp16", revision="0a1b")
-    model = dataclasses.replace(emoji.model, files=files, dtype="bfloat16", quantize="int8")
+    model = dataclasses.replace(emoji.model, files=files, dtype="bfloat16")
     (usual,) = draw(emoji, "a cat", seed=1).metadata
     (got,) = draw(dataclasses.replace(emoji, model=model), "a cat", seed=1).metadata
-    weights = {"variant": "fp16", "revision": "0a1b", "dtype": "bfloat16", "quantize": "int8"}
+    weights = {"variant": "fp16", "revision": "0a1b", "dtype": "bfloat16"}
     assert got == usual | weights
 
 

@@ -112,8 +112,8 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
         raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
     if own not in (None, int(value)):
         raise InputError(
-            f"num_inference_steps={value} with {own} levels (sigmas), timesteps or scales (guidance_steps) of your "
-            "own; leave it out"
+            f"num_inference_steps={value} with {own} levels, timesteps or scales of your own (sigmas, timesteps, "
+            "guidance_steps); leave it out"
         )
     return int(value)
 
