@@ -110,9 +110,10 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
     stem = ALIASES.get(stem, stem)
     if stem not in CLASS_DEFAULTS and (sampler is None or stem not in RELATIVES):
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
+        cure = cure or nearest(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
-            f"_class_name={name!r} of the scheduler config is not supported; "
-            f"{cure or nearest(stem, list(CLASS_DEFAULTS))}; supported are the classes that canvax samplers lists"
+            f"_class_name={name!r} of the scheduler config is not supported; {cure}; supported are the classes that "
+            "canvax samplers lists"
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
