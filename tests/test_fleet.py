@@ -39,6 +39,13 @@ def test_a_replica_gives_at_most_what_full_batches_give() -> None:
     assert outcome.filled == pytest.approx(4, abs=0.1)
 
 
+def test_a_machine_that_is_slow_for_a_while() -> None:
+    times, own = [10.0, 30.0, 50.0], SPEED.image(20)
+    pace = lambda now: 2.0 if 29.0 < now < 40.0 else 1.0  # noqa: E731
+    outcome = simulate(SPEED, Load(1.0, steps={20: 1.0}), 1, seconds=60, times=times, pace=pace)
+    assert outcome.latencies == pytest.approx([own, 2 * own, own])
+
+
 @pytest.mark.slow
 def test_more_of_everything() -> None:
     """Batches help; more replicas help; bursts and days need more than an even load."""
