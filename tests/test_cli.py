@@ -253,11 +253,13 @@ def test_foreign_flags_have_an_answer(run: Run, flag: str) -> None:
 
 def test_hints(generate: Run) -> None:
     """Each on one line of stderr, and the images are generated all the same."""
+    Path("cats.txt").touch()
     code, out, err = generate(
-        "astronaut", "(cat:1.5)", "<lora:x:1>", "-W", 24, "-H", 24, "--steps", 2, "--mask-mode", "soft"
+        "astronaut", "(cat:1.5)", "<lora:x:1>", "cats.txt", "-W", 24, "-H", 24, "--steps", 2, "--mask-mode", "soft"
     )
-    assert (code, len(out.split())) == (0, 3)
-    assert "3 prompts of one word each" in err
+    assert (code, len(out.split())) == (0, 4)
+    assert "4 prompts of one word each" in err
+    assert "prompt 'cats.txt' is text, and there is a file of that name" in err
     assert "has never seen: astronaut, lora" in err
     assert "was trained for 64 x 64 pixels; images of 24 x 24 are poor" in err
     assert "<lora:x:1> is read as text" in err

@@ -170,7 +170,7 @@ def test_metrics_tell_where_the_time_goes(engine: ImageEngine) -> None:
     assert 6 <= sum(change[name] for name in steps) <= 18  # a step of a batch is one, however many images are in it
     spent = [change[f"canvax_{name}_seconds_sum"] for name in ("encode", "decode", "turn_overhead")]
     spent += [change[name.replace("count", "sum")] for name in steps]
-    assert 0.5 * took < sum(spent) < took  # the rest is the first file's, and waiting
+    assert 0.3 * took < sum(spent) < took  # the rest is the first file's, and waiting
 
 
 def test_metadata_generates_it_again(engine: ImageEngine) -> None:

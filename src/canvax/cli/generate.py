@@ -76,6 +76,9 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     for word in words:
         if word[:1] in "\u2013\u2014\u2212" and word[1:2].isalpha():  # of a page that made dashes of hyphens
             raise InputError(f"{word[:80]!r} begins with a dash that is no hyphen; write --{word[1:80]}")
+        if os.path.splitext(word)[1] and os.path.isfile(word):
+            cure = "--prompt-file reads prompts, --image an image, --from-image the settings of one"
+            warn(f"prompt {word[:80]!r} is text, and there is a file of that name; {cure}", HintWarning)
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):
