@@ -409,7 +409,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     *(({"original_size": value}, "original_size") for value in (5, (1,), "x", (0.5, 1), (64, 64))),
     *(({name: Strange()}, f"^{name} cannot be read") for name in ("prompt", "seed", "num_inference_steps", "guidance_scale", "image")),
     *(({name: Strange()}, f"^{name} cannot be read") for name in ("outpaint", "sigmas", "hires")), ({"callback": Strange()}, "^callback=.* that cannot be read"), ({"seed": deleted()}, "^seed .* deleted"),
-    *(({name: np.timedelta64(5)}, f"{name}=.* is a time") for name in ("seed", "num_inference_steps")),
+    *(({name: np.timedelta64(5, "s")}, f"{name}=.* is a time") for name in ("seed", "num_inference_steps")),
     ({"latents": LATENTS.astype("datetime64[s]")}, "latents"), ({"latents": LATENTS.astype([("a", "f4")])}, "latents"), ({"sampler": "Euler \u2603"}, "sampler="),
     ({"hires": 2, "hires_sampler": "nope"}, "^hires_sampler="), ({"image": np.zeros((64, 64, 3)), "outpaint": {"left": 3}}, "outpaint=.* multiple of 8"),
     *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),

@@ -297,7 +297,8 @@ def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "jobs.db")
     journal.accepted(Job(ask, "m", [Picture(0, 1, 64, 64, 4)], cancel=lambda job: None))
     journal.close()
-    book = Book(Metrics(), Journal(tmp_path / "jobs.db"), 600.0, lambda job: None)
+    journal = Journal(tmp_path / "jobs.db")
+    book = Book(Metrics(), journal, 600.0, lambda job: None)
     (again,) = book.recover(lambda job: None)
     assert again.ask.control[0].tobytes() == ONE.tobytes()
     assert book.earlier(ask) is again
@@ -306,6 +307,7 @@ def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="was used for another request"):
         book.earlier(replace(ask, image_prompt=[PromptImage(TWO, {"down": 0.5}, None, 1)]))
     book.end(again, Status.CANCELLED)
+    journal.close()
 
 
 # Units of sd-webui-controlnet.
