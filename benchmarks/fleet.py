@@ -167,12 +167,18 @@ def _sums(base: str) -> Times:
     }
 
 
+def _change(before: Times, after: Times, name: str, batch: str = "") -> tuple[float, float]:
+    """Seconds of a metric in between, and of how many."""
+    keys = [(f"canvax_{name}_seconds", batch, kind) for kind in ("sum", "count")]
+    seconds, count = (after.get(key, 0.0) - before.get(key, 0.0) for key in keys)
+    return seconds, count
+
+
 def _with_means(speed: Speed, before: Times, after: Times) -> Speed:
     """With what everything took on average in between."""
 
     def mean(name: str, usual: float, batch: str = "") -> float:
-        keys = [(f"canvax_{name}_seconds", batch, kind) for kind in ("sum", "count")]
-        seconds, count = (after.get(key, 0.0) - before.get(key, 0.0) for key in keys)
+        seconds, count = _change(before, after, name, batch)
         return seconds / count if count else usual
 
     return replace(
@@ -204,8 +210,7 @@ def _pace(speed: Speed, looked: Sequence[tuple[float, Times]]) -> Callable[[floa
     for (_, before), (end, after) in itertools.pairwise(looked):
         took = usual = 0.0
         for batch, seconds in speed.row.items():
-            keys = [("canvax_step_seconds", str(batch), kind) for kind in ("sum", "count")]
-            spent, count = (after.get(key, 0.0) - before.get(key, 0.0) for key in keys)
+            spent, count = _change(before, after, "step", str(batch))
             took, usual = took + spent, usual + count * seconds
         ends.append(end)
         paces.append(took / usual if usual else 1.0)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 import numpy as np
 
-from canvax.errors import InputError, nearest, refuse_tracers
+from canvax.errors import InputError, did_you_mean, refuse_tracers
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -111,12 +111,7 @@ def _misfit(
     for keyword in keywords:
         if keyword not in names:
             listed = f"it takes {', '.join(names) or 'none'}"  # what is spelt alike need not be meant
-            near = nearest(keyword, names) if names else ""
-            return (
-                f"{name} has no argument {keyword!r:.80}; {near} {listed}"
-                if "?" in near
-                else (f"{name} has no argument {keyword!r:.80}; {listed}")
-            )
+            return f"{name} has no argument {keyword!r:.80}; {did_you_mean(keyword, names)} {listed}"
     return f"{name}: {error}; it takes {', '.join(names) or 'no arguments'}"
 
 

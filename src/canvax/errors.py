@@ -230,12 +230,17 @@ LISTED = 10
 """Names that an error lists at most."""
 
 
-def nearest(name: str, choices: Sequence[str]) -> str:
-    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near."""
+def did_you_mean(name: str, choices: Sequence[str]) -> str:
+    """The question for an unknown ``name``; empty where nothing is near."""
     lowered = {choice.lower(): choice for choice in choices}
     close = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {lowered[close[0]]!r}?"
+    return f"did you mean {lowered[close[0]]!r}?" if close else ""
+
+
+def nearest(name: str, choices: Sequence[str]) -> str:
+    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near."""
+    if near := did_you_mean(name, choices):
+        return near
     known = [repr(choice) for choice in dict.fromkeys(choices)]
     if len(known) > LISTED:
         return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more"
