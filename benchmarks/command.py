@@ -76,7 +76,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
         job = _job(arguments, folder, width, height, platform)
         report |= _circumstances(arguments, job, platform, kind)
-        figures = measure(job, peers, arguments.rounds, cold=arguments.cold, tell=tell)
+        figures = measure(job, peers, arguments.rounds, cold=arguments.cold, programs=arguments.programs, tell=tell)
     ours = figures["canvax"]["median_s"]
     theirs = {name: row["median_s"] for name, row in figures.items() if name in PEERS}
     peer = min(theirs, key=lambda name: theirs[name]) if theirs else None
@@ -123,6 +123,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
     )
     parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
+    parser.add_argument(
+        "--programs", default="off", metavar="FOLDER",
+        help="take canvax's compiled programs from there and keep them there (off: each run compiles)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 

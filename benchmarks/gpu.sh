@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What one NVIDIA GPU does with canvax, in half an hour: right first, then fast beside PyTorch, then where the time goes.
+# What one NVIDIA GPU does with canvax: right first, then where the time goes, then fast beside PyTorch.
 #
 #     benchmarks/gpu.sh                     every part, in order of worth
 #     benchmarks/gpu.sh checks sdxl         these
@@ -7,7 +7,7 @@
 #
 # Each part ends after LIMIT seconds (240) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
 # in $OUT/PART.log. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
-# 7 GB for SDXL, and stay there for the next time.
+# 7 GB for SDXL, and stay there for the next time, as do compiled programs: what compiling takes is in "start".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -17,6 +17,8 @@ LIMIT=${LIMIT:-240}
 SMALL=${SMALL:-no}
 export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT" "$MODELS"
+OUT=$(realpath "$OUT") MODELS=$(realpath "$MODELS")
+export CANVAX_CACHE_DIR=$MODELS/programs
 
 if [ "$SMALL" = yes ]; then
     DEVICE=cpu; DTYPE=float32; TRY=(--small)
@@ -28,7 +30,10 @@ else
     size() { echo "$1"; }
     steps() { echo "$1"; }
     folder() { # of random weights, made once
-        [ -e "$MODELS/$1/model_index.json" ] || "$PYTHON" -m benchmarks.lab.models "$1" "$MODELS/$1" 1>&2
+        (
+            flock 9 # it may be under way
+            [ -e "$MODELS/$1/model_index.json" ] || "$PYTHON" -m benchmarks.lab.models "$1" "$MODELS/$1" 1>&2
+        ) 9>"$MODELS/$1.lock"
         echo "$MODELS/$1"
     }
     # The CPU as well: what the GPU gives is compared with it. No memory in advance: PyTorch takes its turns on the same GPU.
@@ -40,7 +45,8 @@ beside() {
     local part=$1 model=$2 where=$3 count=$4 batch=$5; shift 5
     local peers=(); for peer in "$@"; do peers+=(--against "$peer"); done
     "$PYTHON" -m benchmarks "$part" --model "$(folder "$model")" --size "$(size "$where")" --steps "$(steps "$count")" \
-        --batch "$batch" --dtype "$DTYPE" --device "$DEVICE" --rounds 3 --json ${peers[@]+"${peers[@]}"}
+        --batch "$batch" --dtype "$DTYPE" --device "$DEVICE" --rounds 3 --programs "$CANVAX_CACHE_DIR" --json \
+        ${peers[@]+"${peers[@]}"}
 }
 
 part_machine() { "$PYTHON" - <<'PY'
@@ -60,14 +66,27 @@ print(json.dumps({
 }))
 PY
 }
-part_checks() { "$PYTHON" -m benchmarks.gpu_checks --json "$OUT/checks.json" ${TRY[@]+"${TRY[@]}"} 1>&2; }
+part_checks() { # beside each other, and beside the writing of weights: nothing is timed
+    local waited=()
+    [ "$SMALL" = yes ] || for model in sdxl sd15; do folder $model >/dev/null & waited+=($!); done
+    for check in attention pictures cache sd15; do
+        "$PYTHON" -m benchmarks.gpu_checks --only $check --json "$OUT/check-$check.json" ${TRY[@]+"${TRY[@]}"} 1>&2 &
+        waited+=($!)
+    done
+    local failed=0
+    for process in "${waited[@]}"; do wait "$process" || failed=1; done
+    return $failed
+}
+part_check_xl() { "$PYTHON" -m benchmarks.gpu_checks --only sdxl --json "$OUT/check-sdxl.json" ${TRY[@]+"${TRY[@]}"} 1>&2; }
 part_sdxl() { beside picture sdxl 1024x1024 30 1 torch; }
 part_sd15() { beside picture sd15 512x512 50 1 torch; }
 part_vae() { beside vae sdxl 1024x1024 1 1 torch; }
 part_unet() { beside unet sdxl 1024x1024 1 1 torch; }
 part_batch() { beside picture sdxl 1024x1024 30 8; }
 part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --size "$(size 1024x1024)" --steps 4 \
-    --dtype "$DTYPE" --json "$OUT/profile.json" 1>&2; }
+    --dtype "$DTYPE" --json "$OUT/profile.json" --hlo "$OUT/hlo" 1>&2; }
+part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sdxl)" --dtype "$DTYPE" \
+    --json "$OUT/variants.json" 1>&2; }
 part_start() { beside start sdxl 1024x1024 4 1; }
 part_compiled() { beside picture sdxl 1024x1024 30 1 torch-compile; }
 part_server() { # requests a second of clients who wait for each answer, one at a time and by steps
@@ -81,7 +100,7 @@ part_server() { # requests a second of clients who wait for each answer, one at 
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks sdxl sd15 vae profile batch start compiled unet server parity)
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks profile sdxl variants sd15 vae batch start compiled unet server check_xl parity)
 failed=0
 for part in "${parts[@]}"; do
     began=$SECONDS

@@ -94,37 +94,36 @@ def networks(name: str, *, small: bool) -> Networks:
     return replace(preset, denoiser=UNetDenoiser(cfg), vae=replace(preset.vae, block_out_channels=(32,) * 4))
 
 
-def check_networks(small: bool) -> Iterator[Check]:
+def check_networks(name: str, small: bool) -> Iterator[Check]:
     """UNet and decoder on both, in float32 that is float32, and in bfloat16."""
-    for name in ("sd15", "sdxl"):
-        nets = networks(name, small=small)
-        cfg, side = nets.denoiser.cfg, 16 if small else 64  # type: ignore[union-attr]
-        x, text, t = normal(1, side, side, 4), normal(1, 77, cfg.cross_attention_dim), np.array([500.0], np.float32)
-        added = {}
-        if cfg.addition_embed_type:
-            added = {"pooled": normal(1, 1280), "time_ids": np.array([[512, 512, 0, 0, 512, 512]], np.float32)}
-        specs, decoder = nets.specs(), nets.vae
-        assert isinstance(decoder, VaeConfig)
-        parts: dict[str, tuple[Callable[..., Any], Any, tuple[Any, ...]]] = {
-            "UNet": (
-                lambda p, x, text, t, added, cfg=cfg: unet(p, x, t, text, cfg, **added),
-                specs["unet"],
-                (x, text, t, added),
-            ),
-            "decoder": (lambda p, x, cfg=decoder: vae_decode(p, x, cfg), specs["vae"], (x,)),
-        }
-        for part, (function, spec, given) in parts.items():
-            params = init_params(spec, 0)
-            want = on(jax.devices("cpu")[0], function, params, *given)
-            yield (
-                f"{name} {part}, float32",
-                rms(on(jax.devices()[0], function, params, *given, precision="highest"), want),
-                1e-4,
-            )
-            if small:  # so few channels round too much
-                continue
-            half = jax.tree.map(_halved, (params, given))
-            yield f"{name} {part}, bfloat16", rms(on(jax.devices()[0], function, half[0], *half[1]), want), 5e-2
+    nets = networks(name, small=small)
+    cfg, side = nets.denoiser.cfg, 16 if small else 64  # type: ignore[union-attr]
+    x, text, t = normal(1, side, side, 4), normal(1, 77, cfg.cross_attention_dim), np.array([500.0], np.float32)
+    added = {}
+    if cfg.addition_embed_type:
+        added = {"pooled": normal(1, 1280), "time_ids": np.array([[512, 512, 0, 0, 512, 512]], np.float32)}
+    specs, decoder = nets.specs(), nets.vae
+    assert isinstance(decoder, VaeConfig)
+    parts: dict[str, tuple[Callable[..., Any], Any, tuple[Any, ...]]] = {
+        "UNet": (
+            lambda p, x, text, t, added, cfg=cfg: unet(p, x, t, text, cfg, **added),
+            specs["unet"],
+            (x, text, t, added),
+        ),
+        "decoder": (lambda p, x, cfg=decoder: vae_decode(p, x, cfg), specs["vae"], (x,)),
+    }
+    for part, (function, spec, given) in parts.items():
+        params = init_params(spec, 0)
+        want = on(jax.devices("cpu")[0], function, params, *given)
+        yield (
+            f"{name} {part}, float32",
+            rms(on(jax.devices()[0], function, params, *given, precision="highest"), want),
+            1e-4,
+        )
+        if small:  # so few channels round too much
+            continue
+        half = jax.tree.map(_halved, (params, given))
+        yield f"{name} {part}, bfloat16", rms(on(jax.devices()[0], function, half[0], *half[1]), want), 5e-2
 
 
 def _halved(leaf: Any) -> Any:
@@ -187,7 +186,8 @@ def check_cache(_: bool) -> Iterator[Check]:
 
 
 CHECKS: dict[str, Callable[[bool], Iterator[Check]]] = {
-    "attention": check_attention, "pictures": check_pictures, "cache": check_cache, "networks": check_networks,
+    "attention": check_attention, "pictures": check_pictures, "cache": check_cache,
+    "sd15": partial(check_networks, "sd15"), "sdxl": partial(check_networks, "sdxl"),
 }  # fmt: skip
 
 

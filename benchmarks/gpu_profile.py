@@ -21,22 +21,23 @@ from canvax.files import written
 from canvax.weights.cast import parse_dtype
 
 
-def kernels(folder: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and runs of each kernel of a trace, by its name; on a CPU, of each operation."""
+def kernels(folder: Path) -> dict[tuple[str, str, str], tuple[float, int]]:
+    """Seconds and runs of each kernel of a trace, by program, operation and name; on a CPU, of each operation."""
     [file] = folder.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     on_device = {pid for pid, name in processes.items() if "/device:" in name} or set(processes)
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in events:
         if event.get("ph") != "X" or event["pid"] not in on_device or "hlo_op" not in event.get("args", {}):
             continue
         # A GPU's streams have a thread each; the others are what the same kernels belong to.
         if len(on_device) < len(processes) and "Stream" not in threads.get((event["pid"], event["tid"]), ""):
             continue
-        found[event["name"]].append(event["dur"] / 1e6)
-    return {name: (sum(times), len(times)) for name, times in found.items()}
+        key = event["args"].get("hlo_module", ""), event["args"]["hlo_op"], event["name"]
+        found[key].append(event["dur"] / 1e6)
+    return {key: (sum(times), len(times)) for key, times in found.items()}
 
 
 KINDS = {
@@ -57,9 +58,11 @@ def main() -> None:
     parser.add_argument("--size", default="")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--timed", type=int, default=30, help="steps of the three calls before that, not traced")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--most", type=int, default=25, help="kernels to tell")
+    parser.add_argument("--most", type=int, default=400, help="kernels to write down")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--hlo", type=Path, help="folder for the compiled programs as text, which names operations")
     arguments = parser.parse_args()
     width, height = (int(side) for side in arguments.size.split("x")) if arguments.size else (None, None)
     with tempfile.TemporaryDirectory() as traced:
@@ -68,23 +71,38 @@ def main() -> None:
         say |= {"width": width, "height": height}
         prompts = ["a red apple"] * arguments.batch
         pipe(prompts, **say)
+        timed = [pipe(prompts, **say | {"num_inference_steps": arguments.timed}).timings for _ in range(3)]
+        for timings in timed:
+            print(f"{arguments.timed} steps: {timings}", flush=True)
         with jax.profiler.trace(traced):
             result = pipe(prompts, **say)
         found = kernels(Path(traced))
+    if arguments.hlo:
+        from canvax.pipelines.display import Display
+
+        arguments.hlo.mkdir(parents=True, exist_ok=True)
+        params = pipe._params(None)
+        for name, program in pipe._ready(params, (height, width), arguments.batch, True, Display(shown=False)).named:
+            (arguments.hlo / f"{name.replace(' ', '-')}.txt").write_text(program.as_text())
     total = sum(seconds for seconds, _ in found.values())
-    by_kind: dict[str, float] = defaultdict(float)
-    for name, (seconds, _) in found.items():
-        by_kind[kind_of(name)] += seconds
+    by_kind: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (program, _, name), (seconds, _) in found.items():
+        by_kind[program][kind_of(name)] += seconds
     largest = sorted(found.items(), key=lambda item: -item[1][0])[: arguments.most]
     report = {
         "model": arguments.model, "device": jax.devices()[0].device_kind, "steps": arguments.steps,
-        "batch": arguments.batch, "timings": result.timings, "kernel_seconds": total,
-        "by_kind": dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-        "kernels": [{"name": name, "seconds": s, "runs": n, "share": s / total} for name, (s, n) in largest],
+        "batch": arguments.batch, "timings": result.timings, "timed": timed, "timed_steps": arguments.timed, "kernel_seconds": total, "by_kind": by_kind,
+        "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        "kernels": [{"program": program, "operation": operation, "name": name, "seconds": s, "runs": n}
+                    for (program, operation, name), (s, n) in largest],
     }  # fmt: skip
-    print(f"{total:.4f} s in {len(found)} kernels of {result.timings['total']:.4f} s; {report['by_kind']}")
-    for row in report["kernels"]:
-        print(f"{row['share']:6.1%} {row['seconds'] * 1e3:9.3f} ms {row['runs']:6d} x {row['name'][:120]}")
+    print(f"{total:.4f} s in {len(found)} kernels of {result.timings['total']:.4f} s: {result.timings}")
+    for program, kinds in by_kind.items():
+        told = ", ".join(f"{kind} {s * 1e3:.2f}" for kind, s in sorted(kinds.items(), key=lambda item: -item[1]))
+        print(f"{program}: {sum(kinds.values()) * 1e3:.2f} ms: {told}")
+    for row in report["kernels"][:40]:
+        print(f"{row['seconds'] / total:6.1%} {row['seconds'] * 1e3:8.3f} ms {row['runs']:5d} x {row['operation'][:40]} "
+              f"{row['name'][:70]}")  # fmt: skip
     if arguments.json:
         with written(arguments.json) as temporary:
             temporary.write_text(json.dumps(report, indent=1))

@@ -36,7 +36,13 @@ MOMENTS = ("imported", "loaded", "programs", "first_step", "picture")
 
 
 def measure(
-    job: Job, peers: Sequence[Contender], rounds: int, *, cold: bool = False, tell: Tell = print
+    job: Job,
+    peers: Sequence[Contender],
+    rounds: int,
+    *,
+    cold: bool = False,
+    programs: str = "off",
+    tell: Tell = print,
 ) -> dict[str, Any]:
     """Figures of canvax and its peers for a part, by contender; canvax is first.
 
@@ -45,6 +51,7 @@ def measure(
         peers: who else takes part.
         rounds: turns of each.
         cold: for ``load``: files leave the page cache before each run, instead of being in it.
+        programs: canvax's cache of compiled programs, a folder or "off"; not for ``start``, which has its own.
         tell: called with a line about what is being done.
 
     Raises:
@@ -61,7 +68,7 @@ def measure(
             return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, tell)
         if job.part == "start":
             return _start(job, peers, rounds, scratch, inputs, tell)
-        contenders = [Contender("canvax"), *peers]
+        contenders = [Contender("canvax", environment={"CANVAX_CACHE_DIR": programs}), *peers]
         run = _turns if _fit_together(job, model, len(contenders)) else _apart
         return run(job, contenders, rounds, scratch, inputs, tell)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from canvax.types import DType
 from canvax.weights.layout import INDEX, KINDS, STEMS
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.source import BUNDLED
+
+_NUMBERS = (1 << 24) - 3  # a prime: no two rows of a weight begin alike
 
 _CLASSES = {
     "unet": "UNet2DConditionModel",
@@ -53,7 +56,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, s
     """
     check_space(folder, preset, dtype)
     folder.mkdir(parents=True)
-    rng = np.random.default_rng(seed)
+    rng = _Repeated(seed)
     configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
     for name, spec in preset.specs().items():
         library = KINDS[name]
@@ -82,6 +85,21 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, s
         index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
     _write_json(folder / INDEX, index)
     return folder
+
+
+class _Repeated(np.random.Generator):
+    """Normal numbers that begin again after 16 million: SDXL has 3.5 billion weights, and drawing each takes a minute."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(np.random.PCG64(seed))
+        self._numbers = np.tile(super().standard_normal(_NUMBERS, dtype=np.float32), 2)
+        self._next = 0
+
+    def standard_normal(self, size: Any = None, dtype: Any = None, out: Any = None) -> Any:
+        del dtype, out
+        values = np.resize(self._numbers[self._next :], size)
+        self._next = (self._next + values.size) % _NUMBERS
+        return values
 
 
 def preset_bytes(preset: Networks, dtype: DType) -> int:
