@@ -91,7 +91,8 @@ def main() -> None:
     largest = sorted(found.items(), key=lambda item: -item[1][0])[: arguments.most]
     report = {
         "model": arguments.model, "device": jax.devices()[0].device_kind, "steps": arguments.steps,
-        "batch": arguments.batch, "timings": result.timings, "timed": timed, "timed_steps": arguments.timed, "kernel_seconds": total, "by_kind": by_kind,
+        "batch": arguments.batch, "timings": result.timings, "timed": timed, "timed_steps": arguments.timed,
+        "kernel_seconds": total, "by_kind": by_kind,
         "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "kernels": [{"program": program, "operation": operation, "name": name, "seconds": s, "runs": n}
                     for (program, operation, name), (s, n) in largest],
@@ -101,8 +102,8 @@ def main() -> None:
         told = ", ".join(f"{kind} {s * 1e3:.2f}" for kind, s in sorted(kinds.items(), key=lambda item: -item[1]))
         print(f"{program}: {sum(kinds.values()) * 1e3:.2f} ms: {told}")
     for row in report["kernels"][:40]:
-        print(f"{row['seconds'] / total:6.1%} {row['seconds'] * 1e3:8.3f} ms {row['runs']:5d} x {row['operation'][:40]} "
-              f"{row['name'][:70]}")  # fmt: skip
+        share, milliseconds = row["seconds"] / total, row["seconds"] * 1e3
+        print(f"{share:6.1%} {milliseconds:8.3f} ms {row['runs']:5d} x {row['operation'][:40]} {row['name'][:70]}")
     if arguments.json:
         with written(arguments.json) as temporary:
             temporary.write_text(json.dumps(report, indent=1))

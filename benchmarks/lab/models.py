@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -88,7 +87,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, s
 
 
 class _Repeated(np.random.Generator):
-    """Normal numbers that begin again after 16 million: SDXL has 3.5 billion weights, and drawing each takes a minute."""
+    """Normal numbers that begin again after 16 million: drawing each of SDXL's weights takes a minute."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(np.random.PCG64(seed))
