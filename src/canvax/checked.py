@@ -165,11 +165,11 @@ def refuse_deleted(name: str, value: Any) -> None:
 
 def is_deleted(value: Any) -> bool:
     """Whether it is an array of JAX whose buffer was deleted or donated."""
-    asked = getattr(value, "is_deleted", None)
-    if not callable(asked) or isinstance(value, type) or _traced(value):  # a tracer takes long to say that it cannot
+    asked = getattr(type(value), "is_deleted", None)  # a pipeline would look for a name like it, which takes long
+    if not callable(asked) or _traced(value):  # a tracer takes long to say that it cannot
         return False
     try:
-        return asked() is True
+        return asked(value) is True
     except Exception:
         return False
 

@@ -28,15 +28,17 @@ def to_uint8(images: Any) -> np.ndarray:
         raise InputError(f"images must be floats in 0..1, got {array.dtype}")
     if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
         raise InputError(f"images must be floats in 0..1, got {array.dtype}")
-    array = array.astype(np.float32)
-    if np.isnan(array).any():
+    array = array.astype(np.float32, copy=False)
+    if np.isnan(array.max(initial=0)):
         warn(
             "an image has values that are not a number, painted black: the model overflowed its dtype; "
             "use bfloat16 or float32",
             RuntimeWarning,
         )
         array = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0)
-    return np.rint(np.clip(array, 0.0, 1.0) * np.float32(255)).astype(np.uint8)
+    scaled = np.clip(array, 0.0, 1.0)
+    scaled *= np.float32(255)
+    return np.rint(scaled, out=scaled).astype(np.uint8)
 
 
 def to_pil(images: Any) -> list[Image]:

@@ -84,7 +84,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
-        if name != "params" and (name not in ("model", "programs", "safety_checker") or name in vars(self)):
+        if name != "params" and (name not in ("model", "programs", "safety_checker", "_fitting") or name in vars(self)):
             raise AttributeError(f"cannot be set: {answer(name, ATTRIBUTES, [], 'an attribute that can be set')}")
         object.__setattr__(self, name, value)
 
