@@ -62,7 +62,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     python = arguments.torch_python or sys.executable
     peers = [Contender(name, python) for name in dict.fromkeys(arguments.against)]
     for peer in peers:
-        if peer.name == "torch-compile" and arguments.part in _NOT_COMPILED:
+        if peer.name != "torch" and arguments.part in _NOT_COMPILED:
             raise InputError(f"--against {peer.name}: it does not take part in {arguments.part}; use --against torch")
         check_peer(peer)
     platform, kind = probe(arguments.device)
@@ -114,8 +114,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
     parser.add_argument(
-        "--against", action="append", default=[], choices=["torch", "torch-compile"],
-        help="a peer: PyTorch diffusers, or the same compiled; may be repeated",
+        "--against", action="append", default=[], choices=["torch", "torch-compile", "torch-compile-default"],
+        help="a peer: PyTorch diffusers, or the same compiled, to the utmost or in a minute; may be repeated",
     )  # fmt: skip
     parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")

@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.families.base import Model
 
-PEERS = ("torch", "torch-compile")
+PEERS = ("torch", "torch-compile", "torch-compile-default")
 
 GUIDANCE = 5.0
 SAMPLER = "ddim"

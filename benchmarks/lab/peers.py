@@ -2,7 +2,8 @@
 
 The only file here that imports PyTorch, and no other file imports this one: ``worker.py`` loads it, in a process of its
 own, in an interpreter that need not have canvax. Each gets the settings that its own documentation gives for speed, no
-more and no less: channels last; compiled, also fused projections and the compiler's settings for diffusion.
+more and no less: channels last; compiled, also fused projections and the compiler's settings for diffusion. These take
+many minutes for SDXL; "torch-compile-default" has the compiler's defaults, and takes one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Ready = tuple[Callable[[], Any], Callable[[Any], dict[str, np.ndarray]], dict[st
 Once = tuple[dict[str, Any], Callable[[], Any]]
 
 
-def prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: bool) -> Ready:
+def prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: str) -> Ready:
     """Load a part, and compile it if wanted; the first run is what compiles."""
     import torch
 
@@ -57,13 +58,13 @@ def device_peak(job: Job) -> int | None:
     return torch.cuda.max_memory_allocated() if job["device"] == "gpu" else None
 
 
-def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import diffusers
 
     model = _network(diffusers.UNet2DConditionModel, job, "unet")
     if compiled:
         model.fuse_qkv_projections()
-        model = _compile(model)
+        model = _compile(model, compiled)
     x, text = _images(job, inputs["latents"]), _tensor(job, inputs["text"], job["dtype"])
     timesteps, added = _tensor(job, inputs["timesteps"]), None
     if "pooled" in inputs:
@@ -76,7 +77,7 @@ def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     return run, lambda result: {"output": _channels_last(result)}, [model]
 
 
-def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import diffusers
 
     model = _network(diffusers.AutoencoderKL, job, "vae")
@@ -84,7 +85,7 @@ def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     decode = model.decode
     if compiled:
         model.fuse_qkv_projections()
-        decode = _compile(model.decode)
+        decode = _compile(model.decode, compiled)
     return (
         lambda: decode(latents / scale, return_dict=False)[0],
         lambda result: {"output": _channels_last(result)},
@@ -92,7 +93,7 @@ def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     )
 
 
-def _text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     """As the pipelines read them: SDXL takes the last layer but one of each, and the second gives a pooled vector."""
     import torch
     import transformers
@@ -104,7 +105,7 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     modules = list(encoders.values())
     ids = {name: torch.from_numpy(inputs[name].astype(np.int64)).to(_device(job)) for name in inputs}
     xl = "text_encoder_2" in inputs
-    called = {name: _compile(model, whole=False) if compiled else model for name, model in encoders.items()}
+    called = {name: _compile(model, compiled, whole=False) if compiled else model for name, model in encoders.items()}
 
     def run() -> dict[str, Any]:
         out = {name: called[name](ids[name], output_hidden_states=xl) for name in called}
@@ -116,7 +117,7 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     return run, lambda result: {name: _numpy(tensor) for name, tensor in result.items()}, modules
 
 
-def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
+def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import torch
 
     pipe = _pipeline(job)
@@ -125,8 +126,8 @@ def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: bool) -> Any:
     modules = _modules(pipe)
     if compiled:
         pipe.fuse_qkv_projections()
-        pipe.unet = _compile(pipe.unet)
-        pipe.vae.decode = _compile(pipe.vae.decode)
+        pipe.unet = _compile(pipe.unet, compiled)
+        pipe.vae.decode = _compile(pipe.vae.decode, compiled)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
         lambda result: {name: result[name] for name in ("latents", "pixels")},
@@ -191,16 +192,16 @@ def _from_pretrained(cls: Any, job: Job, name: str) -> Any:
     return cls.from_pretrained(Path(job["folder"]) / name, torch_dtype=dtype, local_files_only=True).to(_device(job))
 
 
-def _compile(function: Any, *, whole: bool = True) -> Any:
+def _compile(function: Any, mode: str, *, whole: bool = True) -> Any:
     import torch
 
-    return torch.compile(function, mode="max-autotune", fullgraph=whole)
+    return torch.compile(function, mode=mode, fullgraph=whole)
 
 
-def _settle(job: Job, compiled: bool) -> None:
+def _settle(job: Job, compiled: str) -> None:
     """Settings of a GPU. float32 may use TensorFloat-32, as it may in JAX; convolutions are chosen by trying them.
 
-    Compiled, also what diffusers' documentation sets for diffusion models.
+    Compiled to the utmost, also what diffusers' documentation sets for diffusion models.
     """
     import torch
 
@@ -210,7 +211,7 @@ def _settle(job: Job, compiled: bool) -> None:
         raise SystemExit(f"PyTorch {torch.__version__} sees no GPU; install its CUDA build, or say --device cpu")
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    if compiled:
+    if compiled == "max-autotune":
         import torch._inductor.config as config
 
         config.conv_1x1_as_mm = True
@@ -275,7 +276,7 @@ def _load_once(job: Job) -> Once:
     getattr(diffusers, index["_class_name"].removeprefix("Flax"))  # importing it is no part of loading
     for library, name in (value for value in index.values() if isinstance(value, list) and value[1]):
         getattr({"diffusers": diffusers, "transformers": transformers}.get(library), name, None)
-    _settle(job, compiled=False)
+    _settle(job, compiled="")
     if job["device"] == "gpu":
         torch.cuda.init()
     began = time.perf_counter()
@@ -297,7 +298,7 @@ def _start(job: Job, began: float) -> Once:
 
     _ = diffusers.DiffusionPipeline  # imports PyTorch too
     moments = {"imported": time.time() - began}
-    _settle(job, compiled=False)
+    _settle(job, compiled="")
     with np.load(job["inputs"]) as file:
         noise = file["latents"]
     pipe = _pipeline(job)
@@ -313,6 +314,7 @@ def _start(job: Job, began: float) -> Once:
 
 
 CONTENDERS = {
-    "torch": SimpleNamespace(prepare=partial(prepare, compiled=False), once=once, device_peak=device_peak),
-    "torch-compile": SimpleNamespace(prepare=partial(prepare, compiled=True), device_peak=device_peak),
+    "torch": SimpleNamespace(prepare=partial(prepare, compiled=""), once=once, device_peak=device_peak),
+    "torch-compile": SimpleNamespace(prepare=partial(prepare, compiled="max-autotune"), device_peak=device_peak),
+    "torch-compile-default": SimpleNamespace(prepare=partial(prepare, compiled="default"), device_peak=device_peak),
 }
