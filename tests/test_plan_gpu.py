@@ -102,6 +102,14 @@ def test_group_norm_reads_twice_and_writes_once() -> None:
     assert compiled(norm, image, (128,), (128,)).whole().bytes < 3.1 * 2 * np.prod(image)
 
 
+def test_sums_of_a_small_picture_are_divided_among_multiprocessors() -> None:
+    """64 x 64 pixels, of which XLA would give one multiprocessor 128 channels whole."""
+    norm = compiled(
+        lambda x, w, b: group_norm({"weight": w, "bias": b}, x, groups=32, eps=1e-5), (2, 64, 64, 320), (320,), (320,)
+    )
+    assert "(f32[2,16,320]{2,1,0}, f32[2,16,320]{2,1,0}) fusion(" in norm.text
+
+
 def test_queries_keys_and_values_are_not_copied_out_of_one_matmul() -> None:
     def project(x: Any, q: Any, k: Any, v: Any) -> Any:
         return x @ q, x @ k, x @ v

@@ -170,7 +170,8 @@ def group_norm(
 
     def mean_of(y: Array) -> Array:
         """[B, pixels, C] -> [B, groups]; over pixels first, since a GPU would write each pixel's sums to memory."""
-        return y.mean(1).reshape(batch, groups, -1).mean(-1)
+        parts = _parts(y.shape[1])
+        return y.reshape(batch, parts, -1, channels).mean(2).reshape(batch, parts, groups, -1).mean((1, 3))
 
     mean = mean_of(widened())
     if half:
@@ -184,6 +185,17 @@ def group_norm(
     shift = bias - mean[..., None] * scale
     y = widened() * scale.reshape(batch, 1, channels) + shift.reshape(batch, 1, channels)
     return (activation(y) if activation else y).astype(x.dtype).reshape(x.shape)
+
+
+def _parts(pixels: int) -> int:
+    """How many sums are made of each channel of a picture, to be added up then.
+
+    XLA's kernel for GPUs gives 128 channels to one multiprocessor, and divides only more than 4,096 pixels among
+    several: 64 x 64 pixels of 320 channels, two pictures of them, took 6 of 132 on an H100, and 32 microseconds where
+    reading them takes 2.
+    """
+    divided = target_platform() == "gpu" and 1024 < pixels <= 4096
+    return max(part for part in range(1, 32) if pixels % part == 0) if divided else 1
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
