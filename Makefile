@@ -20,7 +20,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 
 # Two processes: most of the time is XLA compiling, on one processor each. A file stays in one of them, which makes its
 # models once.
-PYTEST := -m pytest -n 2 --dist loadfile
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-ray lint docs parity bench emoji-model clean
 
@@ -49,7 +49,7 @@ test-bad: .venv/test-$(REFERENCE)
 # The page in a browser (the system's chromium, or the one that CHROMIUM names), and the server's own description. In an
 # environment of its own: schemathesis brings a plugin, which would be part of all tests.
 test-page: .venv-page/test
-	.venv-page/bin/python -m pytest tests/test_page.py tests/test_page_real.py tests/test_server_schema.py -m ""
+	.venv-page/bin/python $(PYTEST) tests/test_page.py tests/test_page_real.py tests/test_server_schema.py -m ""
 
 # Files of strangers, made at random: FUZZ_SECONDS for each of six kinds.
 fuzz: .venv/test-$(REFERENCE)

@@ -49,6 +49,20 @@ OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
 
 
+LONG = (
+    "test_multihost", "test_server_clients", "test_server_soak", "test_server_journal_kills", "test_fleet", "test_deploy",
+    "test_training", "test_train_tasks", "test_emoji_model", "test_cli_serve", "test_batch_job", "test_docs", "test_guide",
+    "test_bench", "test_server_engine", "test_finetune",
+)  # fmt: skip
+"""Modules that take a minute or more, or wait for other processes. They come first: of two workers, none may be alone
+with such a one in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
 def pytest_collection_finish() -> None:
     """What all modules have imported, PyTorch among it, is looked through by no garbage collection; there are fewer."""
     gc.collect()
