@@ -37,6 +37,7 @@ from canvax.pipelines.prompt_files import (
 )
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
+from canvax.scale.rows import KINDS
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -293,8 +294,9 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         if name == "-" and sys.stdin is None:
             raise InputError("--prompt-file -: there is no standard input; name a file")
-        if Path(name).suffix.lower() in _TABLES:  # whose header would be the first prompt
-            raise InputError(f"--prompt-file {name}: a table is read by canvax batch {shlex.quote(name)} -o FOLDER")
+        if (kind := Path(name).suffix.lower()) in _TABLES:  # whose header would be the first prompt
+            cure = f"a table is read by canvax batch {shlex.quote(name)} -o FOLDER"
+            raise InputError(f"--prompt-file {name}: {cure if kind in KINDS else 'save it as .csv for canvax batch'}")
         data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")

@@ -317,9 +317,9 @@ class LoadedModel:
         # Looking at each of the thousands of arrays of a model takes 10 ms; at whether they are those of last time, 1.
         leaves, structure = jax.tree.flatten(params)
         for last, refs in self._fitting:
-            if last == structure and all(ref() is leaf for ref, leaf in zip(refs, leaves, strict=True)):
-                if not any(leaf.is_deleted() for leaf in leaves):
-                    return params
+            same = last == structure and all(ref() is leaf for ref, leaf in zip(refs, leaves, strict=True))
+            if same and not any(leaf.is_deleted() for leaf in leaves):
+                return params
         placed = is_on(params, self.programs.mesh)
         if not (own and placed):
             refuse_tracers("params", params)

@@ -232,7 +232,8 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     if body.quality is not None and body.format == "png":
         said = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
         raise Refused(400, "invalid_value", said, param="quality")
-    if body.negative_prompt and body.guidance_scale is not None and body.guidance_scale <= 1:
+    steady = "guidance_steps" not in (body.options or {})
+    if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= 1:
         said = f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
         raise Refused(400, "invalid_value", said, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
