@@ -325,6 +325,9 @@ def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
     output = Output(folder, {"model": "emoji"})
     with pytest.raises(InputError, match="'row-0' is done, but with other settings"):
         Plan.read(write(file, [{**some_rows()[0], "steps": 9}]), {}).left(output.known)
+    flags = {"sampler": "Heun", "eta": 0.5}
+    with pytest.raises(InputError, match=r"settings, eta=None and not 0\.5; .* changed in the flags"):
+        Plan.read(write(file, [some_rows()[0]]), flags).left(output.known, begun={"sampler": "Heun"})
     if os.name == "posix":
         with pytest.raises(InputError, match="another process is writing there"):
             Output(folder, {"model": "emoji"})

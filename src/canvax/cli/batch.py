@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     spread = join_others(arguments)
     output = _output(arguments, plan, source, spread=spread)
     try:
-        todo = _agreed(plan, plan.left(output.known, retry=arguments.retry_errors), spread=spread)
+        todo = _agreed(
+            plan, plan.left(output.known, retry=arguments.retry_errors, begun=output.run.get("defaults")), spread=spread
+        )
         report |= {"output": str(output.folder), "rows": len(plan.digests), "errors": 0}
         report["skipped"] = len(plan.digests) - len(todo)
         if todo:
@@ -140,7 +142,13 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
     decisive |= {name: found for name in ("lora", "embedding") if (found := getattr(arguments, name))}
     return Output(
         arguments.output,
-        {**asdict(source), **decisive, "most": plan.total, "canvax": versions()["canvax"]},
+        {
+            **asdict(source),
+            **decisive,
+            "most": plan.total,
+            "canvax": versions()["canvax"],
+            "defaults": dict(plan.defaults),
+        },
         into=arguments.into,
         shard_size=arguments.shard_size or 1000,
         process=number * processes + index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
@@ -86,8 +87,12 @@ class Plan:
         own = dict(list(digests.items())[share[0] :: share[1]])
         return cls(Path(path), defaults, carried, seed, len(digests), own)
 
-    def left(self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False) -> set[str]:
+    def left(
+        self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False, begun: Mapping[str, Any] | None = None
+    ) -> set[str]:
         """Ids of the rows that are still to be done; ``retry`` those that failed as well.
+
+        ``begun`` are the defaults that the job was begun with, if they are known.
 
         Raises:
             InputError: a row is done already, but as another one.
@@ -98,15 +103,23 @@ class Plan:
             if line is None or (retry and line.get("status") != "done"):
                 todo.add(name)
             elif line.get("row", "") != digest:
+                changed = _changed(self.defaults, self.defaults if begun is None else begun)
                 raise InputError(
-                    f"{self.path}: the row {name!r} is done, but with other settings; put --output into a new folder, "
-                    "or undo what was changed in the file or in the flags"
+                    f"{self.path}: the row {name!r} is done, but with other settings{changed}; put --output into a new "
+                    f"folder, or undo what was changed in the {'flags' if changed else 'file or in the flags'}"
                 )
         return todo
 
     def rows(self, todo: set[str]) -> Iterator[Row]:
         """The rows that are to be done, in the order of the file."""
         return (row for row in read_rows(self.path) if row.id in todo)
+
+
+def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
+    """Of two sets of defaults, each that differs: ", steps=4 and not 8"."""
+    known = json.loads(json.dumps(dict(now), default=str))  # as what was written down
+    names = [name for name in {**begun, **known} if begun.get(name) != known.get(name)]
+    return "".join(f", {name}={begun.get(name)!r} and not {known.get(name)!r}" for name in names)
 
 
 @dataclass

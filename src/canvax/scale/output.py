@@ -26,8 +26,9 @@ from canvax.scale.rows import pyarrow
 
 Into = Literal["files", "tar", "parquet"]
 RUN, WAITING = "batch.json", "waiting"
-_FIRST_COUNTS = ("most", "canvax")
-"""What may change while a job goes on: its batches stay those that it was begun with."""
+_FIRST_COUNTS = ("most", "canvax", "defaults")
+"""What may change while a job goes on: its batches stay those that it was begun with. Of defaults each row that they
+change is refused by itself."""
 _LONGEST_LINE = 1 << 20
 _NAME = re.compile(r"[\w-][\w.-]{0,119}", re.ASCII)
 
