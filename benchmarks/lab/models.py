@@ -94,7 +94,7 @@ class _Repeated(np.random.Generator):
         self._numbers = np.tile(super().standard_normal(_NUMBERS, dtype=np.float32), 2)
         self._next = 0
 
-    def standard_normal(self, size: Any = None, dtype: Any = None, out: Any = None) -> Any:
+    def standard_normal(self, size: Any = None, dtype: Any = None, out: Any = None) -> Any:  # pyright: ignore
         del dtype, out
         values = np.resize(self._numbers[self._next :], size)
         self._next = (self._next + values.size) % _NUMBERS

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from typing import Any
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     report: dict[str, Any] = {}
     tolerant_streams()
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = partial(_show_warning, set())
         warnings.simplefilter("always", HintWarning)
         warnings.filterwarnings("ignore", r"Image size .* exceeds limit")  # of Pillow: the error that follows says it
         try:
@@ -123,5 +124,10 @@ def _unexpected(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 for the traceback)"
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    complain(str(message), label="warning: ")
+def _show_warning(seen: set[str], message: Warning | str, *_: Any) -> None:
+    """Once, and not for each of a thousand prompts."""
+    if (text := str(message)) not in seen:
+        if len(seen) > 1000:  # a server lives long
+            seen.clear()
+        seen.add(text)
+        complain(text, label="warning: ")
