@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import canvax
 from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.checks import default_dtype
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.weights.source import BUNDLED
 
@@ -388,6 +390,23 @@ def test_settings_for_finding_faults_are_for_the_code_of_the_user(emoji: canvax.
             jax.config.update(name, value)
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert len(seen) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype", "training"),
+    [
+        ("cpu", None, "float32", "float32"),
+        ("tpu", None, "bfloat16", "bfloat16"),
+        ("gpu", "9.0", "bfloat16", "bfloat16"),
+        ("gpu", "8.0", "bfloat16", "bfloat16"),
+        ("gpu", "7.5", "float16", "bfloat16"),  # a T4
+        ("gpu", "gfx942", "bfloat16", "bfloat16"),  # AMD's
+    ],
+)
+def test_usual_dtype(platform: str, capability: str | None, dtype: str, training: str) -> None:
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    mesh: Any = SimpleNamespace(devices=np.array([device], dtype=object))
+    assert (default_dtype(mesh), default_dtype(mesh, training=True)) == (dtype, training)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "flaot32", 3])

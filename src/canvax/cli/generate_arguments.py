@@ -369,7 +369,9 @@ def check_ip_adapters(arguments: Any) -> None:
 
 def add_dtype(group: Any) -> None:
     """Flags that say in which numbers a model computes."""
-    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
+    group.add_argument(
+        "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU, float16 before Ampere)"
+    )
     add_quantize(group)
 
 

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         width=width,
         steps=arguments.steps,
         guided=not arguments.no_guidance,
-        dtype=arguments.dtype or "bfloat16",
+        dtype=arguments.dtype,
         quantize=arguments.quantize,
         mesh=mesh,
         reuse=not arguments.fresh,

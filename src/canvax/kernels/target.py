@@ -121,7 +121,15 @@ def target_kind() -> str:
 def target_capability() -> float:
     """Compute capability of the NVIDIA GPU that is compiled for, such as 9.0; 0.0 for anything else."""
     target = _target.value
-    capability = target.capability if target else _capability(jax.devices()[0])
+    return _number(target.capability if target else _capability(jax.devices()[0]))
+
+
+def capability_of(device: Any) -> float:
+    """Likewise of a device."""
+    return _number(_capability(device))
+
+
+def _number(capability: str) -> float:
     return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's are names: "gfx942"
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from canvax.checked import shown
 from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
+from canvax.kernels.target import capability_of
 from canvax.noise import image_seeds
 from canvax.types import DType
 
@@ -190,6 +191,13 @@ def check_precision(precision: str | None) -> None:
         raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
 
 
-def default_dtype(mesh: Mesh) -> DType:
-    """bfloat16 on TPU and GPU, float32 on the CPU, which computes bfloat16 slower."""
-    return jnp.dtype(jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16)
+def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
+    """bfloat16 on TPU and GPU, float32 on the CPU, which computes bfloat16 slower.
+
+    float16 on NVIDIA's GPUs before Ampere (T4, RTX 20), whose matrix units have no bfloat16: XLA computes in float32
+    there. Not for ``training``, since small gradients would be 0.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.float16 if 0 < capability_of(device) < 8 and not training else jnp.bfloat16)

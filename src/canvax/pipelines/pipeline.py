@@ -372,7 +372,8 @@ def load(
 
     Args:
         model: "emoji" (in the package), a folder in the diffusers layout, or a Hub id "owner/name".
-        dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU, float32 on the CPU.
+        dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU (float16 before Ampere), float32 on
+            the CPU.
         quantize: "int8" or "float8": keep the large weights of text encoders and UNet in 8 bits, which saves memory and
             costs some precision (docs/less-work.md); None to leave them as they are.
         revision: branch, tag or commit of a Hub id.

@@ -212,7 +212,7 @@ def plan(
     width: int | None = None,
     steps: int = 50,
     guided: bool = True,
-    dtype: DType = "bfloat16",
+    dtype: DType | None = None,
     quantize: str | None = None,
     mesh: Mapping[str, int] | None = None,
     reuse: bool = True,
@@ -235,7 +235,7 @@ def plan(
         width: likewise.
         steps: evaluations of the UNet.
         guided: whether the guidance scale is above 1.
-        dtype: of weights and activations.
+        dtype: of weights and activations; by default bfloat16, float16 on GPUs before Ampere.
         quantize: "int8" or "float8" for large weights in 8 bits.
         mesh: devices along ``data`` and ``model``; by default all on ``data``.
         reuse: use what an earlier plan with the same versions has found.
@@ -258,7 +258,7 @@ def plan(
         up = -(-batch // axes["data"]) * axes["data"]
         raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
     check_count("steps", steps)
-    dtype = parse_dtype(dtype).name
+    computed = parse_dtype(getattr(aim.chip, "half", "bfloat16") if dtype is None else dtype).name
     check_kind(quantize)
     networks = architecture(model, **source)
     (tall, wide), factor = networks.native_size, networks.vae.factor
@@ -270,14 +270,14 @@ def plan(
         height=check_size("height", height, tall, factor),
         width=check_size("width", width, wide, factor),
         guided=guided,
-        dtype=dtype,
+        dtype=computed,
         quantize=quantize,
     )
     versions = {"canvax": __version__, "jax": version("jax"), **compiler_version(aim)}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
-    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, dtype, quantize)
+    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, computed, quantize)
     return Plan(*said, programs=programs, versions=versions)
 
 

@@ -77,6 +77,11 @@ class Gpu(Chip):
     cache: int = 0
 
     @property
+    def half(self) -> str:
+        """The dtype of 16 bits that it multiplies fast; before Ampere (8.0) not bfloat16."""
+        return "bfloat16" if self.capability >= (8, 0) else "float16"
+
+    @property
     def described(self) -> str:
         """What XLA's compiler has to know: a GpuTargetConfigProto as text."""
         major, minor = self.capability
@@ -87,9 +92,9 @@ class Gpu(Chip):
             "shared_memory_per_block_optin": self.shared - 1024,
             "shared_memory_per_core": self.shared,
             # 8.6 and 8.9 are the consumers' chips, of smaller processors.
-            "threads_per_core_limit": 1536 if self.capability in ((8, 6), (8, 9)) else 2048,
+            "threads_per_core_limit": {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability, 2048),
             "core_count": self.processors,
-            "fpus_per_core": 64 if self.capability == (8, 0) else 128,
+            "fpus_per_core": 64 if self.capability <= (8, 0) else 128,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 2**16 - 1,
             "block_dim_limit_z": 2**16 - 1,
@@ -130,6 +135,7 @@ def _gpu(
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        _gpu("t4", 65, 320, 1.59, 15.0, (7, 5), 40, 64, 4),
         _gpu("rtx3090", 71, 936, 1.695, 24.0, (8, 6), 82, 100, 6),
         _gpu("rtx4090", 165.2, 1008, 2.52, 24.0, (8, 9), 128, 100, 72),
         _gpu("a10g", 70, 600, 1.71, 22.5, (8, 6), 80, 100, 6),

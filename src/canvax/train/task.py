@@ -236,7 +236,7 @@ def train(
 
     model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=look)
     ((size, own, prior, masked),) = looked
-    dtype = default_dtype(mesh) if training.dtype is None else training.dtype
+    dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest(), **_decisive(training, aim)}
     if prior is not None:
