@@ -165,7 +165,7 @@ def test_names_of_models(name: str, verb: str, capsys: pytest.CaptureFixture[str
 # Prompt files
 
 LINES: dict[str, tuple[str | bytes, str]] = {
-    "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"),
+    "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"), "UTF-16": ("a cat\n".encode("utf-16-le"), "bytes of 0.*UTF-8"),
     "list": ('{"prompt": ["a"]}', "prompt"), "number": ('{"prompt": 5}', "prompt"), "no prompt": ('{"seed": 1}', "prompt"),
     "broken": ('{"prompt": "a"', "JSON"), "null": ('{"prompt": null}', "null"), "unknown": ('{"prompt": "a", "stepz": 4}', "stepz.*steps|steps"), "deep": ("{" + '"a":{' * 60_000, "JSON"),
     "text steps": ('{"prompt": "a", "steps": "4"}', "steps"), "list steps": ('{"prompt": "a", "steps": [4]}', "steps"),
@@ -559,7 +559,7 @@ COMMANDS: list[tuple[str, str]] = [
         "--weight-decay nan", "--size 0", "--min-snr nan", "--min-snr 0", "--text-lr 1e-4", "--stop-after nan", "--accumulate 0", "--seed -1", f"--seed {2**32}")),
     ("train dreambooth . -o m -p x --prior-weight 2", "class-prompt"), ("train dreambooth . -o m -p x --rank 8", "--rank without --lora"),
     ("train lora . -o /dev/null/m", "output"), ("bench -b 1000000000", "batch"), ("plan emoji --target gpu-l4 --p95 5", "--p95 goes with --rate"),
-    ("plan emoji --target gpu-l4 --arrivals daily", "--arrivals goes"), ("sheet a --x steps=1,2 --x eta=0,1", "--x is given twice"), ("sheet a --x steps=1,2 --steps 5", "leave out the flag"), ("generate --prompt-file p.csv", "canvax batch"),
+    ("plan emoji --target gpu-l4 --arrivals daily", "--arrivals goes"), ("sheet a --x steps=1,2 --x eta=0,1", "--x is given twice"), ("sheet a --x steps=1,2 --steps 5", "leave out the flag"), ("generate --prompt-file p.csv", "canvax batch"), ("generate --prompt-file p.yaml", "JSON object a line"),
     ("generate x --image-strength 1", "write --strength"), ("batch https://x/y.jsonl -o b", "download"), ("serve --memory 1", "memory"),
     ("generate x --vae nope", "vae='nope'"), (f"generate x --vae {'v' * 5000}", "vae="), (f"info {'a' * 4000}/{'b' * 4000}", "name"), ("info ~nobody-here/x", "name"),
     ("samplers --steps 5", "--steps goes with"), ("samplers curves -o x.png", "--output goes with"), ("--nope --also", "'--nope' is not a flag"),
@@ -608,6 +608,10 @@ def test_an_empty_prompt_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None
     assert "the prompt is empty" in capsys.readouterr().err
     assert main(["generate", "", "--image", "none.png", "-m", "nope"]) in (BAD_INPUT, FAILED)
     assert "the prompt is empty" not in capsys.readouterr().err
+    assert main(["generate", "a=b", "steps=5", "-m", "nope"]) == FAILED
+    said = capsys.readouterr().err
+    assert "a setting is written --steps 5" in said
+    assert "--a b" not in said
 
 
 JOBS: dict[str, tuple[str, list[str], str]] = {
@@ -623,6 +627,7 @@ def test_jobs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["batch", "rows.jsonl", "-o", "images", "--steps", "1", "-q", *flags])
     message = capsys.readouterr().err
     if code == 0:  # a bad row is a line
+        assert "1 row with an error" in message  # which --quiet does not hide
         message = json.loads(Path("images/manifest.jsonl").read_text())["error"]
     check_answer(message, words)
 

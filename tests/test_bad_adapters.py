@@ -234,6 +234,9 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
     several.mkdir()
     for name in ("x", "y"):
         write(several / f"{name}.safetensors", pair())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model_index.json").write_text("{}")
     load: Any = sd.adapters.load
     set_: Any = sd.adapters.set
     for words, do in (
@@ -253,6 +256,7 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
         ),
         ("has no file 'z.safetensors': x", lambda: load("a", several, weight_name="z.safetensors")),
         ("is not the name of a safetensors file", lambda: load("a", several, weight_name="z.bin")),
+        ("a whole model in it", lambda: load("a", model)),
         ("is not loaded; none is loaded", lambda: set_({"b": 1})),
         ("is not a table of weights", lambda: set_(["b"])),
         ("is not loaded", lambda: sd.adapters.remove("b")),

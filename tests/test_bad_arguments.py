@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -223,6 +224,19 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         emoji("a", guidance_scale=5, guidance_steps=[2.0], **more)
     with pytest.warns(canvax.errors.HintWarning, match="spacing without steps to place"):
         emoji("a", sampler="euler", sigmas=[5.0], spacing="trailing", progress=False)
+    with pytest.warns(canvax.errors.HintWarning, match="the curve of sigmas does: changes nothing"):
+        emoji("a", sigmas="karras", spacing="leading", **more)
+    with pytest.warns(canvax.errors.HintWarning, match="clip_skip beside an encoded prompt"):
+        emoji(emoji.encode("a"), clip_skip=1, **more)
+    image, mask = np.zeros((64, 64, 3)), np.ones((64, 64))
+    with pytest.warns(canvax.errors.HintWarning, match="mask_fill without a strength below 1"):
+        emoji("a", image=image, mask=mask, mask_fill="noise", **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", canvax.errors.HintWarning)
+        for spacing in ("leading", "trailing"):  # the model's own, too: it gives the curve's ends
+            emoji("a", sampler="euler", sigmas="karras", spacing=spacing, **more)
+        emoji("a", sigmas="automatic", spacing="trailing", **more)
+        emoji("a", image=image, mask=mask, mask_fill="fill", **more)  # which is seen beside the mask's edge
 
 
 def test_tracers_in_tables_whose_names_cannot_be_sorted() -> None:

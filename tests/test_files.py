@@ -6,11 +6,12 @@ import os
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from canvax.errors import CheckpointError
-from canvax.files import open_regular, read_bytes, read_json, temporary_folder, written
+from canvax.errors import CheckpointError, InputError
+from canvax.files import check_writable, open_regular, read_bytes, read_json, temporary_folder, written
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -100,6 +101,19 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError):
             fail(manager, part)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_umask_that_forbids_what_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder can be made and nothing in it, nor can it be looked into: that is told, and it is taken away."""
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", forbidden)
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    with pytest.raises(InputError, match=r"--output out: .* cannot be written to"):
+        check_writable("--output out", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_others_may_read_what_is_written(tmp_path: Path) -> None:

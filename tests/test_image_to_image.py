@@ -279,7 +279,7 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
         ({"image": [half()] * 2}, "2 entries for 1 images"),
         ({"image": np.zeros((8, 8, 5))}, r"shape \(8, 8, 5\)"),
         ({"image": np.zeros((0, 8, 3))}, "shape"),
-        ({"image": np.full((64, 64, 3), np.nan)}, "outside of 0..1"),
+        ({"image": np.full((64, 64, 3), np.nan)}, "not finite"),
         ({"image": np.full((64, 64, 3), 2.0)}, "outside of 0..1"),
         ({"image": np.zeros((64, 64, 3), complex)}, "complex128"),
         ({"image": np.full((64, 64), "a")}, "give uint8"),

@@ -261,7 +261,7 @@ def test_missing_folder(tmp_path: Path) -> None:
         save_image(tmp_path / "none" / "a.png", picture(), METADATA)
 
 
-def test_free_names(tmp_path: Path) -> None:
+def test_free_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unique_path(tmp_path / "none", 7).name == "00000-7.png"
     for name in ("00000-7.png", "00004-9.jpg", "grid-00009-1.png", "notes.txt"):
         (tmp_path / name).touch()
@@ -270,6 +270,9 @@ def test_free_names(tmp_path: Path) -> None:
     assert unique_path(tmp_path, 7, prefix="grid-").name == "grid-00010-7.png"
     (tmp_path / "999999999-x.png").touch()
     assert unique_path(tmp_path, 7).name == "00005-7.png"
+    monkeypatch.setattr("os.listdir", os.readlink)  # which fails as one that may not be looked into
+    with pytest.raises(InputError, match="cannot be looked into"):
+        unique_path(tmp_path, 7)
 
 
 def test_many_writers_share_a_folder(tmp_path: Path) -> None:

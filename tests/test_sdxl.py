@@ -230,7 +230,7 @@ def change(folder: Path, target: Path, file: str, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("model_index.json", {"requires_aesthetics_score": True}, "conditioned on 6 numbers about an image"),
+        ("model_index.json", {"requires_aesthetics_score": True}, "6 numbers about an image.*addition_time_embed"),
         ("model_index.json", {"_class_name": "StableDiffusionPipeline"}, "the encoders give 16"),
         ("model_index.json", {"tokenizer_2": [None, None]}, "tokenizer_2 not in its model_index.json"),
         ("model_index.json", {"_class_name": "StableDiffusionXLControlNetPipeline"}, "ControlNetPipeline"),

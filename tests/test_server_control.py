@@ -386,6 +386,7 @@ def test_units_are_brought_to_the_size(mode: Any, white: int) -> None:
     ("args", "param", "said"),
     [
         ([unit(model="depths")], "model", "/controlnet/model_list lists edges, all, plain"),
+        ([unit(model=None)], "model", "is missing, and there are several; /controlnet/model_list lists edges"),
         ([unit(module="openpose_full")], "module", "send its finished map with none"),
         ([unit(None)], "image", "there is none"),
         ([unit("http://169.254.169.254/x")], "image", "nothing is fetched here"),

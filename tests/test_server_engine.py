@@ -386,7 +386,7 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
             400,
             "prompt_too_long",
             "prompt",
-            "shorten",
+            r"75 tokens",
         ),
         ({"prompt": "a cat AND a dog", "options": {"prompt_syntax": "a1111"}}, 400, "not_compiled", "options", "AND"),
         ({"prompt": "x" * 20_000}, 400, "invalid_value", "prompt", "characters"),

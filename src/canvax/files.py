@@ -160,8 +160,8 @@ def check_writable(name: str, folder: Path) -> None:
         if not there.is_dir():
             leads = ", a link that leads to no folder" if there.is_symlink() else ""
             raise InputError(f"{name}: {there} is not a folder that can be written to{leads}; choose another one")
-        with temporary_folder(there):  # permissions alone do not say it: /proc, full disks, quotas
-            pass
+        with temporary_folder(there) as probe:  # permissions alone do not say it: /proc, full disks, quotas, umask
+            (probe / "file").touch()
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         if not isinstance(error, InputError):
             reason = getattr(error, "strerror", None) or error
@@ -200,6 +200,8 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # under a umask that forbids looking inside, an empty one is left
+            folder.rmdir()
 
 
 def temporary_name(folder: Path) -> Path:

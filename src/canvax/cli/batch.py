@@ -224,7 +224,10 @@ def _stoppable() -> Iterator[None]:
 def _summarise(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if not arguments.json:
         say(report["output"])
+    failed = f"{_count(report['errors'], 'row')} with an error, see {report['output']}/manifest.jsonl"
     if arguments.quiet:
+        if report["errors"]:
+            complain(failed, label="warning: ")
         return
     parts = [f"{_count(report.get('done', 0), 'image')} in {seconds(report.get('seconds', 0.0))}"]
     if report.get("done"):
@@ -232,7 +235,7 @@ def _summarise(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if report["skipped"]:
         parts.append(f"done before: {_count(report['skipped'], 'row')}")
     if report["errors"]:
-        parts.append(f"{_count(report['errors'], 'row')} with an error, see {report['output']}/manifest.jsonl")
+        parts.append(failed)
     complain("; ".join(parts))
 
 

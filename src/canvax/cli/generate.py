@@ -16,14 +16,14 @@ from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.images import ALIASES, ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
-from canvax.images.metadata import save_image, save_numbered
+from canvax.images.metadata import save_image, save_numbered, unique_path
 from canvax.pipelines.control_files import control_argument
 from canvax.pipelines.prompt_files import image_prompt_argument
 
@@ -79,6 +79,10 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
         if os.path.splitext(word)[1] and os.path.isfile(word):
             cure = "--prompt-file reads prompts, --image an image, --from-image the settings of one"
             warn(f"prompt {word[:80]!r} is text, and there is a file of that name; {cure}", HintWarning)
+        name, equals, value = word.partition("=")
+        if equals and ALIASES.get(name, name) in vars(arguments):  # as other programs' settings are written
+            flag = name.replace("_", "-")
+            warn(f"prompt {word[:80]!r} is text; a setting is written --{flag} {value[:40] or 'VALUE'}", HintWarning)
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):
@@ -142,6 +146,8 @@ class Destination:
         if is_file and os.path.lexists(path):
             raise InputError(f"--output {path}: this file exists and is not replaced; choose another name")
         check_writable(f"--output {str(path)[:80]}", path.parent if is_file else path)
+        if not is_file:
+            unique_path(path, 0)
         preview = named_path("--preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError(f"--preview {preview}: is the file of --output, which it would be in the way of")

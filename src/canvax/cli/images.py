@@ -75,6 +75,7 @@ ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 _MAX_PROMPT_FILE = 64 << 20
 _TABLES = (".csv", ".tsv", ".parquet")
+_MARKUP = (".yaml", ".yml", ".toml")
 _PATIENCE = 10.0
 """Seconds that a named pipe is waited for."""
 
@@ -297,9 +298,15 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
         if (kind := Path(name).suffix.lower()) in _TABLES:  # whose header would be the first prompt
             cure = f"a table is read by canvax batch {shlex.quote(name)} -o FOLDER"
             raise InputError(f"--prompt-file {name}: {cure if kind in KINDS else 'save it as .csv for canvax batch'}")
+        if kind in _MARKUP:  # whose signs would be parts of prompts
+            raise InputError(
+                f"--prompt-file {name}: {kind} is not read; write a prompt a line, or a JSON object a line"
+            )
         data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
+        if b"\0" in data:  # UTF-16 without a mark at its beginning, or no text at all
+            raise InputError(f"--prompt-file {name}: has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
         lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"--prompt-file {name}: cannot be read ({error.strerror})") from None

@@ -37,7 +37,8 @@ class StableDiffusionXLFamily(Family):
         if got != wanted:
             faults.append(
                 f"the UNet is conditioned on {got} numbers about an image, the pipeline gives {wanted} "
-                "(requires_aesthetics_score in model_index.json)"
+                "(requires_aesthetics_score in model_index.json; in the UNet's config addition_time_embed_dim and "
+                "projection_class_embeddings_input_dim)"
             )
         if not isinstance(second.eos_token_id, int):
             faults.append(f"eos_token_id {second.eos_token_id!r} of the second text encoder is not one token")

@@ -131,7 +131,9 @@ def _from_array(name: str, array: np.ndarray) -> Image.Image:
         if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
             raise InputError(f"{name} is an array of {array.dtype}; give uint8, or floats in 0..1")
         array = array.astype(np.float32)
-        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
+        if not np.isfinite(array).all():
+            raise InputError(f"{name} has values that are not finite (NaN or infinity); give floats in 0..1")
+        if array.min() < 0 or array.max() > 1:
             raise InputError(f"{name} has values outside of 0..1; of -1..1 give (x + 1) / 2, of 0..255 give uint8")
         array = np.rint(array * np.float32(255)).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(array))

@@ -94,9 +94,16 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
     """A free name ``00001-SEED.png`` in a folder: one above the highest number there, and at least ``index``.
 
     Names with a ``prefix`` are counted on their own.
+
+    Raises:
+        InputError: nobody may look into the folder.
     """
     folder = Path(folder)
-    names = os.listdir(folder) if folder.is_dir() else []
+    try:
+        names = os.listdir(folder) if folder.is_dir() else []
+    except OSError as error:
+        why = f"cannot be looked into ({error.strerror}), so that no free name is known"
+        raise InputError(f"{folder}: {why}; choose another folder") from None
     numbered = re.compile(re.escape(prefix) + r"(\d{5,9})-")
     numbers = [int(match[1]) + 1 for match in map(numbered.match, names) if match and int(match[1]) < MOST]
     return folder / f"{prefix}{max([index, *numbers]):05d}-{seed}.png"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from canvax.errors import HintWarning, warn
+from canvax.errors import HintWarning, InputError, warn
 from canvax.families.base import Model
 from canvax.pipelines.request import Request
+from canvax.pipelines.text_to_image import sampler_table
 from canvax.prompts import words_of
+from canvax.samplers import find
+from canvax.samplers.options import SPACINGS
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -27,7 +31,7 @@ def give_hints(model: Model, request: Request) -> None:
         warn(hint, HintWarning)
 
 
-def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
+def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]]]:
     """What some options go with, whether it is there, and which they are."""
     options, given = request.options, request.given
     yield "variation_strength", options.variation_strength > 0, {"variation_seed"}
@@ -35,17 +39,34 @@ def _needs(request: Request) -> Iterator[tuple[str, bool, set[str]]]:
     yield "reuse", options.reuse > 1, {"reuse_layers"}
     own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
     yield "steps to place, which the levels or timesteps given do", not own, {"spacing"}
+    yield "steps to place, which the curve of sigmas does", own or not _is_placed(model, request), {"spacing"}
     yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
     yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
     yield "an image", given is not None, {"strength_rule", "image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
+    anew = bool(given and given.masks and given.strength == 1 and options.mask_fill in ("noise", "nothing"))
+    yield "a strength below 1, since the masked part begins from noise alone", not anew, {"mask_fill"}
 
 
-def idle(request: Request) -> Iterator[tuple[str, list[str]]]:
+def _is_placed(model: Model, request: Request) -> bool:
+    """Whether a curve of sigmas leaves ``spacing`` nothing to do; of some samplers it gives the curve's two ends."""
+    options = request.options
+    named = request.sampler is not None and "sigmas" in find(request.sampler)[1]
+    if options.spacing is None or not (named or options.sigmas):
+        return False
+    each = (replace(request, options=replace(options, spacing=spacing)) for spacing in SPACINGS)
+    try:
+        one, *others = (sampler_table(model, call) for call in each)
+    except InputError:  # of a spacing that nobody asked for
+        return False
+    return all(np.array_equal(one.timestep, other.timestep) and np.array_equal(one.M, other.M) for other in others)
+
+
+def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
     """Options that change nothing, beside what they would need."""
-    for needed, there, names in _needs(request):
+    for needed, there, names in _needs(model, request):
         if found := [] if there else sorted(request.options.changed().keys() & names):
             yield needed, found
 
@@ -68,8 +89,11 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield (
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
-    for needed, names in idle(request):
+    for needed, names in idle(model, request):
         yield f"{', '.join(names)} without {needed}: changes nothing"
+    wording = sorted(request.options.changed().keys() & {"prompt_syntax", "clip_skip"})
+    if wording and request.embeds[0] is not None and request.embeds[1] is None and request.guided:
+        yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
     if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
         yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
     least = 128 if request.options.mask_mode == "hard" else 1

@@ -155,6 +155,10 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
             number += 1
             if len(line) == _LONGEST:
                 raise InputError(f"{path}: line {number} is longer than {_LONGEST} characters; is it such a file?")
+            if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
+                raise InputError(
+                    f"{path}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8"
+                )
             if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
                 yield number, {"prompt": line} if kind == ".txt" else _object(line)
 

@@ -222,7 +222,8 @@ def _network(unit: Unit, card: ModelCard) -> ControlCard | int:
             return i
     if not (card.controls or card.ip_adapters):
         raise _refused("model", "nothing here reads a unit of controlnet; the server was started without --controlnet")
-    raise _refused("model", f"{named[:80]!r} is not there; /controlnet/model_list lists {', '.join(models_of(card))}")
+    told = f"{named[:80]!r} is not there" if named else "is missing, and there are several"
+    raise _refused("model", f"{told}; /controlnet/model_list lists {', '.join(models_of(card))}")
 
 
 def _prompt(unit: Unit, image: Image.Image, adapter: int) -> PromptImage:

@@ -215,7 +215,8 @@ class Served:
         usual = next(key.kinds for key in keys if key.size == wanted.size)
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
-            message = "prompt: it is longer than the prompts that this server has programs for; shorten it"
+            most = max(key.kinds.chunks for key in keys)
+            message = f"prompt: it is longer than the {75 * most} tokens that this server has programs for; shorten it"
             return Refused(400, "prompt_too_long", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out"

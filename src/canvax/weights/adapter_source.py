@@ -156,6 +156,8 @@ class AdapterSource:
             raise CheckpointError(f"{self.name}: has only {name}. {pickle_refused(Path(name))}")
         several = "several files; name one of them, FOLDER/FILE, or choose with weight_name"
         what = several if tensors else "no safetensors file"
+        if "model_index.json" in names:
+            what = "a whole model in it (model_index.json), and no adapter; canvax.load loads models"
         raise CheckpointError(f"{self.name}: has {what}{_there(names)}")
 
 
