@@ -89,7 +89,7 @@ part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --
 part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sdxl)" --dtype "$DTYPE" \
     --json "$OUT/variants.json" 1>&2; }
 part_variants15() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sd15)" --size 512x512 \
-    --dtype "$DTYPE" --only base whole-sums lt no-triton cudnn-gemm --json "$OUT/variants15.json" 1>&2; }
+    --dtype "$DTYPE" --only base whole-sums merged lt no-triton --json "$OUT/variants15.json" 1>&2; }
 part_start() { beside start sdxl 1024x1024 4 1; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile-default; }
 part_compiled_xl() { beside unet sdxl 1024x1024 1 1 torch-compile-default; } # minutes of compiling; to the utmost, more
