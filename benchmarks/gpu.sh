@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What one NVIDIA GPU does with canvax: right first, then where the time goes, then fast beside PyTorch.
+# What one NVIDIA GPU does with canvax: right first, then where the time goes, then fast beside PyTorch. docs/gpu.md has
+# what was found, and what was not run: begin with that.
 #
 #     benchmarks/gpu.sh                     every part, in order of worth
 #     benchmarks/gpu.sh checks sdxl         these
@@ -87,8 +88,11 @@ part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --
     --dtype "$DTYPE" --json "$OUT/profile.json" --hlo "$OUT/hlo" 1>&2; }
 part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sdxl)" --dtype "$DTYPE" \
     --json "$OUT/variants.json" 1>&2; }
+part_variants15() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sd15)" --size 512x512 \
+    --dtype "$DTYPE" --only base whole-sums merged lt no-triton --json "$OUT/variants15.json" 1>&2; }
 part_start() { beside start sdxl 1024x1024 4 1; }
-part_compiled() { beside picture sdxl 1024x1024 30 1 torch-compile; }
+part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile-default; }
+part_compiled_xl() { beside unet sdxl 1024x1024 1 1 torch-compile-default; } # minutes of compiling; to the utmost, more
 part_server() { # requests a second of clients who wait for each answer, one at a time and by steps
     local mix=large; [ "$SMALL" = yes ] && mix=alike
     for clients in 1 4 16; do
@@ -100,7 +104,8 @@ part_server() { # requests a second of clients who wait for each answer, one at 
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks profile sdxl variants sd15 vae batch start compiled unet server check_xl parity)
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks profile sdxl variants variants15 sd15 vae batch start server compiled unet check_xl parity
+    compiled_xl)
 failed=0
 for part in "${parts[@]}"; do
     began=$SECONDS

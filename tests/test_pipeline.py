@@ -429,6 +429,12 @@ def test_parameters_that_do_not_fit(emoji: canvax.StableDiffusion) -> None:
     ):
         with pytest.raises(canvax.InputError, match=message):
             draw(emoji, "a cat", params=given)
+    bias = jax.device_put(np.asarray(unet["conv_in"]["bias"]), unet["conv_in"]["bias"].sharding)
+    params = {**params, "unet": {**unet, "conv_in": {**unet["conv_in"], "bias": bias}}}
+    draw(emoji, "a cat", params=params)
+    bias.delete()  # arrays that have been looked at before
+    with pytest.raises(canvax.InputError, match=r"conv_in\.bias was deleted"):
+        draw(emoji, "a cat", params=params)
 
 
 def test_numbers_of_numpy(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:

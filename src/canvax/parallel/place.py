@@ -32,6 +32,12 @@ def put_all(arrays: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda array: put(array, sharding), arrays)
 
 
+def own_indices(count: int, sharding: Sharding) -> list[int]:
+    """Which of ``count`` rows this process has, of an array that is split so over its first axis."""
+    parts = {index[0].indices(count)[:2] for index in sharding.addressable_devices_indices_map((count,)).values()}
+    return [row for start, stop in sorted(parts) for row in range(start, stop)]
+
+
 def own_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
     """The rows of a batch that this process has, and no other one answers for: their indices, and the rows.
 

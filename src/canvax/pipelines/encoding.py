@@ -18,7 +18,7 @@ from canvax.engine.batch import Texts, filled
 from canvax.families.base import Ids, Model
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import own_rows, put
+from canvax.parallel.place import own_indices, own_rows, put
 from canvax.params import Params
 from canvax.pipelines.request import Request
 from canvax.pipelines.texts import Embeds, Stage, Wording, count_of
@@ -159,7 +159,7 @@ def encode(
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
     numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
-    rows = own_rows(put(np.zeros((batch, 1), np.float32), split), shared=True)[0]
+    rows = own_indices(batch, split)
 
     def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
