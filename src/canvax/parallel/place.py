@@ -34,7 +34,8 @@ def put_all(arrays: Any, sharding: Sharding) -> Any:
 
 def own_indices(count: int, sharding: Sharding) -> list[int]:
     """Which of ``count`` rows this process has, of an array that is split so over its first axis."""
-    parts = {index[0].indices(count)[:2] for index in sharding.addressable_devices_indices_map((count,)).values()}
+    of_devices = sharding.addressable_devices_indices_map((count,)).values()
+    parts = {index[0].indices(count)[:2] for index in of_devices if index is not None}
     return [row for start, stop in sorted(parts) for row in range(start, stop)]
 
 
