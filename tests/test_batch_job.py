@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import io
 import json
@@ -214,7 +215,9 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
 
         table = {"id": ["a", None], "prompt": ["1", "b, c"], "steps": [4.0, float("nan")], "cfg": [None, 2.5]}
         parquet.write_table(pyarrow.table(table), path)
+    limit = csv.field_size_limit()
     first, second = read_rows(path)
+    assert csv.field_size_limit() == limit  # a switch of the whole process
     assert (first.id, second.id) == ("a", "000003" if kind == "jsonl" else "000002")
     assert settings_of(first, {"sampler": "Euler"}) == {
         "prompt": "1", "num_inference_steps": 4, "sampler": "Euler", "seed": seed_of("a"),

@@ -147,8 +147,11 @@ def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool =
 def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] | InputError]]:
     with open_regular(path) as raw, TextIOWrapper(BufferedReader(raw), "utf-8-sig", newline="") as file:
         if kind == ".csv":
-            csv.field_size_limit(_LONGEST)
-            yield from enumerate(_csv_rows(path, file), 1)
+            before = csv.field_size_limit(_LONGEST)  # of the whole process
+            try:
+                yield from enumerate(_csv_rows(path, file), 1)
+            finally:
+                csv.field_size_limit(before)
             return
         number = 0
         while line := file.readline(_LONGEST):
