@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -172,6 +171,16 @@ def mask(seed: int) -> Image.Image:
     return Image.fromarray(np.uint8(np.clip(40 - np.hypot(x, y), 0, 1) * 255))
 
 
+@pytest.fixture(scope="module")
+def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+    """A small model whose UNet has 9 channels."""
+    folder = build(tmp_path_factory.mktemp("model") / "inpainting", "epsilon", in_channels=9)
+    theirs = diffusers.StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.own_config = theirs.scheduler.config
+    return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+
+
 @pytest.mark.parametrize(
     ("strength", "sampler"),
     [
@@ -184,14 +193,13 @@ def mask(seed: int) -> Image.Image:
         ),
     ],
 )
-def test_inpainting_unet(strength: float, sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inpainting_unet(
+    strength: float, sampler: str, of_nine: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A UNet of 9 channels, which sees the mask and the masked image."""
-    folder = build(tmp_path / "model", "epsilon", in_channels=9)
-    theirs = diffusers.StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
-    theirs.set_progress_bar_config(disable=True)
-    theirs.scheduler = getattr(diffusers, SAMPLERS[sampler][0]).from_config(theirs.scheduler.config)
-    theirs.save_pretrained(folder := tmp_path / "own")
-    ours = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    theirs, ours = of_nine
+    cls, changes = SAMPLERS[sampler]
+    theirs.scheduler = getattr(diffusers, cls).from_config(dict(theirs.own_config), **changes)
     moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution
     monkeypatch.setattr(moments, "sample", lambda self, *_: self.mode())
     where = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_inpaint.randn_tensor"
@@ -204,7 +212,7 @@ def test_inpainting_unet(strength: float, sampler: str, tmp_path: Path, monkeypa
             strength=strength, num_inference_steps=6, guidance_scale=5.0, output_type="np",
             callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
         )  # fmt: skip
-    choice = {"seed": SEEDS, "num_inference_steps": 6, "guidance_scale": 5.0, "options": QUIET}
+    choice = {"seed": SEEDS, "num_inference_steps": 6, "guidance_scale": 5.0, "sampler": sampler, "options": QUIET}
     got = ours(PROMPTS, NEGATIVE, image=images, mask=masks, strength=strength, **choice)
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
     kept = np.asarray(masks[0]) == 0
