@@ -111,7 +111,8 @@ def _misfit(
     for keyword in keywords:
         if keyword not in names:
             listed = f"it takes {', '.join(names) or 'none'}"  # what is spelt alike need not be meant
-            return f"{name} has no argument {keyword!r:.80}; {did_you_mean(keyword, names)} {listed}"
+            near = " ".join(filter(None, (did_you_mean(keyword, names), listed)))
+            return f"{name} has no argument {keyword!r:.80}; {near}"
     return f"{name}: {error}; it takes {', '.join(names) or 'no arguments'}"
 
 

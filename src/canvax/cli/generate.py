@@ -147,7 +147,7 @@ class Destination:
             raise InputError(f"--output {path}: this file exists and is not replaced; choose another name")
         check_writable(f"--output {str(path)[:80]}", path.parent if is_file else path)
         if not is_file:
-            unique_path(path, 0)
+            unique_path(path, 0)  # which looks into the folder, as saving will
         preview = named_path("--preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError(f"--preview {preview}: is the file of --output, which it would be in the way of")

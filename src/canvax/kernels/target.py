@@ -124,9 +124,14 @@ def target_capability() -> float:
     return _number(target.capability if target else _capability(jax.devices()[0]))
 
 
-def capability_of(device: Any) -> float:
-    """Likewise of a device."""
-    return _number(_capability(device))
+def half_of(device: Any) -> str:
+    """The dtype of 16 bits that a TPU or GPU multiplies fast."""
+    return fast_half(_number(_capability(device)))
+
+
+def fast_half(capability: float) -> str:
+    """Likewise of a compute capability, 0.0 for what is no NVIDIA GPU: before Ampere (8.0) they have no bfloat16."""
+    return "float16" if 0 < capability < 8 else "bfloat16"
 
 
 def _number(capability: str) -> float:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from canvax.checked import shown
 from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
-from canvax.kernels.target import capability_of
+from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.types import DType
 
@@ -200,4 +200,4 @@ def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype(jnp.float16 if 0 < capability_of(device) < 8 and not training else jnp.bfloat16)
+    return jnp.dtype("bfloat16" if training else half_of(device))

@@ -323,7 +323,7 @@ class LoadedModel:
         placed = is_on(params, self.programs.mesh)
         if not (own and placed):
             refuse_tracers("params", params)
-            if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
                 raise InputError("params are jax.ShapeDtypeStruct, which hold no numbers; pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canvax.errors import InputError, nearest
+from canvax.kernels.target import fast_half
 
 GIB = 2**30
 
@@ -42,6 +43,11 @@ class Chip:
     memory: float
     usable: float
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def half(self) -> str:
+        """The dtype of 16 bits that it multiplies fast."""
+        return "bfloat16"
 
 
 CHIPS = {
@@ -78,8 +84,8 @@ class Gpu(Chip):
 
     @property
     def half(self) -> str:
-        """The dtype of 16 bits that it multiplies fast; before Ampere (8.0) not bfloat16."""
-        return "bfloat16" if self.capability >= (8, 0) else "float16"
+        major, minor = self.capability
+        return fast_half(float(f"{major}.{minor}"))
 
     @property
     def described(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from typing import Any
 
 from canvax.errors import InputError
 from canvax.pipelines.display import progress_bar
-from canvax.scale.output import Output
+from canvax.scale.output import Output, as_written
 from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_of
 from canvax.scale.work import Made, image_file
 
@@ -103,7 +102,7 @@ class Plan:
             if line is None or (retry and line.get("status") != "done"):
                 todo.add(name)
             elif line.get("row", "") != digest:
-                changed = _changed(self.defaults, self.defaults if begun is None else begun)
+                changed = "" if begun is None else _changed(self.defaults, begun)
                 raise InputError(
                     f"{self.path}: the row {name!r} is done, but with other settings{changed}; put --output into a new "
                     f"folder, or undo what was changed in the {'flags' if changed else 'file or in the flags'}"
@@ -117,9 +116,9 @@ class Plan:
 
 def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
     """Of two sets of defaults, each that differs: ", steps=4 and not 8"."""
-    known = json.loads(json.dumps(dict(now), default=str))  # as what was written down
-    names = [name for name in {**begun, **known} if begun.get(name) != known.get(name)]
-    return "".join(f", {name}={begun.get(name)!r} and not {known.get(name)!r}" for name in names)
+    now = as_written(now)
+    names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+    return "".join(f", {name}={begun.get(name)!r} and not {now.get(name)!r}" for name in names)
 
 
 @dataclass

@@ -133,7 +133,7 @@ class Output:
             InputError: it was begun with something else.
         """
         path = self.folder / RUN
-        told = json.loads(json.dumps(run, default=str))
+        told = as_written(run)
         try:
             earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
             for name in told.keys() & earlier.keys():
@@ -191,6 +191,11 @@ class Output:
         listed = {int(line["file"].split(".")[0]) for line in self.known.values() if "key" in line}
         own = [number for number in listed if number % self._processes == self._process]
         return max(own) + self._processes if own else self._process
+
+
+def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be read again of ``run`` once it is written down as JSON."""
+    return json.loads(json.dumps(dict(run), default=str))
 
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
