@@ -46,8 +46,15 @@ beside() {
     local part=$1 model=$2 where=$3 count=$4 batch=$5; shift 5
     local peers=(); for peer in "$@"; do peers+=(--against "$peer"); done
     "$PYTHON" -m benchmarks "$part" --model "$(folder "$model")" --size "$(size "$where")" --steps "$(steps "$count")" \
-        --batch "$batch" --dtype "$DTYPE" --device "$DEVICE" --rounds 3 --programs "$CANVAX_CACHE_DIR" --json \
+        --batch "$batch" --dtype "$DTYPE" --device "$DEVICE" --rounds "${ROUNDS:-3}" --programs "$CANVAX_CACHE_DIR" --json \
         ${peers[@]+"${peers[@]}"}
+}
+
+# load MODEL MIX BATCHES CLIENTS SECONDS: a server of one image at a time and one by steps, asked by clients who wait
+load() {
+    local mix=$2; [ "$SMALL" = yes ] && mix=alike
+    "$PYTHON" -m benchmarks.serve_load --model "$(folder "$1")" --mix "$mix" --batching none steps --batches $3 \
+        --closed $4 --seconds "$5" --previews 0
 }
 
 part_machine() { "$PYTHON" - <<'PY'
@@ -78,9 +85,28 @@ part_checks() { # beside each other, and beside the writing of weights: nothing 
     for process in "${waited[@]}"; do wait "$process" || failed=1; done
     return $failed
 }
+compiled() { [ ! -e "$OUT/warm-$1" ] || echo torch-compile-default; } # its programs are in PyTorch's cache
+warm() { # MODEL SIZE: PyTorch's compiled programs
+    TORCHINDUCTOR_COMPILE_THREADS=5 ROUNDS=1 beside picture "$1" "$2" 2 1 torch-compile-default >"$OUT/warm-$1.json" &&
+        touch "$OUT/warm-$1"
+}
+part_warm() { # what later parts compile, all at the same time, for the caches; what is timed by it is not kept
+    local waited=()
+    [ "$SMALL" = yes ] || for model in sdxl sd15; do folder $model >/dev/null & waited+=($!); done
+    wait ${waited[@]+"${waited[@]}"}
+    warm sdxl 1024x1024 & waited=($!)
+    warm sd15 512x512 & waited+=($!)
+    load sdxl large "1 4" 1 1 >/dev/null & waited+=($!)
+    load sd15 middling "1 4 8" 1 1 >/dev/null & waited+=($!)
+    "$PYTHON" -m benchmarks.gpu_checks --only pictures --json "$OUT/check-pictures.json" ${TRY[@]+"${TRY[@]}"} 1>&2 &
+    waited+=($!)
+    local failed=0
+    for process in "${waited[@]}"; do wait "$process" || failed=1; done
+    return $failed
+}
 part_check_xl() { "$PYTHON" -m benchmarks.gpu_checks --only sdxl --json "$OUT/check-sdxl.json" ${TRY[@]+"${TRY[@]}"} 1>&2; }
-part_sdxl() { beside picture sdxl 1024x1024 30 1 torch; }
-part_sd15() { beside picture sd15 512x512 50 1 torch; }
+part_sdxl() { beside picture sdxl 1024x1024 30 1 torch $(compiled sdxl); }
+part_sd15() { beside picture sd15 512x512 50 1 torch $(compiled sd15); }
 part_vae() { beside vae sdxl 1024x1024 1 1 torch; }
 part_unet() { beside unet sdxl 1024x1024 1 1 torch; }
 part_batch() { beside picture sdxl 1024x1024 30 8; }
@@ -90,27 +116,20 @@ part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --m
     --json "$OUT/variants.json" 1>&2; }
 part_variants15() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sd15)" --size 512x512 \
     --dtype "$DTYPE" --only base whole-sums merged lt no-triton --json "$OUT/variants15.json" 1>&2; }
-part_start() { beside start sdxl 1024x1024 4 1; }
-part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile-default; }
-part_compiled_xl() { beside unet sdxl 1024x1024 1 1 torch-compile-default; } # minutes of compiling; to the utmost, more
-part_server() { # requests a second of clients who wait for each answer, one at a time and by steps
-    local mix=large; [ "$SMALL" = yes ] && mix=alike
-    for clients in 1 4 16; do
-        "$PYTHON" -m benchmarks.serve_load --model "$(folder sdxl)" --mix "$mix" --batching none steps --batches 1 4 \
-            --closed "$clients" --seconds 20 --previews 0 |
-            sed -En "s/^(.*): ([0-9.]+) requests a second$/{\"clients\": $clients, \"server\": \"\1\", \"requests_per_s\": \2}/p"
-    done
-}
+part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
+part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
+part_server() { load sdxl large "1 4" "1 4 16" 16; }
+part_server15() { load sd15 middling "1 4 8" "1 16" 15; }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks profile sdxl variants variants15 sd15 vae batch start server compiled unet check_xl parity
-    compiled_xl)
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile sdxl sd15 variants variants15 vae batch server server15 start compiled unet
+    check_xl parity)
 failed=0
 for part in "${parts[@]}"; do
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" beside size steps folder
+    export -f "part_$part" beside load warm compiled size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?

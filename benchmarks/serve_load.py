@@ -3,7 +3,7 @@
     python -m benchmarks.serve_load                            # batching not at all, by requests, by steps
     python -m benchmarks.serve_load --peer-path LIBRARIES      # also PyTorch diffusers behind FastAPI (serve_peer.py)
     python -m benchmarks.serve_load --one                      # one client, beside calls of the pipeline
-    python -m benchmarks.serve_load --closed 8                 # clients who wait for their answers: throughput alone
+    python -m benchmarks.serve_load --closed 1 8               # so many clients who wait: what it does at most
     python -m benchmarks.serve_load --url http://127.0.0.1:7860 --rate 2   # a server that runs already
 
 Requests arrive at random, at a rate that rises until the 95th percentile of latency is beyond the last of ``--limits``;
@@ -44,6 +44,7 @@ from benchmarks.lab.traffic import (
     markdown,
     most_within,
     open_loop,
+    percentile,
     requests,
     summary,
 )
@@ -170,7 +171,7 @@ class Sweep:
     def of(self, server: Server) -> list[Row]:
         """Rates that rise until latency is beyond every limit; from a lower one where the first is too much already."""
         if self._first is None:
-            self._first = FIRST * self.capacity(server)
+            self._first = FIRST * self.most(server, 8)["requests_per_s"]
         worst, rows, number = self._arguments.limits[-1], {}, 0
         while not _fits(rows.setdefault(number, self.run(server, self._rate(number))), worst) and number > -LOWER:
             number -= 3
@@ -196,15 +197,16 @@ class Sweep:
         print(f"{server.name}, {self._clients} clients: {_in_words(row)}", file=sys.stderr)
         return row
 
-    def capacity(self, server: Server) -> float:
-        """Requests a second that it answers at most."""
-        clients, seconds = self._arguments.closed or 8, min(20.0, self._arguments.seconds)
+    def most(self, server: Server, clients: int) -> Row:
+        """Requests a second that it answers at most, asked by so many clients who wait, and how long they wait."""
+        seconds = min(20.0, self._arguments.seconds)
         due = self._due(10.0, 100.0)
         asyncio.run(closed_loop(server.base, due, clients, 3.0, server.keys))  # first calls are slower
         answers = asyncio.run(closed_loop(server.base, due, clients, seconds, server.keys))
         if failed := [one.status for one in answers if one.status != 200]:
             raise SystemExit(f"{server.name}: {len(failed)} of {len(answers)} requests failed, {failed[0]}")
-        return capacity(answers, seconds)
+        waited = [one.seconds for one in answers]
+        return {"requests_per_s": capacity(answers, seconds)} | {f"p{p}": percentile(waited, p) for p in (50, 95)}
 
     def _rate(self, number: int) -> float:
         """The same ones for every server."""
@@ -307,8 +309,9 @@ def main() -> None:
                 if arguments.one:
                     print(json.dumps(one_client(server, arguments)))
                 elif arguments.closed:
-                    rate = sweeps[arguments.clients[0]].capacity(server)
-                    print(f"{server.name}: {rate:.2f} requests a second", flush=True)
+                    for clients in arguments.closed:
+                        row = sweeps[arguments.clients[0]].most(server, clients)
+                        print(json.dumps({"server": server.name, "clients": clients} | row), flush=True)
                 else:
                     if server.command:  # its first calls are slower
                         warm = requests(2.0, 4.0, clients=1, seed=99, mix=MIXES[arguments.mix])
@@ -340,7 +343,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one", action="store_true", help="one client, beside calls of the pipeline")
     parser.add_argument("--count", type=int, default=60, help="requests of --one")
-    parser.add_argument("--closed", type=int, metavar="N", help="N clients who wait for each answer")
+    parser.add_argument("--closed", nargs="+", type=int, metavar="N", help="N clients who wait for each answer")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--plot", type=Path, help="file for a plot, such as docs/images/serve-load.png")
     return parser
