@@ -185,9 +185,8 @@ def summary(answers: Sequence[Answer], rate: float, seconds: float) -> dict[str,
 
 
 def capacity(answers: Sequence[Answer], seconds: float) -> float:
-    """Requests a second that a closed loop of so many seconds achieved; of the last ones, what was within them."""
-    good = [one for one in answers if one.status == 200]
-    return sum(min(1.0, (seconds - one.request.at) / one.seconds) for one in good) / seconds
+    """Requests a second that a closed loop of so many seconds achieved; those answered later do not count."""
+    return sum(one.status == 200 and one.request.at + one.seconds <= seconds for one in answers) / seconds
 
 
 def _connected(base: str) -> httpx.AsyncClient:
