@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +36,13 @@ MAX_EXIF = 65_000
 
 _EXIF, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _UTF16 = b"UNICODE\0"
-_QUALITY = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}, "PNG": {}}
+# Of a PNG runs alone are looked for: a photograph of 1024 x 1024 takes 0.08 s in place of 0.2 to 0.6, and fewer bytes;
+# drawings take up to a tenth more.
+_QUALITY = {
+    "JPEG": {"quality": 95, "subsampling": 0},
+    "WEBP": {"lossless": True},
+    "PNG": {"compress_type": zlib.Z_RLE},
+}
 
 
 def format_of(path: str | Path, label: str = "") -> str:
