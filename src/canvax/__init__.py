@@ -76,16 +76,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        from difflib import get_close_matches
-
+        from canvax.errors import did_you_mean
         from canvax.familiar import missing_class
 
         if (answer := missing_class(name)) is not None:
             raise ImportError(answer)  # of an AttributeError `from canvax import NAME` would tell nothing
-        near = get_close_matches(name, __all__, n=1) if not name.startswith("_") else []
-        raise AttributeError(
-            f"module 'canvax' has no attribute {name!r}" + "".join(f"; did you mean {n!r}?" for n in near)
-        )
+        near = did_you_mean(name, __all__) if not name.startswith("_") else ""
+        raise AttributeError(f"module 'canvax' has no attribute {name!r}" + (near and f"; {near}"))
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
