@@ -412,7 +412,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     *(({name: np.timedelta64(5, "s")}, f"{name}=.* is a time") for name in ("seed", "num_inference_steps")),
     ({"latents": LATENTS.astype("datetime64[s]")}, "latents"), ({"latents": LATENTS.astype([("a", "f4")])}, "latents"), ({"sampler": "Euler \u2603"}, "sampler="),
     ({"hires": 2, "hires_sampler": "nope"}, "^hires_sampler="), ({"image": np.zeros((64, 64, 3)), "outpaint": {"left": 3}}, "outpaint=.* multiple of 8"),
-    *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),
+    ({"freeu": {"b1": 1}}, r"^freeu=\{'b1': 1\} is not"), *(({name: itertools.count()}, name) for name in ("sigmas", "guidance_interval", "guidance_steps", "freeu", "outpaint")),
     *(({name: "a" * 200_000}, name) for name in ("prompt", "negative_prompt")),
     ({"prompt": " AND ".join("a" * 17), "prompt_syntax": "a1111"}, "adds up 17"), ({"prompt": {"text": LATENTS, "x": 1}}, "'x'"),
     ({"image": np.broadcast_to(np.uint8(0), (10**5, 10**5, 3))}, "pixels"), ({"image": "https://example.org/a.png"}, "download"),
@@ -570,7 +570,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
     ("generate x --steps=--", "--steps.* '--' is not a value"), ("generate x --lora=--", "is not a value"), ("generate x -o x.txt", r"\.txt"), ("convert emoji x.txt", "a folder is written"),
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
-    ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x -output y", "write --output"),
+    ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x --guid 3", "did you mean '--guidance-scale'"), ("generate x -output y", "write --output"),
     ("generate x -o .png", "an ending without a name"), ("train lora . -o m --ema=99.9", "^canvax: error: --ema=99.9"), ("batch nope.jsonl -o b --ray local --share 0/4", "needs ray|nope.jsonl"),
     (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip

@@ -228,6 +228,10 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         emoji("a", sigmas="karras", spacing="leading", **more)
     with pytest.warns(canvax.errors.HintWarning, match="clip_skip beside an encoded prompt"):
         emoji(emoji.encode("a"), clip_skip=1, **more)
+    noise = np.random.default_rng(0).standard_normal((1, 8, 8, 32))
+    for factor in (0, 14.6):
+        with pytest.warns(canvax.errors.HintWarning, match=r"latents have a standard deviation of (0|14\.\d),"):
+            emoji("a", latents=factor * noise, **more)
     image, mask = np.zeros((64, 64, 3)), np.ones((64, 64))
     with pytest.warns(canvax.errors.HintWarning, match="mask_fill without a strength below 1"):
         emoji("a", image=image, mask=mask, mask_fill="noise", **more)
@@ -236,6 +240,7 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         for spacing in ("leading", "trailing"):  # the model's own, too: it gives the curve's ends
             emoji("a", sampler="euler", sigmas="karras", spacing=spacing, **more)
         emoji("a", sigmas="automatic", spacing="trailing", **more)
+        emoji("a", latents=noise, **more)
         emoji("a", image=image, mask=mask, mask_fill="fill", **more)  # which is seen beside the mask's edge
 
 

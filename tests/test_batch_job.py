@@ -28,7 +28,7 @@ from canvax.compile.monitor import counting
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
 from canvax.scale.batch import Plan, run, windows
-from canvax.scale.output import Output, listed
+from canvax.scale.output import Output, _locked, listed
 from canvax.scale.rows import Row, read_rows, seed_of, settings_of
 from canvax.scale.work import Made, Worker
 
@@ -227,6 +227,10 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
 
 def test_prompts_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("# mine\na cat\n\n  a dog, 1.5  \n")
+    (tmp_path / "odd.txt").write_text('{"prompt": "a"}\n[{"prompt": "a"}]\n--prompt "a cat"\n[cat:dog:3]\n{cat')
+    odd = [row.fault for row in read_rows(tmp_path / "odd.txt")]
+    said = [fault and fault.partition(" is ")[2][:12] for fault in odd]
+    assert said == ["a JSON objec", "not a prompt", "not a prompt", None, None]
     assert [(row.id, dict(row.values)) for row in read_rows(tmp_path / "p.txt")] == [
         ("000002", {"prompt": "a cat"}), ("000004", {"prompt": "a dog, 1.5"}),
     ]  # fmt: skip
@@ -266,6 +270,9 @@ def test_bad_rows_become_errors(worker: Worker, whole: dict[str, bytes], tmp_pat
     plan = Plan.read(path, {})
     assert plan.left(output.known) == set()
     assert len(plan.left(output.known, retry=True)) == len(BAD)
+    assert output.gone() == 0
+    (tmp_path / "out" / "row-0.png").unlink()
+    assert output.gone() == 1
     output.close(done=True)
 
 
@@ -337,6 +344,8 @@ def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
     output.close(done=False)
     with pytest.raises(InputError, match=r"was begun with model='emoji', not 'other'; go on with that"):
         Output(folder, {"model": "other"})
+    with pytest.raises(InputError, match=r" cannot be written to \(.*; see to its permissions"):
+        _locked(tmp_path)  # as one that may not be written to
     with pytest.raises(InputError, match="is not empty, and of no batch job"):
         Output(tmp_path, {})
 

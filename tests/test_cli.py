@@ -255,14 +255,28 @@ def test_hints(generate: Run) -> None:
     """Each on one line of stderr, and the images are generated all the same."""
     Path("cats.txt").touch()
     code, out, err = generate(
-        "astronaut", "(cat:1.5)", "<lora:x:1>", "cats.txt", "-W", 24, "-H", 24, "--steps", 2, "--mask-mode", "soft"
+        "astronaut",
+        "(cat:1.5)",
+        "<lora:x:1>",
+        "cats.txt",
+        "<lora:ink:1",
+        "-q",
+        "-W",
+        24,
+        "-H",
+        24,
+        "--steps",
+        2,
+        "--mask-mode",
+        "soft",
     )
-    assert (code, len(out.split())) == (0, 4)
-    assert "4 prompts of one word each" in err
+    assert (code, len(out.split())) == (0, 5)
+    assert "5 prompts of one word each" in err
     assert "prompt 'cats.txt' is text, and there is a file of that name" in err
     assert "has never seen: astronaut, lora" in err
     assert "was trained for 64 x 64 pixels; images of 24 x 24 are poor" in err
     assert "<lora:x:1> is read as text" in err
+    assert "<lora:ink:1 is read as text, since its > is missing" in err
     assert "(cat:1.5) is read as text" in err
     assert "mask_mode without a mask: changes nothing" in err
 
@@ -334,6 +348,11 @@ def test_warnings_are_one_line(generate: Run) -> None:
         (("--prompt-file", "empty.txt"), "no prompt"),
         (("--prompt-file", "broken.txt"), "broken.txt, line 2: starts with {"),
         (("--prompt-file", "field.txt"), "did you mean 'steps'"),
+        (("--prompt-file", "list.json"), 'list.json, line 1: [{"prompt'),
+        (
+            ("--prompt-file", "flags.txt"),
+            "line 1: --prompt cat --steps 3 is not a prompt; write",
+        ),
         (("--prompt-file", "value.txt"), "value.txt, line 1: height='tall'"),
         (("--prompt-file", "type.txt"), "type.txt, line 1: "),
         (("--prompt-file", "sizes.txt", "--grid"), "--grid: the images have different sizes"),
@@ -351,6 +370,7 @@ def test_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[s
         "latin.txt": b"caf\xe9", "empty.txt": b"# nothing\n", "broken.txt": b'a cat\n{"prompt": ',
         "field.txt": b'{"prompt": "a", "stesp": 3}', "value.txt": b'{"prompt": "a", "height": "tall"}',
         "type.txt": b'{"prompt": "a", "eta": "much"}', "sizes.txt": b'{"prompt": "a", "width": 64}\na cat', "file": b"",
+        "list.json": b'[{"prompt": "a"}]', "flags.txt": b"--prompt cat --steps 3",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
@@ -384,6 +404,7 @@ def test_bad_models(run: Run) -> None:
         ("damaged", "damaged or incomplete"),
         ("partial", "vae"),
         ("bare", "model_index.json"),
+        ("partial/unet", "is a network alone (UNet2DConditionModel), not a model; pass the folder of the whole model"),
     ):
         code, out, err = run("generate", "a cat", "-m", model, "-q")
         assert (code, out) == (FAILED, ""), model
@@ -493,7 +514,7 @@ def test_settings_of_a_sampler_come_back_from_an_image(generate: Run, run: Run) 
 
 def test_help_and_version(run: Run) -> None:
     assert run("--version")[1].startswith(f"canvax {canvax.__version__}, jax ")
-    code, out, _ = run("generate", "--help")
+    code, out, _ = run("help", "generate")
     assert code == 0
     assert "examples:" in out
     assert all(f"--{name.replace('_', '-')}" in out for name in SETTINGS if name != "num_images_per_prompt")

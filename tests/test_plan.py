@@ -69,6 +69,7 @@ def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str
         ("v5e", "how the chips are wired"),
         ("v5e:2x2x2x2", "how the chips are wired"),
         ("v5e:0x2", "no chips"),
+        ("v5e:2x2x2", "lie in a plane"),
         ("", "write it like 'tpu-v5e:2x2'"),
     ],
 )

@@ -238,6 +238,7 @@ def change(folder: Path, target: Path, file: str, **values: Any) -> Path:
         ("unet/config.json", {"addition_time_embed_dim": None}, "addition_time_embed_dim is missing"),
         ("unet/config.json", {"projection_class_embeddings_input_dim": 33}, "input_dim 33 is not pooled text"),
         ("text_encoder_2/config.json", {"eos_token_id": [1, 2]}, r"eos_token_id = .1, 2. .not a whole number"),
+        ("text_encoder_2/config.json", {"projection_dim": 10}, "^[^:]*copy: .*width 10 .*projection_dim in text_"),
         ("text_encoder_2/config.json", {"num_hidden_layers": 3}, "text_model.encoder.layers.2"),
     ],
 )  # fmt: skip

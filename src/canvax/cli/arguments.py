@@ -145,6 +145,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words in ([], ["help"]):
         parser.print_help()
         raise SystemExit(0)
+    if words[0] == "help" and words[1:2] and words[1] in COMMANDS:
+        words, end = [words[1], "--help"], 2
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         near = [_ELSEWHERE[words[0].lower()]] if words[0].lower() in _ELSEWHERE else []
         near = (

@@ -50,6 +50,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
         report |= {"output": str(output.folder), "rows": len(plan.digests), "errors": 0}
         report["skipped"] = len(plan.digests) - len(todo)
+        if report["skipped"] and (gone := output.gone()):
+            cure = "take their lines out of manifest.jsonl to have them again"
+            complain(f"{_count(gone, 'row')} done before, without a file in {output.folder}; {cure}", label="warning: ")
         if todo:
             generate = _generate(arguments, plan, source, output, report, spread=spread)
             shown = None if arguments.quiet else complain

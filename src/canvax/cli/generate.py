@@ -93,8 +93,9 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
             "the prompt is empty, so that nothing says what to generate; is a variable of your shell empty?",
             HintWarning,
         )
-    if len(words) > 1 and not any(" " in word for word in words) and not arguments.quiet:
-        complain(f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"')
+    if len(words) > 1 and not any(" " in word for word in words):
+        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"'
+        warn(told, HintWarning)
 
 
 def join_others(arguments: argparse.Namespace) -> bool:

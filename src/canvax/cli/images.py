@@ -37,7 +37,7 @@ from canvax.pipelines.prompt_files import (
 )
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
-from canvax.scale.rows import KINDS
+from canvax.scale.rows import KINDS, check_prompt_line
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -316,6 +316,7 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
             where = f"{name}, line {number}: "
+            check_prompt_line(where, line)
             entries.append((where, _json_line(where, line) if line.startswith("{") else {"prompt": line}))
     if not entries:
         raise InputError(f"--prompt-file {name}: holds no prompt; write one a line")

@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]}: {entry.answer}")
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            near = get_close_matches(unknown[0], flags, n=1, cutoff=0.75)
+            begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
+            near = begun or get_close_matches(unknown[0], flags, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:

@@ -33,7 +33,11 @@ class StableDiffusionXLFamily(Family):
         kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.second
         if kind is None or second is None:
             return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
-        faults, wanted, got = [], 5 if self.is_refiner(files) else 6, networks.size_numbers
+        try:
+            got = networks.size_numbers
+        except CheckpointError as error:
+            return [f"{error} (projection_dim in text_encoder_2)"]
+        faults, wanted = [], 5 if self.is_refiner(files) else 6
         if got != wanted:
             faults.append(
                 f"the UNet is conditioned on {got} numbers about an image, the pipeline gives {wanted} "

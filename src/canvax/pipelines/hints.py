@@ -19,10 +19,14 @@ from canvax.samplers.options import SPACINGS
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
 
+ODD = 2.0
+"""Times as much spread as noise has, or as little, that no noise has by chance."""
+
 LISTED = 5
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
+_OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
 
 
 def give_hints(model: Model, request: Request) -> None:
@@ -64,6 +68,15 @@ def _is_placed(model: Model, request: Request) -> bool:
     return all(np.array_equal(one.timestep, other.timestep) and np.array_equal(one.M, other.M) for other in others)
 
 
+def _odd_spread(request: Request) -> float | None:
+    """The standard deviation of noise that is none, such as that of diffusers' Euler, times its first sigma."""
+    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+    if request.latents is None or inverts or request.options.denoising_start > 0:
+        return None
+    spreads = [float(np.std(one)) for one in request.latents]
+    return next((one for one in spreads if not 1 / ODD <= one <= ODD), None)
+
+
 def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
     """Options that change nothing, beside what they would need."""
     for needed, there, names in _needs(model, request):
@@ -99,6 +112,11 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"
+    if (spread := _odd_spread(request)) is not None:
+        yield (
+            f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; divide them by "
+            "theirs, or give latents of a run that stopped with denoising_start="
+        )
     if not request.guided and not request.embedded and any(request.negatives):
         yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
@@ -109,6 +127,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
                 f"{network[0]} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
                 "it with pipe.adapters.load"
             )
+            break
+    for prompt in prompts:
+        if network := _OPEN.search(prompt):
+            yield f"{network[0]} is read as text, since its > is missing; write <lora:name:0.8>"
             break
     for prompt in filter(None, dict.fromkeys(request.negatives)):
         if network := _NETWORK.search(prompt):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import check_function
+from canvax.checked import check_function, shown
 from canvax.errors import InputError, nearest
 from canvax.guidance import SETTINGS as METHODS
 from canvax.pipelines.checks import MAX_SIDE, MOST_GUIDANCE
@@ -56,6 +56,7 @@ def numbers_of(name: str, value: Any) -> Any:
         if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
             return value
         value = value.split(",")
+    given = value
     if value is None and name != "guidance_interval":
         return None
     if isinstance(value, bytes | set | frozenset | Mapping):  # which iterate as well, and mean something else
@@ -67,10 +68,10 @@ def numbers_of(name: str, value: Any) -> Any:
     if len(numbers) > MOST_NUMBERS:
         raise InputError(f"{name} has more than {MOST_NUMBERS} numbers; give one for each step")
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
-        raise InputError(f"guidance_interval={value!r} is not two fractions of the run in order, such as 0.2,0.8")
+        raise InputError(f"guidance_interval={shown(given)} is not two fractions of the run in order, such as 0.2,0.8")
     if not numbers or not all(math.isfinite(one) for one in numbers):
         such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
-        raise InputError(f"{name}={value!r} is not a list of numbers, such as {such}")
+        raise InputError(f"{name}={shown(given)} is not a list of numbers, such as {such}")
     return numbers
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from canvax.checked import shown
 from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers
+from canvax.familiar import CALL
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
 from canvax.noise import NoiseKind
@@ -228,7 +229,10 @@ class Options:
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         """Refuse unknown names in a sentence, before the constructor does in a bare one."""
         for name in keywords.keys() - set(_names()):
-            told = "it is an argument of the call itself" if name in _OF_A_CALL else nearest(name, _names())
+            meant = CALL[name].becomes if name in CALL else ""
+            told = nearest(name, _names()) if not meant else f"write {meant}"
+            if name in _OF_A_CALL or meant in _OF_A_CALL:
+                told = f"{f'{meant}: ' if meant else ''}it is an argument of the call itself"
             raise InputError(f"canvax.Options has no {name!r}; {told}")
         return super().__new__(cls)
 

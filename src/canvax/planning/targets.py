@@ -157,6 +157,8 @@ GPUS = {
 
 _TPU_NAME = re.compile(r"(?:tpu[-:])?(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
 _GPU_NAME = re.compile(r"(?:gpu[-:])?([\w-]+?)(?::(\d{1,6}))?", re.ASCII)
+_SPATIAL = ("v4", "v5p")
+"""Generations whose chips are wired in three axes."""
 _HOST = 4
 """Chips of a host, as libtpu assumes unless told otherwise."""
 
@@ -237,6 +239,8 @@ def parse_target(target: str) -> Target:
     shape = tuple(int(side) for side in match[2].split("x"))
     if not all(shape):
         raise InputError(f"target={target!r} has no chips; {examples}")
+    if name not in _SPATIAL and shape[2:] > (1,):
+        raise InputError(f"target={target!r}: chips of a {name} lie in a plane, such as tpu-{name}:2x4; {examples}")
     return Target(CHIPS[name], shape)
 
 

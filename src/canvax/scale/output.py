@@ -110,6 +110,13 @@ class Output:
         except OSError as error:
             raise CanvaxError(f"--output {self.folder}: cannot be written ({error.strerror or error})") from error
 
+    def gone(self) -> int:
+        """How many rows are done whose images are not in the folder; of one process that writes files."""
+        if self.into != "files" or self._processes > 1:
+            return 0
+        there = set(os.listdir(self.folder))
+        return sum(line.get("status") == "done" and line.get("file") not in there for line in self.known.values())
+
     def close(self, *, done: bool) -> None:
         """Let others write here; if all rows are ``done``, the last images go into a shard."""
         if done and self._waiting:
@@ -208,7 +215,11 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(f"--output {folder}: {path.name} is not a regular file; choose another folder")
-        with open(path, encoding="utf-8", errors="replace") as file:
+        try:
+            file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115
+        except OSError as error:
+            raise InputError(f"--output {folder}: {path.name} cannot be read ({error.strerror or error})") from None
+        with file:
             for text in file:
                 with suppress(ValueError):
                     line = json.loads(text)
@@ -227,7 +238,11 @@ def _waits(line: Mapping[str, Any]) -> bool:
 
 def _locked(path: Path) -> Any:
     """A list opened to append to, by this process alone; the beginning of a line that a kill left is taken off."""
-    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    try:
+        file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        why = f"{path.name} cannot be written to ({error.strerror or error})"
+        raise InputError(f"--output {path.parent}: {why}; see to its permissions, or choose another folder") from None
     try:
         import fcntl
 

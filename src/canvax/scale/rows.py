@@ -31,6 +31,7 @@ NAMES = (*ARGUMENTS, *OPTIONS)
 _TEXTS = {"id", "prompt", "negative_prompt", "sampler", "image", "mask", "prompt_2", "negative_prompt_2"}
 _TEXTS |= {"hires_sampler", "hires_prompt", "spacing", "control", "control_from", "ip_image", "ip_mask"}
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
+_NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)')
 _LONGEST = 1 << 24
 """Characters of a line or of a cell."""
 
@@ -163,7 +164,28 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
                     f"{path}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8"
                 )
             if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
-                yield number, {"prompt": line} if kind == ".txt" else _object(line)
+                yield number, _prompt(line) if kind == ".txt" else _object(line)
+
+
+def _prompt(line: str) -> Mapping[str, Any] | InputError:
+    try:
+        check_prompt_line("", line)
+    except InputError as error:
+        return error
+    if line.startswith("{") and isinstance(_object(line), dict):
+        return InputError(f"{line:.40} is a JSON object, not a prompt; name the file with the ending .jsonl")
+    return {"prompt": line}
+
+
+def check_prompt_line(where: str, line: str) -> None:
+    """Refuse what is settings in other programs' files and would be a prompt here: flags, and a list of JSON.
+
+    Raises:
+        InputError: so; it begins with ``where``.
+    """
+    if _NO_PROMPT.match(line):
+        cure = 'write settings as a JSON object a line: {"prompt": "a cat", "steps": 30}'
+        raise InputError(f"{where}{line:.40} is not a prompt; {cure}")
 
 
 def _no_number(text: str) -> NoReturn:

@@ -79,6 +79,7 @@ class AdapterSource:
             return local
         match = _HUB_ID.fullmatch(str(self.name))
         assert match is not None
+        self._check_one_name(match[2])
         return replace(self, name=match[1], weight_name=self.weight_name or match[2])._fetched(usual)
 
     def check(self, usual: Sequence[Sequence[str]]) -> None:
@@ -98,6 +99,7 @@ class AdapterSource:
         if is_file:
             if path.suffix.lower() != ".safetensors":
                 raise CheckpointError(_other_file(path))
+            self._check_one_name(path.name)
             return [path], _config(path.parent, path.name)
         if path.suffix.lower() in PICKLES:
             raise CheckpointError(f"{path}: {pickle_refused(path)}")
@@ -138,6 +140,14 @@ class AdapterSource:
                 continue
             return commit
         return find_commit(source, roots[-1])
+
+    def _check_one_name(self, file: str | None) -> None:
+        """Refuse a ``weight_name`` that is not that of the ``file`` in ``name``."""
+        if file is not None and self.weight_name is not None and self.weight_name != file:
+            raise InputError(
+                f"weight_name={self.weight_name!r:.80} beside {str(self.name)[:200]!r}, which is a file: give its "
+                "folder or repository, or leave weight_name out"
+            )
 
     def _chosen(self, names: Collection[str], usual: Sequence[Sequence[str]]) -> list[str]:
         """Which files of a folder to read."""

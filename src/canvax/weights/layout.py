@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Literal
@@ -194,8 +195,24 @@ def _or(names: list[str]) -> str:
     return "".join(f" or variant={name!r}" for name in names)
 
 
-def why_no_index(names: Collection[str]) -> str:
-    """Why a folder with these files and no index is not a checkpoint, and what to do."""
+_PARTS = {
+    **dict.fromkeys(
+        ("ControlNetModel", "ControlNetUnionModel", "FlaxControlNetModel", "T2IAdapter"),
+        "pass a model, and this to controlnet= or --controlnet",
+    ),
+    **dict.fromkeys(("AutoencoderKL", "AutoencoderTiny"), "pass a model, and this to vae= or --vae"),
+    "UNet2DConditionModel": f"pass the folder of the whole model, with {INDEX} in it",
+}
+"""Where a folder with a single network goes, by its class."""
+
+
+def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
+    """Why a ``folder`` with these files and no index is not a checkpoint, and what to do."""
+    if folder is not None and "config.json" in names:
+        with suppress(CheckpointError):
+            kind = str(read_json(folder / "config.json").get("_class_name"))
+            if kind in _PARTS:
+                return f"is a network alone ({kind}), not a model; {_PARTS[kind]}."
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."

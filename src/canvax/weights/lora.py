@@ -352,3 +352,5 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
         raise CheckpointError(f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r})")
     if any("control_model" in name or "controlnet" in name for name in names):
         raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")
+    if any(name.startswith("image_proj.") for name in names) and any(name.startswith("ip_adapter.") for name in names):
+        raise CheckpointError(f"{path}: is an IP-Adapter; write pipe = pipe.with_ip_adapter({path.name!r})")

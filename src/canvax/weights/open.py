@@ -137,7 +137,7 @@ def _open_local(
     assert path is not None
     try:
         if INDEX not in (names := names_in(path)):
-            raise CheckpointError(f"{source.name}: {why_no_index(names)}")
+            raise CheckpointError(f"{source.name}: {why_no_index(names, path)}")
         files = read_folder(source.name, path, commit.sha if commit else None, source.variant, accept)
         files.check(weights=weights or source.variant is not None)
     except CheckpointError as error:
