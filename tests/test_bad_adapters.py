@@ -18,7 +18,7 @@ from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
-from canvax.errors import CanvaxError
+from canvax.errors import CanvaxError, HintWarning
 from canvax.params import flatten
 
 pytestmark = pytest.mark.bad
@@ -276,6 +276,8 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
         sd.adapters["a"].weight = 0.5
     with pytest.raises(CanvaxError, match=r"'A b' is not loaded; .*'a'"):
         sd.adapters.set({"A b": 1})
+    with pytest.warns(HintWarning, match="the weight of 'a', 80, is far beyond 1"):
+        sd.adapters.set({"a": 80})
     sd.adapters.remove()
     with pytest.raises(CanvaxError, match="is not loaded"):
         sd.adapters["a"]

@@ -254,24 +254,11 @@ def test_foreign_flags_have_an_answer(run: Run, flag: str) -> None:
 def test_hints(generate: Run) -> None:
     """Each on one line of stderr, and the images are generated all the same."""
     Path("cats.txt").touch()
-    code, out, err = generate(
-        "astronaut",
-        "(cat:1.5)",
-        "<lora:x:1>",
-        "cats.txt",
-        "<lora:ink:1",
-        "-q",
-        "-W",
-        24,
-        "-H",
-        24,
-        "--steps",
-        2,
-        "--mask-mode",
-        "soft",
-    )
-    assert (code, len(out.split())) == (0, 5)
-    assert "5 prompts of one word each" in err
+    prompts = ("astronaut", "(cat:1.5)", "<lora:x:1>", "cats.txt", "<lora:ink:1", "0.8")
+    code, out, err = generate(*prompts, "-q", "-W", 24, "-H", 24, "--steps", 2, "--mask-mode", "soft")
+    assert (code, len(out.split())) == (0, 6)
+    assert "prompt '0.8' is text; a value follows its flag" in err
+    assert "6 prompts of one word each" in err
     assert "prompt 'cats.txt' is text, and there is a file of that name" in err
     assert "has never seen: astronaut, lora" in err
     assert "was trained for 64 x 64 pixels; images of 24 x 24 are poor" in err

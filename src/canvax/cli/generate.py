@@ -83,6 +83,9 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
         if equals and ALIASES.get(name, name) in vars(arguments):  # as other programs' settings are written
             flag = name.replace("_", "-")
             warn(f"prompt {word[:80]!r} is text; a setting is written --{flag} {value[:40] or 'VALUE'}", HintWarning)
+        if word.strip().lstrip("+-").replace(".", "", 1).isdecimal():
+            cure = "a value follows its flag, as in --steps 20, and a LoRA's weight its file: --lora FILE:0.8"
+            warn(f"prompt {word[:80]!r} is text; {cure}", HintWarning)
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from canvax.errors import InputError, check_number, nearest
+from canvax.errors import HintWarning, InputError, check_number, nearest, warn
 from canvax.weights.lora import Adapter
 
 Weights = dict[str, float]
 """Beginnings of dotted names, "" for all, and the weight of what they lead to."""
 
 MOST = 1000.0
+ODD = 10.0
+"""Beyond this a weight is most likely meant in percent."""
 
 _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
 """Parts of a UNet as diffusers calls them in tables of weights."""
@@ -37,6 +39,12 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
                     f"weight of {name!r}: the adapter changes nothing there; {nearest(name, sorted(blocks))}"
                 )
     return found
+
+
+def tell_of_odd(name: str, weights: Weights) -> None:
+    """Hint at a weight of the adapter ``name`` with which images fall apart."""
+    if weights and abs(worst := max(weights.values(), key=abs)) > ODD:
+        warn(f"the weight of {name!r}, {worst:g}, is far beyond 1, as it was trained; 80 % is 0.8", HintWarning)
 
 
 def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

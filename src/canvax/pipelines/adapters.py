@@ -20,7 +20,7 @@ from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params
-from canvax.pipelines.adapter_weights import parse_weight
+from canvax.pipelines.adapter_weights import parse_weight, tell_of_odd
 from canvax.pipelines.beside import COUNT, Bank, bucket, check_places, parted, rank_of
 from canvax.pipelines.loaded_adapter import LoadedAdapter, check_name, file_of, sha256_of
 from canvax.pipelines.merging import Change, Merging
@@ -132,6 +132,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             name, str(source), adapter, weight, sha256_of(path), weights=parse_weight(weight, adapter)
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
+        tell_of_odd(name, loaded.weights)
         words = self._placed(adapter.embeddings, str(source), None)
         if beside:
             self._put_beside(loaded)
@@ -255,6 +256,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         for name, one in self._loaded.items():
             weight = weights.get(name, 0.0)
             parsed = parse_weight(weight, one.adapter)
+            tell_of_odd(name, parsed)
             if parsed != one.weights and one.place is None:
                 changed |= one.adapter.parts.keys()
             loaded[name] = replace(one, weight=weight, weights=parsed)
