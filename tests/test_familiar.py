@@ -33,6 +33,13 @@ def test_other_names_of_the_same_arguments(emoji: canvax.StableDiffusion) -> Non
     np.testing.assert_array_equal(got.latents, want.latents)
 
 
+def test_a_call_in_order_looks_for_no_name_like_another(
+    emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("difflib.SequenceMatcher", None)  # a millisecond of each call
+    assert len(emoji("a red apple", num_inference_steps=1, seed=1))
+
+
 def test_output_types(emoji: canvax.StableDiffusion) -> None:
     result = emoji("a cat", output_type="np", **QUICK)
     np.testing.assert_array_equal(result.images, result.pixels)

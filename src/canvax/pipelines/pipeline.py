@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -230,31 +230,33 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        loaded = vars(self).get("adapters")  # an empty one is false
-        bank = None if loaded is None else loaded.bank
-        if bank is None and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
+        if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
             with self.adapters.named_in(prompt) as words:
-                return self(
-                    words, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                    seed, sampler, latents, options, params, image, mask, strength, control, image_prompt, adapters,
-                )  # fmt: skip
+                return self(**{**arguments, "prompt": words})
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments(arguments):
             own, params = params, self._params(params)
-            shares = None
-            if bank is not None or adapters is not None:
-                from canvax.pipelines.adapter_shares import shares_of  # which most pipelines never need
-
-                count = check_count("num_images_per_prompt", num_images_per_prompt)
-                prompt, shares = shares_of(self.adapters, prompt, adapters, count, as_set=own is None)
-            call = Call(
-                prompt, negative_prompt, height, width, num_inference_steps, guidance_scale, num_images_per_prompt,
-                seed, sampler, latents, options, image, mask, strength, control, image_prompt,
-            )  # fmt: skip
-            request = make_request(self.model, call)
-            request = replace(request, beside=shares) if shares else request
+            call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
+            request = self._request(call, adapters, as_set=own is None)
         return self._generate(request, params, seed)
+
+    @property
+    def _beside(self) -> bool:
+        """Whether adapters are beside the weights."""
+        loaded = vars(self).get("adapters")  # an empty one is false
+        return loaded is not None and loaded.bank is not None
+
+    def _request(self, call: Call, adapters: Any, *, as_set: bool) -> Request:
+        """A call, checked, and what its images have of adapters that are beside the weights."""
+        if adapters is None and not self._beside:
+            return make_request(self.model, call)
+        from canvax.pipelines.adapter_shares import shares_of  # which most pipelines never need
+
+        count = check_count("num_images_per_prompt", call.num_images_per_prompt)
+        prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
+        request = make_request(self.model, replace(call, prompt=prompt))
+        return replace(request, beside=shares) if shares else request
 
     def _names_adapters(self, prompt: Any) -> bool:
         """Whether a prompt names adapters that may be read from a folder."""
