@@ -513,6 +513,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     "skipped": (lambda pipe: build_table(pipe.model.scheduler, 20, skip=20), "^skip=20 leaves none of 20"),
     "callbacks": (lambda pipe: pipe("a", callback=print, callback_on_step_end=lambda *_: {}), "^callback and callback_on_step_end"), "a float": (lambda pipe: pipe("a", image=Image.new("F", (64, 64))), "^image has the mode F"),
     "callback's 0": (lambda pipe: pipe("a", num_inference_steps=2, progress=False, callback=lambda step: 0), "^the callback returned 0; give None"), "async": (lambda pipe: pipe("a", callback=later), "^callback=.*async"),
+    "of a call, as others call it": (lambda _: canvax.Options(steps=5), "'steps'; num_inference_steps: it is an argument of the call"),  # pyright: ignore[reportCallIssue]
     "of a call": (lambda _: canvax.Options(num_inference_steps=5), "'num_inference_steps'; it is an argument of the call"),  # pyright: ignore[reportCallIssue]
     "class called": (lambda _: canvax.StableDiffusion("emoji"), "is made by canvax.load"),  # pyright: ignore[reportArgumentType]
     "near": (lambda _: canvax.Optoins, "'Optoins'; did you mean 'Options'"),  # pyright: ignore[reportAttributeAccessIssue]
