@@ -103,6 +103,7 @@ import json, sys, time
 import jax, numpy
 began = time.process_time()
 import canvax
+canvax.errors.HintWarning  # which a program may silence before it loads anything
 canvax.load
 seconds = time.process_time() - began
 from jax._src import xla_bridge

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from canvax._version import __version__
 
 if TYPE_CHECKING:
-    from canvax.errors import Cancelled, CanvaxError, CheckpointError, HubError, InputError, OutOfMemoryError
+    from canvax.errors import (
+        Cancelled,
+        CanvaxError,
+        CheckpointError,
+        HintWarning,
+        HubError,
+        InputError,
+        OutOfMemoryError,
+    )
     from canvax.families.convert import convert
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
@@ -30,6 +38,7 @@ _HOMES = {
     "Cancelled": "canvax.errors",
     "CanvaxError": "canvax.errors",
     "CheckpointError": "canvax.errors",
+    "HintWarning": "canvax.errors",
     "HubError": "canvax.errors",
     "ImagePrompt": "canvax.pipelines.image_prompts",
     "InputError": "canvax.errors",
@@ -53,6 +62,7 @@ __all__ = [
     "Cancelled",
     "CanvaxError",
     "CheckpointError",
+    "HintWarning",
     "HubError",
     "ImagePrompt",
     "InputError",
@@ -75,6 +85,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":  # canvax.errors.HintWarning, before anything else was used
+        return import_module("canvax.errors")
     if name not in _HOMES:
         from canvax.errors import did_you_mean
         from canvax.familiar import missing_class

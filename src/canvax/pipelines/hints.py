@@ -19,8 +19,8 @@ from canvax.samplers.options import SPACINGS
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
 
-ODD = 2.0
-"""Times as much spread as noise has, or as little, that no noise has by chance."""
+ODD = 5.0
+"""Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
 
 LISTED = 5
 
@@ -114,8 +114,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"
     if (spread := _odd_spread(request)) is not None:
         yield (
-            f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; divide them by "
-            "theirs, or give latents of a run that stopped with denoising_start="
+            f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; give "
+            "such noise, or with denoising_start= latents of a run that stopped"
         )
     if not request.guided and not request.embedded and any(request.negatives):
         yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
