@@ -229,6 +229,8 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
     with pytest.warns(canvax.errors.HintWarning, match="clip_skip beside an encoded prompt"):
         emoji(emoji.encode("a"), clip_skip=1, **more)
     image, mask = np.zeros((64, 64, 3)), np.ones((64, 64))
+    with pytest.warns(canvax.errors.HintWarning, match="nothing of the image stays; give less"):
+        emoji("a", image=image, strength=1, **more)
     with pytest.warns(canvax.errors.HintWarning, match="mask_fill without a strength below 1"):
         emoji("a", image=image, mask=mask, mask_fill="noise", **more)
     with warnings.catch_warnings():
