@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import base64
 import io
 import re
@@ -295,7 +294,7 @@ def test_options_that_change_nothing() -> None:
     ask = Ask("a red apple", options={"mask_blur": 4.0})
     with pytest.raises(Refused, match=r"options\.mask_blur without a mask: changes nothing; leave it out"):
         check(ask, "emoji", model)
-    check(dataclasses.replace(ask, lenient=True), "emoji", model)
+    check(replace(ask, lenient=True), "emoji", model)
 
 
 def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
