@@ -233,6 +233,8 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         with pytest.warns(canvax.errors.HintWarning, match=r"latents have a standard deviation of (0|14\.\d),"):
             emoji("a", latents=factor * noise, **more)
     image, mask = np.zeros((64, 64, 3)), np.ones((64, 64))
+    with pytest.warns(canvax.errors.HintWarning, match="nothing of the image stays; give less"):
+        emoji("a", image=image, strength=1, **more)
     with pytest.warns(canvax.errors.HintWarning, match="mask_fill without a strength below 1"):
         emoji("a", image=image, mask=mask, mask_fill="noise", **more)
     with warnings.catch_warnings():

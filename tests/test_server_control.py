@@ -288,6 +288,15 @@ def test_without_networks() -> None:
         check(Ask("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", model)
 
 
+def test_options_that_change_nothing() -> None:
+    """Refused, but for clients that send whole forms."""
+    model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
+    ask = Ask("a red apple", options={"mask_blur": 4.0})
+    with pytest.raises(Refused, match=r"options\.mask_blur without a mask: changes nothing; leave it out"):
+        check(ask, "emoji", model)
+    check(replace(ask, lenient=True), "emoji", model)
+
+
 def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     """A job that a killed server had accepted is the same job again, also for its Idempotency-Key."""
     ask = Ask(

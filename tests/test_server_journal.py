@@ -41,7 +41,7 @@ FULL = Ask(
     guidance_scale=4.25, sampler="Euler a", seed=2**64 - 5, image=image("RGB"), mask=image("L"), strength=0.3,
     upscale=2.0, control=[image("RGB"), {"depth:0.5": image("RGB")}],
     image_prompt=[PromptImage(image("RGB"), {"down": 0.5}, image("L"), 1)],
-    options={"variation_seed": 5, "variation_strength": 0.1, "prompt_syntax": "a1111"}, format="webp",
+    options={"variation_seed": 5, "variation_strength": 0.1, "prompt_syntax": "a1111"}, lenient=True, format="webp",
     quality=81, previews=4, metadata=False, client="team", once="again-1", seconds=12.5,
 )  # fmt: skip
 """No field has its default."""

@@ -15,6 +15,7 @@ from canvax.pipelines.text_to_image import sampler_table
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.options import SPACINGS
+from canvax.samplers.table import NOISE
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -23,6 +24,9 @@ ODD = 5.0
 """Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
 
 LISTED = 5
+
+OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
+"""Settings of a sampler that say how much of the noise that it adds, and when."""
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
@@ -43,22 +47,32 @@ def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]
     yield "reuse", options.reuse > 1, {"reuse_layers"}
     own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
     yield "steps to place, which the levels or timesteps given do", not own, {"spacing"}
-    yield "steps to place, which the curve of sigmas does", own or not _is_placed(model, request), {"spacing"}
+    placing = "the curve of sigmas" if options.sigmas or _has_curve(request) else "the sampler"
+    yield f"steps to place, which {placing} does", own or not _is_placed(model, request), {"spacing"}
     yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
     yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
-    yield "an image", given is not None, {"strength_rule", "image_encoding"}
+    encodes = given is not None or (options.hires > 1 and options.hires_method == "pixel")
+    yield "an image", given is not None, {"strength_rule"}
+    yield "an image", encodes, {"image_encoding"}
+    anew = given is not None and given.strength == 1
+    yield "a strength below 1", not anew, {"strength_rule"}
+    yield "a strength below 1 or a mask", not anew or bool(given.masks), {"image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
-    anew = bool(given and given.masks and given.strength == 1 and options.mask_fill in ("noise", "nothing"))
-    yield "a strength below 1, since the masked part begins from noise alone", not anew, {"mask_fill"}
+    noise = anew and options.mask_fill in ("noise", "nothing")
+    yield "a strength below 1, since the masked part begins from noise alone", not noise, {"mask_fill"}
+
+
+def _has_curve(request: Request) -> bool:
+    """Whether the sampler's name says a curve of sigmas."""
+    return request.sampler is not None and "sigmas" in find(request.sampler)[1]
 
 
 def _is_placed(model: Model, request: Request) -> bool:
-    """Whether a curve of sigmas leaves ``spacing`` nothing to do; of some samplers it gives the curve's two ends."""
+    """Whether a curve of sigmas or the sampler leaves ``spacing`` nothing to do; of some a curve has the two ends."""
     options = request.options
-    named = request.sampler is not None and "sigmas" in find(request.sampler)[1]
-    if options.spacing is None or not (named or options.sigmas):
+    if options.spacing is None:
         return False
     each = (replace(request, options=replace(options, spacing=spacing)) for spacing in SPACINGS)
     try:
@@ -82,6 +96,9 @@ def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
     for needed, there, names in _needs(model, request):
         if found := [] if there else sorted(request.options.changed().keys() & names):
             yield needed, found
+    of_noise = sorted(request.options.settings.keys() & OF_NOISE)
+    if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
+        yield "noise that the sampler adds, as s_churn or eta tell it", [f"sampler_settings: {', '.join(of_noise)}"]
 
 
 def hints(model: Model, request: Request) -> Iterator[str]:
@@ -109,6 +126,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
     if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
         yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
+    if request.given is not None and request.given.strength == 1 and not request.given.masks:
+        yield "a strength of 1 begins from noise alone, and nothing of the image stays; give less, such as 0.6"
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
         yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"

@@ -132,6 +132,7 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
         control=steered.control,
         image_prompt=steered.image_prompt,
         options={**options, **(steered.options or {})},
+        lenient=True,
         previews=PREVIEWS,
         client=client,
     )
@@ -215,10 +216,7 @@ def _given(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
 def _mask_options(body: ImageToImage) -> dict[str, Any]:
     """What is not sent is as AUTOMATIC1111 has it."""
     blur = next((value for value in (body.mask_blur, body.mask_blur_x) if value is not None), 4.0)
-    fill = _FILLS[body.inpainting_fill or 0]
-    options: dict[str, Any] = {"mask_blur": blur}
-    if body.denoising_strength != 1 or fill not in ("noise", "nothing"):  # at 1 the masked part is noise anyway
-        options["mask_fill"] = fill
+    options: dict[str, Any] = {"mask_blur": blur, "mask_fill": _FILLS[body.inpainting_fill or 0]}
     if body.inpaint_full_res is not False:
         options["padding_mask_crop"] = body.inpaint_full_res_padding or 0
     return options

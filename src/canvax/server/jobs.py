@@ -88,6 +88,7 @@ class Ask:
             own.
         image_prompt: images that IP-Adapters read; None for none.
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
+        lenient: options that change nothing are passed over, and not refused: A1111's clients send whole forms.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
@@ -115,6 +116,7 @@ class Ask:
     control: Any = None
     image_prompt: Sequence[PromptImage] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    lenient: bool = False
     adapters: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "png"
     quality: int | None = None

@@ -1,0 +1,80 @@
+"""Each option changes the image, is refused, or is said to change nothing, whatever it is beside."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+import canvax
+
+VALUES: dict[str, Any] = {
+    "eta": 0.5, "spacing": "leading", "sigmas": "exponential", "sampler_settings": {"s_noise": 1.5},
+    "guidance_steps": (1.5, 2.0, 3.0, 9.0), "guidance_interval": (0.0, 0.4), "guidance_rescale": 0.7,
+    "guidance_method": "apg", "guidance_settings": {"eta": 0.5}, "pag_scale": 2.0, "pag_adaptive_scale": 0.01,
+    "freeu": (1.5, 1.6, 0.9, 0.2), "reuse": 2, "reuse_layers": 2, "tiling": "on", "clip_skip": 1, "noise": "torch",
+    "prompt_syntax": "a1111", "strength_rule": "exact", "image_encoding": "sample", "mask_mode": "soft",
+    "mask_blur": 6.0, "mask_fill": "noise", "mask_blend": "renoised", "padding_mask_crop": 8, "outpaint": (0, 8, 0, 0),
+    "control_scale": 0.5, "control_start": 0.3, "control_end": 0.5, "control_mode": "guess", "variation_seed": 7,
+    "variation_strength": 0.5, "seed_size": (48, 48), "hires": 1.5, "hires_method": "latent", "hires_strength": 0.9,
+    "hires_steps": 2, "hires_sampler": "Euler a", "hires_prompt": "a dog face", "denoising_start": 0.5,
+    "denoising_end": 0.5, "prompt_2": "x", "negative_prompt_2": "y", "original_size": (32, 32),
+    "crops_coords_top_left": (8, 8), "target_size": (32, 32), "negative_original_size": (32, 32),
+    "negative_crops_coords_top_left": (8, 8), "negative_target_size": (32, 32), "aesthetic_score": 5.0,
+    "negative_aesthetic_score": 3.0,
+}  # fmt: skip
+"""Of each option one that is not its default."""
+
+AS_BEFORE = {"tiling"}
+"""Changes no small image, and is no wish that it should."""
+
+IMAGE = Image.effect_noise((64, 64), 90).convert("RGB")
+MASK = Image.new("L", (64, 64))
+ImageDraw.Draw(MASK).rectangle((8, 8, 55, 55), 90)
+ImageDraw.Draw(MASK).rectangle((20, 20, 43, 43), 255)
+LATENTS = np.random.default_rng(0).standard_normal((1, 8, 8, 32), np.float32)
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "a prompt": {},
+    "no guidance": {"guidance_scale": 1},
+    "an image": {"image": IMAGE, "strength": 0.75},
+    "an image at strength 1": {"image": IMAGE, "strength": 1},
+    "a mask": {"image": IMAGE, "mask": MASK, "strength": 0.75},
+    "a mask at strength 1": {"image": IMAGE, "mask": MASK},
+    "latents": {"latents": LATENTS},
+    "LCM": {"sampler": "LCM"},
+    "Euler": {"sampler": "Euler"},
+}
+
+
+def test_all_options_are_tried() -> None:
+    assert VALUES.keys() == {field.name for field in dataclasses.fields(canvax.Options)} - {"progress", "callback"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", BESIDE)
+def test_an_option_does_something_or_says_that_it_does_not(emoji: canvax.StableDiffusion, beside: str) -> None:
+    def draw(**option: Any) -> tuple[canvax.Result, list[str]]:
+        options = canvax.Options(progress=False, **option)
+        with warnings.catch_warnings(record=True) as hints:
+            warnings.simplefilter("always")
+            result = emoji("a (red) apple", num_inference_steps=4, seed=1, options=options, **BESIDE[beside])
+        return result, [str(hint.message) for hint in hints if "changes nothing" in str(hint.message)]
+
+    plain, silent, wrong = draw()[0], [], []
+    for name, value in VALUES.items():
+        try:
+            result, idle = draw(**{name: value})
+        except canvax.InputError:
+            continue
+        same = all(np.array_equal(*pair) for pair in ((plain.latents, result.latents), (plain.pixels, result.pixels)))
+        if same and not idle and name not in AS_BEFORE:
+            silent.append(name)
+        if not same and any(hint.startswith(name) for hint in idle):
+            wrong.append(name)
+    assert not silent
+    assert not wrong
