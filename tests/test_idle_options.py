@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from small_sdxl import build
 
 import canvax
 
@@ -58,15 +62,31 @@ def test_all_options_are_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE)
 def test_an_option_does_something_or_says_that_it_does_not(emoji: canvax.StableDiffusion, beside: str) -> None:
+    assert_answered(emoji, BESIDE[beside], VALUES)
+
+
+@pytest.mark.slow
+def test_those_of_sdxl(tmp_path: Path) -> None:
+    pipe = canvax.load(build(tmp_path / "xl"), mesh=canvax.make_mesh(jax.devices()[:1]))
+    prompts = {name: pipe.encode(name) for name in ("a", "b")}
+    own = {name: VALUES[name] for name in VALUES if "prompt_2" in name or "_size" in name or "crop" in name}
+    for beside in ({}, {"guidance_scale": 1}, {"prompt": prompts["a"], "negative_prompt": prompts["b"]}):
+        assert_answered(pipe, {"height": 64, "width": 64, **beside}, own)
+
+
+def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Each option changes the image, or is refused, or has a hint, and not a wrong one."""
+
     def draw(**option: Any) -> tuple[canvax.Result, list[str]]:
         options = canvax.Options(progress=False, **option)
+        asked = {"prompt": "a (red) apple", "num_inference_steps": 4, "seed": 1, **beside}
         with warnings.catch_warnings(record=True) as hints:
             warnings.simplefilter("always")
-            result = emoji("a (red) apple", num_inference_steps=4, seed=1, options=options, **BESIDE[beside])
+            result = pipe(**asked, options=options)
         return result, [str(hint.message) for hint in hints if "changes nothing" in str(hint.message)]
 
     plain, silent, wrong = draw()[0], [], []
-    for name, value in VALUES.items():
+    for name, value in values.items():
         try:
             result, idle = draw(**{name: value})
         except canvax.InputError:

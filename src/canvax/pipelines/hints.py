@@ -25,6 +25,11 @@ ODD = 5.0
 
 LISTED = 5
 
+OF_GUIDANCE = {
+    *("guidance_method", "guidance_rescale", "guidance_interval", "negative_prompt_2", "negative_original_size"),
+    *("negative_crops_coords_top_left", "negative_target_size", "negative_aesthetic_score"),
+}
+
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 """Settings of a sampler that say how much of the noise that it adds, and when."""
 
@@ -52,7 +57,9 @@ def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]
     yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
-    yield "a guidance scale above 1", request.guided, {"guidance_method", "guidance_rescale", "guidance_interval"}
+    yield "a prompt as text beside it", request.embeds[0] is None, {"prompt_2"}
+    yield "a negative prompt as text beside it", request.embeds[1] is None, {"negative_prompt_2"}
+    yield "a guidance scale above 1", request.guided, OF_GUIDANCE
     encodes = given is not None or (options.hires > 1 and options.hires_method == "pixel")
     yield "an image", given is not None, {"strength_rule"}
     yield "an image", encodes, {"image_encoding"}
