@@ -65,7 +65,7 @@ def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]
     yield "an image", encodes, {"image_encoding"}
     anew = given is not None and given.strength == 1
     yield "a strength below 1", not anew, {"strength_rule"}
-    yield "a strength below 1 or a mask", not anew or bool(given.masks), {"image_encoding"}
+    yield "a strength below 1 or a mask", not anew or bool(given and given.masks), {"image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
     noise = anew and options.mask_fill in ("noise", "nothing")
     yield "a strength below 1, since the masked part begins from noise alone", not noise, {"mask_fill"}
