@@ -6,7 +6,7 @@
 #     benchmarks/gpu.sh checks sdxl         these
 #     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
 #
-# Each part ends after LIMIT seconds (240) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
+# Each part ends after LIMIT seconds (300) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
 # in $OUT/PART.log. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
 # 7 GB for SDXL, and stay there for the next time, as do compiled programs: what compiling takes is in "start".
 set -uo pipefail
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-out/gpu}
 MODELS=${MODELS:-out/models}
-LIMIT=${LIMIT:-240}
+LIMIT=${LIMIT:-300}
 SMALL=${SMALL:-no}
 export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT" "$MODELS"
