@@ -57,6 +57,11 @@ load() {
         --closed $4 --seconds "$5" --previews 0
 }
 
+all_of() { # PROCESS...: waits for them, and fails if one did
+    local failed=0 process
+    for process; do wait "$process" || failed=1; done
+    return $failed
+}
 part_machine() { "$PYTHON" - <<'PY'
 import json, subprocess
 from importlib.metadata import version
@@ -81,9 +86,7 @@ part_checks() { # beside each other, and beside the writing of weights: nothing 
         "$PYTHON" -m benchmarks.gpu_checks --only $check --json "$OUT/check-$check.json" ${TRY[@]+"${TRY[@]}"} 1>&2 &
         waited+=($!)
     done
-    local failed=0
-    for process in "${waited[@]}"; do wait "$process" || failed=1; done
-    return $failed
+    all_of "${waited[@]}"
 }
 compiled() { [ ! -e "$OUT/warm-$1" ] || echo torch-compile-default; } # its programs are in PyTorch's cache
 warm() { # MODEL SIZE: PyTorch's compiled programs
@@ -93,16 +96,12 @@ warm() { # MODEL SIZE: PyTorch's compiled programs
 part_warm() { # what later parts compile, all at the same time, for the caches; what is timed by it is not kept
     local waited=()
     [ "$SMALL" = yes ] || for model in sdxl sd15; do folder $model >/dev/null & waited+=($!); done
-    wait ${waited[@]+"${waited[@]}"}
+    all_of ${waited[@]+"${waited[@]}"}
     warm sdxl 1024x1024 & waited=($!)
     warm sd15 512x512 & waited+=($!)
     load sdxl large "1 4" 1 1 >/dev/null & waited+=($!)
     load sd15 middling "1 4 8" 1 1 >/dev/null & waited+=($!)
-    "$PYTHON" -m benchmarks.gpu_checks --only pictures --json "$OUT/check-pictures.json" ${TRY[@]+"${TRY[@]}"} 1>&2 &
-    waited+=($!)
-    local failed=0
-    for process in "${waited[@]}"; do wait "$process" || failed=1; done
-    return $failed
+    all_of "${waited[@]}"
 }
 part_check_xl() { "$PYTHON" -m benchmarks.gpu_checks --only sdxl --json "$OUT/check-sdxl.json" ${TRY[@]+"${TRY[@]}"} 1>&2; }
 part_sdxl() { beside picture sdxl 1024x1024 30 1 torch $(compiled sdxl); }
@@ -129,7 +128,7 @@ failed=0
 for part in "${parts[@]}"; do
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" beside load warm compiled size steps folder
+    export -f "part_$part" all_of beside load warm compiled size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?

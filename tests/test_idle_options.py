@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw
 from small_sdxl import build
 
 import canvax
+from canvax.pipelines.hints import idle
+from canvax.pipelines.request import Call, make_request
 
 VALUES: dict[str, Any] = {
     "eta": 0.5, "spacing": "leading", "sigmas": "exponential", "sampler_settings": {"s_noise": 1.5},
@@ -72,6 +74,18 @@ def test_those_of_sdxl(tmp_path: Path) -> None:
     own = {name: VALUES[name] for name in VALUES if "prompt_2" in name or "_size" in name or "crop" in name}
     for beside in ({}, {"guidance_scale": 1}, {"prompt": prompts["a"], "negative_prompt": prompts["b"]}):
         assert_answered(pipe, {"height": 64, "width": 64, **beside}, own)
+
+
+def test_what_a_second_pass_reads(emoji: canvax.StableDiffusion) -> None:
+    """It encodes the first one's image, whatever that was begun from; and what goes with a mask is said once."""
+
+    def names(**option: Any) -> list[list[str]]:
+        call = Call("a", image=IMAGE, strength=1, options=canvax.Options(**option))
+        return [names for _, names in idle(emoji.model, make_request(emoji.model, call))]
+
+    assert names(image_encoding="sample") == [["image_encoding"]]
+    assert names(image_encoding="sample", hires=1.5) == []
+    assert names(mask_fill="noise") == [["mask_fill"]]
 
 
 def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -136,6 +136,13 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return keywords | {"exif": exif}
 
 
+def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
+    """What ``Image.save`` is given for a ``quality`` of JPEG and WebP; nothing without one, or for a PNG."""
+    if quality is None or kind == "PNG":
+        return {}
+    return {"quality": quality} | ({"lossless": False} if kind == "WEBP" else {})
+
+
 def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
     """The texts of a JPEG or WebP under the names that they have in a PNG; no pixel is decoded.
 

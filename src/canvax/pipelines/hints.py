@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from canvax.errors import HintWarning, InputError, warn
 from canvax.families.base import Model
+from canvax.pipelines.given import Given
 from canvax.pipelines.request import Request
 from canvax.pipelines.text_to_image import sampler_table
 from canvax.prompts import words_of
@@ -29,6 +30,7 @@ OF_GUIDANCE = {
     *("guidance_method", "guidance_rescale", "guidance_interval", "negative_prompt_2", "negative_original_size"),
     *("negative_crops_coords_top_left", "negative_target_size", "negative_aesthetic_score"),
 }
+"""Options that only guidance reads."""
 
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 """Settings of a sampler that say how much of the noise that it adds, and when."""
@@ -60,15 +62,19 @@ def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]
     yield "a prompt as text beside it", request.embeds[0] is None, {"prompt_2"}
     yield "a negative prompt as text beside it", request.embeds[1] is None, {"negative_prompt_2"}
     yield "a guidance scale above 1", request.guided, OF_GUIDANCE
-    encodes = given is not None or (options.hires > 1 and options.hires_method == "pixel")
+    again = options.hires > 1 and options.hires_method == "pixel"  # the second pass encodes the first one's image
     yield "an image", given is not None, {"strength_rule"}
-    yield "an image", encodes, {"image_encoding"}
-    anew = given is not None and given.strength == 1
-    yield "a strength below 1", not anew, {"strength_rule"}
-    yield "a strength below 1 or a mask", not anew or bool(given and given.masks), {"image_encoding"}
+    yield "an image", given is not None or again, {"image_encoding"}
+    yield "a strength below 1", given is None or given.strength < 1, {"strength_rule"}
+    yield "a strength below 1 or a mask", again or not _forgets(given), {"image_encoding"}
     yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
-    noise = anew and options.mask_fill in ("noise", "nothing")
+    noise = given is not None and given.from_noise and options.mask_fill in ("noise", "nothing")
     yield "a strength below 1, since the masked part begins from noise alone", not noise, {"mask_fill"}
+
+
+def _forgets(given: Given | None) -> bool:
+    """Whether the run owes nothing to the image: it begins from noise, and no mask keeps a part."""
+    return given is not None and given.strength == 1 and not given.masks
 
 
 def _has_curve(request: Request) -> bool:
@@ -133,7 +139,7 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
     if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
         yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
-    if request.given is not None and request.given.strength == 1 and not request.given.masks:
+    if _forgets(request.given):
         yield "a strength of 1 begins from noise alone, and nothing of the image stays; give less, such as 0.6"
     least = 128 if request.options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
@@ -147,22 +153,19 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
-    for prompt in prompts:
-        if network := _NETWORK.search(prompt):
-            yield (
-                f"{network[0]} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
-                "it with pipe.adapters.load"
-            )
-            break
-    for prompt in prompts:
-        if network := _OPEN.search(prompt):
-            yield f"{network[0]} is read as text, since its > is missing; write <lora:name:0.8>"
-            break
-    for prompt in filter(None, dict.fromkeys(request.negatives)):
-        if network := _NETWORK.search(prompt):
-            yield f"{network[0]} in the negative prompt is read as text; name adapters in the prompt"
-            break
-    for prompt in prompts:
-        if syntax == "plain" and (weight := _WEIGHT.search(prompt)):
-            yield f"{weight[0]} is read as text; prompt_syntax='a1111' reads it as a weight"
-            break
+    if network := _first(_NETWORK, prompts):
+        yield (
+            f"{network} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
+            "it with pipe.adapters.load"
+        )
+    if network := _first(_OPEN, prompts):
+        yield f"{network} is read as text, since its > is missing; write <lora:name:0.8>"
+    if network := _first(_NETWORK, filter(None, dict.fromkeys(request.negatives))):
+        yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
+    if syntax == "plain" and (weight := _first(_WEIGHT, prompts)):
+        yield f"{weight} is read as text; prompt_syntax='a1111' reads it as a weight"
+
+
+def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:
+    """What matches in the first of the texts in which something does."""
+    return next((match[0] for text in texts if (match := pattern.search(text))), None)

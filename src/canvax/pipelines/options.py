@@ -230,9 +230,9 @@ class Options:
         """Refuse unknown names in a sentence, before the constructor does in a bare one."""
         for name in keywords.keys() - set(_names()):
             meant = CALL[name].becomes if name in CALL else ""
-            told = nearest(name, _names()) if not meant else f"write {meant}"
-            if name in _OF_A_CALL or meant in _OF_A_CALL:
-                told = f"{f'{meant}: ' if meant else ''}it is an argument of the call itself"
+            told = f"write {meant}" if meant else nearest(name, _names())
+            if (meant or name) in _OF_A_CALL:
+                told = f"{meant}: " * bool(meant) + "it is an argument of the call itself"
             raise InputError(f"canvax.Options has no {name!r}; {told}")
         return super().__new__(cls)
 

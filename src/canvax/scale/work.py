@@ -17,7 +17,7 @@ import numpy as np
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
 from canvax.errors import CanvaxError, InputError, OutOfMemoryError
-from canvax.images.formats import GeneratedImage
+from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import padded_batch
@@ -334,9 +334,6 @@ def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:
         InputError: a JPEG cannot hold its metadata.
     """
     name = {"jpg": "JPEG"}.get(kind, kind.upper())
-    more: dict[str, Any] = {}
-    if quality is not None and name != "PNG":
-        more = {"quality": quality} | ({"lossless": False} if name == "WEBP" else {})
     out = BytesIO()
-    image.save(out, name, **more)
+    image.save(out, name, **quality_keywords(name, quality))
     return out.getvalue()

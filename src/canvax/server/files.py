@@ -12,7 +12,7 @@ from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
 from canvax.images.convert import to_pil
-from canvax.images.formats import save_keywords
+from canvax.images.formats import quality_keywords, save_keywords
 from canvax.server.jobs import Format
 from canvax.types import HostArray
 
@@ -45,10 +45,8 @@ def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: M
         keywords = save_keywords(name, metadata)
     except InputError:  # more than a JPEG can hold
         keywords = save_keywords(name, {})
-    if name != "PNG" and quality is not None:
-        keywords |= {"quality": quality} | ({"lossless": False} if name == "WEBP" else {})
     out = io.BytesIO()
-    to_pil(pixels[None])[0].save(out, name, **keywords)
+    to_pil(pixels[None])[0].save(out, name, **keywords | quality_keywords(name, quality))
     return out.getvalue()
 
 
