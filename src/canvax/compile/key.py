@@ -125,11 +125,15 @@ def _devices(devices: Sequence[Any]) -> dict[str, Any]:
     return described | {"cpu": _cpu()} if first.platform == "cpu" else described
 
 
+def cores() -> int:
+    """Of the CPU, those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @cache
 def _cpu() -> dict[str, Any]:
     """What XLA compiles for on the CPU. Instructions that a CPU lacks would end the process, not raise."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processor: dict[str, Any] = {"machine": platform.machine(), "cores": cores}
+    processor: dict[str, Any] = {"machine": platform.machine(), "cores": cores()}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
     except OSError:

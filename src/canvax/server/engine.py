@@ -108,6 +108,7 @@ class ImageEngine:
             on_demand=settings.compile_on_demand,
             memory=settings.memory,
             adapters=settings.adapters,
+            lanes=1 if alone else None,
             say=say,
             announce=Announcer(say, metrics.compiled),
         )
@@ -387,14 +388,14 @@ class ImageEngine:
         self._writer.preview(served, item, group.decode([latents])[0] if item.decodes else None, latents)
 
     def _decode(self) -> None:
-        """The image that waits for it longest; with more devices as many as they take at once."""
+        """The images that wait for it longest, as many as are decoded at once."""
         waiting = [(item, latents) for item, latents in self._to_decode if not item.over]
         if not waiting:
             self._to_decode = []
             return
         key = waiting[0][0].group
         group, served = self._models.group(key), self._models.put_on(key)
-        some = [one for one in waiting if one[0].group == key][: group.alone]
+        some = [one for one in waiting if one[0].group == key][: group.decodes]
         chosen = {id(item) for item, _ in some}
         self._to_decode = [one for one in waiting if id(one[0]) not in chosen]
         began = time.perf_counter()

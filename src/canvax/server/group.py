@@ -6,9 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from canvax.compile.aot import BuildCallback
@@ -16,13 +16,14 @@ from canvax.compile.kinds import Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
 from canvax.engine.batch import Batch, Carried, filled
+from canvax.engine.lanes import Lanes, at_once
 from canvax.families.base import Model
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.prepare import prepare
 from canvax.server.control import Idle
-from canvax.server.policy import best_batch
+from canvax.server.policy import WORTH_IT, best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
 
@@ -74,11 +75,13 @@ class Group:
         model: the model.
         programs: its programs.
         params: gives its parameters, which are on the devices while the group runs.
-        batches: images at once, for each of which there are denoisers; multiples of the mesh's ``data`` axis.
+        batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
+        lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
     Attributes:
         timings: what was measured.
-        alone: images at once that are encoded and decoded: one for each part of the mesh.
+        batches: images at once, in one lane or in several.
+        alone: images at once that one call encodes or decodes: one for each part of the mesh.
         used: when it last ran, on the engine's clock.
     """
 
@@ -89,6 +92,7 @@ class Group:
         programs: Programs,
         params: Callable[[], Params],
         batches: Sequence[int],
+        lanes: int = 1,
     ) -> None:
         self.key = key
         self.timings = Timings()
@@ -99,7 +103,8 @@ class Group:
         self._ready: Ready | None = None
         self._idle: Idle | None = None
         self._denoisers: dict[int, Mapping[bool, Callable[..., Any]]] = {}
-        self._batch: Batch | None = None
+        self._lanes, self._most_lanes = dict.fromkeys(self.batches, 1), lanes
+        self._batch: Lanes | None = None
         self._seats: list[Item | None] = []
 
     def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
@@ -113,21 +118,40 @@ class Group:
             self._denoisers[batch] = self._programs.denoisers(params, self._latents(batch), kinds, announce)
 
     def measure(self, carry: Carried) -> None:
-        """Time a row at each batch and forget batches that are no faster than smaller ones."""
+        """Time a row of each batch, in one lane and in more, and forget what is no faster than fewer images."""
+        found: dict[int, tuple[float, int]] = {}
+        most = self._most_lanes
         for batch in self.batches:
-            self._timed(batch, carry, 1)  # the first call of a program is slower
-            single = self._timed(batch, carry, 1)
-            rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
-            self.timings.row[batch] = statistics.median(self._timed(batch, carry, rows) for _ in range(3))
-        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, self.batches[-1] + 1)}
+            lanes, before = 1, float("inf")
+            while lanes <= most:
+                images = batch * lanes
+                seconds = self._measured(images, lanes, carry)
+                if seconds / images > WORTH_IT * before:
+                    most = lanes // 2  # larger batches share the cores better
+                    break
+                before = seconds / images
+                found[images] = min(found.get(images, (seconds, lanes)), (seconds, lanes))
+                lanes *= 2
+        self.timings.row = {images: seconds for images, (seconds, _) in sorted(found.items())}
+        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(found) + 1)}
         self.batches = sorted({self.alone, *useful})
-        self._denoisers = {batch: self._denoisers[batch] for batch in self.batches}
-        self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
+        self.timings.row = {images: self.timings.row[images] for images in self.batches}
+        self._lanes = {images: found[images][1] for images in self.batches}
+        sizes = {images // lanes for images, lanes in self._lanes.items()}
+        self._denoisers = {size: self._denoisers[size] for size in sorted(sizes)}
 
-    def _timed(self, batch: int, carry: Carried, rows: int) -> float:
+    def _measured(self, images: int, lanes: int, carry: Carried) -> float:
+        """Seconds of a row of so many images in so many lanes."""
+        self._lanes[images] = lanes
+        self._timed(images, carry, 1)  # the first call of a program is slower
+        single = self._timed(images, carry, 1)
+        rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
+        return statistics.median(self._timed(images, carry, rows) for _ in range(3))
+
+    def _timed(self, images: int, carry: Carried, rows: int) -> float:
         """Seconds of each of so many rows of a full batch, in one call."""
-        one = self._new_batch(batch)
-        one.join(dict.fromkeys(range(batch), carry))
+        one = self._new_batch(images)
+        one.join(dict.fromkeys(range(images), carry))
         began = time.perf_counter()
         one.step(rows)
         return (time.perf_counter() - began) / rows
@@ -173,10 +197,17 @@ class Group:
         return f"{self.key.size} is warm: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
-        """What another size of the model may take."""
+        """What another size of the model may take, with programs for single images alone."""
         times = key.height * key.width / (self.key.height * self.key.width)
         own = self.timings
-        return Timings({self.alone: times * own.row[self.alone]}, own.encode, times * own.decode)
+        row = {images: times * own.row[images] for images, lanes in self._lanes.items() if images == self.alone * lanes}
+        return Timings(row, own.encode, times * own.decode)
+
+    def assume(self, other: Group) -> None:
+        """That it is as fast as another size, for its own, where nothing was measured."""
+        self.timings = other.scaled(self.key)
+        self._lanes = {images: images // self.alone for images in self.timings.row}
+        self.batches = sorted(self._lanes)
 
     def batch_for(self, count: int) -> int:
         """The batch that gets so many images done soonest."""
@@ -235,18 +266,27 @@ class Group:
     def denoised(self, item: Item) -> HostArray:
         """How the model sees an image that is in flight [h, w, C] float32."""
         assert self._batch is not None
-        assert self._batch.denoised is not None
-        return np.asarray(self._batch.denoised)[self._seats.index(item)]
+        return self._batch.denoised(self._seats.index(item))
 
-    def decode(self, latents: Sequence[HostArray]) -> HostArray:
-        """Pixels [n, H, W, 3] float32 of at most ``alone`` images."""
+    @property
+    def decodes(self) -> int:
+        """Images at once."""
+        return self.alone * max(self._lanes.values())
+
+    def decode(self, latents: Sequence[HostArray]) -> list[HostArray]:
+        """Pixels [H, W, 3] float32 of at most ``decodes`` images."""
+        parts = [latents[first : first + self.alone] for first in range(0, len(latents), self.alone)]
+        began = time.perf_counter()
+        pixels = at_once([partial(self._decode, part) for part in parts])
+        if len(parts) == 1:
+            self.timings.learn_decode(time.perf_counter() - began)
+        return [image for part in pixels for image in part]
+
+    def _decode(self, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
         assert self._ready.decode is not None
-        began = time.perf_counter()
         sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
-        pixels = np.asarray(jax.block_until_ready(self._ready.decode(self._params()["vae"], sent)))
-        self.timings.learn_decode(time.perf_counter() - began)
-        return pixels[: len(latents)]
+        return np.asarray(self._ready.decode(self._params()["vae"], sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
         """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
@@ -274,10 +314,12 @@ class Group:
         steps = [(item.picture.step, item.previews) for item in self.seated]
         return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
 
-    def _new_batch(self, size: int) -> Batch:
-        """An empty batch of a size that there are programs for."""
-        kinds, denoisers = self.key.kinds, self._denoisers[size]
-        return Batch(self._programs, self._params(), self._latents(size), denoisers, kinds.controls, kinds.places)
+    def _new_batch(self, images: int) -> Lanes:
+        """An empty batch of so many images, for which there are programs."""
+        kinds, lanes = self.key.kinds, self._lanes[images]
+        shape, denoisers = self._latents(images // lanes), self._denoisers[images // lanes]
+        own = partial(Batch, self._programs, self._params(), shape, denoisers, kinds.controls, kinds.places)
+        return Lanes([own() for _ in range(lanes)])
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None

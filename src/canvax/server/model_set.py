@@ -38,6 +38,7 @@ class ModelSet:
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
+        lanes: as in ``Served``.
         say: told what is done.
         announce: told of programs that are compiled.
 
@@ -55,12 +56,13 @@ class ModelSet:
         on_demand: bool,
         memory: int | None,
         adapters: AdapterSettings | None = None,
+        lanes: int | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
-        self._adapters = adapters
+        self._adapters, self._lanes = adapters, lanes
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, Served] = {}
         self._ready: dict[GroupKey, Group] = {}
@@ -72,7 +74,7 @@ class ModelSet:
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = Served(name, self._load, self._adapters)
+            served = Served(name, self._load, self._adapters, self._lanes)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -159,7 +161,8 @@ class ModelSet:
         try:
             usual = next(iter(served.groups.values()), None)
             group = served.build(key, (1,), self._announce)
-            group.timings = usual.scaled(key) if usual else group.timings
+            if usual:
+                group.assume(usual)
         except Exception as fault:
             log.exception("compiling failed")
             error = str(fault) if isinstance(fault, CanvaxError) else "its programs cannot be compiled"

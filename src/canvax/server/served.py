@@ -16,6 +16,7 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
+from canvax.engine.lanes import most_lanes
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -96,6 +97,7 @@ class Served:
         name: what it is called in requests.
         load: loads it.
         adapters: that requests may name; None for none.
+        lanes: batches that are run at the same time, at most; None for as many as may be of use.
 
     Attributes:
         shelf: the adapters.
@@ -107,7 +109,13 @@ class Served:
         load_seconds: what loading it took.
     """
 
-    def __init__(self, name: str, load: Callable[[str], Loaded], adapters: AdapterSettings | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[str], Loaded],
+        adapters: AdapterSettings | None = None,
+        lanes: int | None = None,
+    ) -> None:
         self.name = name
         self.groups: dict[GroupKey, Group] = {}
         self.used = 0.0
@@ -121,6 +129,7 @@ class Served:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
+        self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = Shelf(self.model, self.programs.mesh, adapters) if adapters else None
 
     @property
@@ -179,7 +188,7 @@ class Served:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.own_params, batches)
+        group = Group(key, self.model, self.programs, self.own_params, batches, self._lanes)
         group.compile(self._shapes, announce)
         self.groups[key] = group
         return group

@@ -1,0 +1,91 @@
+"""Batches that are stepped at the same time, each in a thread of its own, with the interface of one.
+
+One program of a small model leaves cores of a CPU idle, since most of its operations are too short to be shared among
+them; programs that run side by side fill them. A GPU or a TPU runs one program after the other, and needs one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache, partial
+from typing import TypeVar
+
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.compile.key import cores
+from canvax.engine.batch import Batch, Carried
+from canvax.types import HostArray
+
+T = TypeVar("T")
+
+
+def most_lanes(mesh: Mesh) -> int:
+    """Programs at a time that may be of use: as many as there are cores if the mesh is one CPU device, else 1."""
+    return cores() if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" else 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), "canvax lane")
+
+
+def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of some calls gives, run side by side. Where one raises, the others are waited for."""
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures = [_pool().submit(call) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+class Lanes:
+    """Batches of one size, whose slots are counted through all of them.
+
+    Args:
+        batches: at least one.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches, self._each = batches, batches[0].latents[0]
+
+    def join(self, images: Mapping[int, Carried]) -> None:
+        """As ``Batch.join``."""
+        for lane, batch in enumerate(self._batches):
+            if own := {slot % self._each: image for slot, image in images.items() if slot // self._each == lane}:
+                batch.join(own)
+
+    def carried(self) -> dict[int, Carried]:
+        """As ``Batch.carried``."""
+        held = [batch.carried() for batch in self._batches]
+        return {lane * self._each + slot: image for lane, own in enumerate(held) for slot, image in own.items()}
+
+    def step(self, rows: int = 1) -> list[int]:
+        """As ``Batch.step``; a lane in which an image finishes may run fewer rows than another."""
+        done = at_once([partial(batch.step, rows) for batch in self._batches])
+        return [lane * self._each + slot for lane, slots in enumerate(done) for slot in slots]
+
+    def denoised(self, slot: int) -> HostArray:
+        """D of an image in flight at the last row run [h, w, C] float32."""
+        batch, own = self._at(slot)
+        assert batch.denoised is not None
+        return np.asarray(batch.denoised)[own]
+
+    def take(self, slot: int) -> HostArray:
+        """As ``Batch.take``."""
+        batch, own = self._at(slot)
+        return batch.take(own)
+
+    def drop(self, slot: int) -> None:
+        """As ``Batch.drop``."""
+        batch, own = self._at(slot)
+        batch.drop(own)
+
+    def left(self, slot: int) -> int:
+        """As ``Batch.left``."""
+        batch, own = self._at(slot)
+        return batch.left(own)
+
+    def _at(self, slot: int) -> tuple[Batch, int]:
+        return self._batches[slot // self._each], slot % self._each
