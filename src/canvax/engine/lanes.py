@@ -7,8 +7,8 @@ them; programs that run side by side fill them. A GPU or a TPU runs one program 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -26,18 +26,14 @@ def most_lanes(mesh: Mesh) -> int:
     return cores() if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" else 1
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "canvax lane")
-
-
 def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     """What each of some calls gives, run side by side. Where one raises, the others are waited for."""
-    if len(calls) == 1:
-        return [calls[0]()]
-    futures = [_pool().submit(call) for call in calls]
-    wait(futures)
-    return [future.result() for future in futures]
+    first, *others = calls
+    if not others:
+        return [first()]
+    with ThreadPoolExecutor(len(others), "canvax lane") as pool:
+        futures = [pool.submit(call) for call in others]
+        return [first(), *(future.result() for future in futures)]
 
 
 class Lanes:
