@@ -166,6 +166,7 @@ def test_names_of_models(name: str, verb: str, capsys: pytest.CaptureFixture[str
 
 LINES: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"), "UTF-16": ("a cat\n".encode("utf-16-le"), "bytes of 0.*UTF-8"),
+    "a web page": ("<!DOCTYPE html>\n<title>a cat</title>", "web page"), "of the command": ('{"prompt": "a", "model": "b"}', "'model'; it is one for all images: --model"),
     "list": ('{"prompt": ["a"]}', "prompt"), "number": ('{"prompt": 5}', "prompt"), "no prompt": ('{"seed": 1}', "prompt"),
     "broken": ('{"prompt": "a"', "JSON"), "null": ('{"prompt": null}', "null"), "unknown": ('{"prompt": "a", "stepz": 4}', "stepz.*steps|steps"), "deep": ("{" + '"a":{' * 60_000, "JSON"),
     "text steps": ('{"prompt": "a", "steps": "4"}', "steps"), "list steps": ('{"prompt": "a", "steps": [4]}', "steps"),
@@ -421,6 +422,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": "a cat", "prompt": None}, "^prompt_embeds='a cat' is text"), ({"guidance_scale": 1e30}, "^guidance_scale=1e.30 is beyond"),
     ({"sampler": "DPM++ 2M Exponential", "sigmas": "karras"}, "^sigmas='karras' with sampler="), ({"hires": 1.03}, "^hires=1.03 leaves 64 x 64"),
     ({"sampler": "euler", "sampler_settings": {"s_churn": 5, "s_tmin": 10, "s_tmax": 1}}, "^s_tmin=10 is above"), ({"noise": LATENTS}, "^noise=.{0,90} is not known"),
+    ({"callback_on_step_end": lambda *_: {"prompt_embeds": None}}, "^callback_on_step_end returned 'prompt_embeds'"), ({"image": "data:image/png;base64,AAAA"}, "^image='data:.*data URL"),
+    ({"image": canvax.Result([], LATENTS, LATENTS, [], {}, 0, [])}, "^image=Result.*such as result.images.0."), ({"image_strength": 0.6}, "strength=0.6"), ({"timestep_spacing": "even"}, "spacing='trailing'"),
     ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"W": 65}, "width=65"), ({"prompt": LATENTS}, "prompt={'text': array}"),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
@@ -573,7 +576,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
     ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x --guid 3", "did you mean '--guidance-scale'"), ("generate x -output y", "write --output"),
     ("generate x -o .png", "an ending without a name"), ("train lora . -o m --ema=99.9", "^canvax: error: --ema=99.9"), ("batch nope.jsonl -o b --ray local --share 0/4", "needs ray|nope.jsonl"),
-    (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+    (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("pull emoji", "did you mean: canvax info"), ("generate x --CFG 7", "did you mean '--cfg'"), ("generate x --lora-scales 1", "write --lora FILE:0.8"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
 

@@ -232,6 +232,9 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
     for factor in (0, 14.6):
         with pytest.warns(canvax.errors.HintWarning, match=r"latents have a standard deviation of (0|14\.\d),"):
             emoji("a", latents=factor * noise, **more)
+    for text in ("a <toy>", "a embedding:toy.pt"):
+        with pytest.warns(canvax.errors.HintWarning, match=f"{text[2:]} is read as text: no textual inversion"):
+            emoji("a", text, **more)
     image, mask = np.zeros((64, 64, 3)), np.ones((64, 64))
     with pytest.warns(canvax.errors.HintWarning, match="nothing of the image stays; give less"):
         emoji("a", image=image, strength=1, **more)
@@ -242,7 +245,7 @@ def test_a_hint_for_what_changes_nothing(emoji: canvax.StableDiffusion) -> None:
         for spacing in ("leading", "trailing"):  # the model's own, too: it gives the curve's ends
             emoji("a", sampler="euler", sigmas="karras", spacing=spacing, **more)
         emoji("a", sigmas="automatic", spacing="trailing", **more)
-        emoji("a", latents=noise, **more)
+        emoji("a <3 b>c", latents=noise, **more)
         emoji("a", image=image, mask=mask, mask_fill="fill", **more)  # which is seen beside the mask's edge
 
 

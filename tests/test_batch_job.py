@@ -208,6 +208,9 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
     if kind == "jsonl":
         path.write_text('{"id": "a", "prompt": "1", "steps": 4, "cfg": null}\n\n{"prompt": "b, c", "cfg": 2.5}\n')
     elif kind == "csv":
+        path.write_text("id;prompt;steps\na;1;4\n")
+        with pytest.raises(InputError, match="part columns with commas, not with ';'"):
+            list(read_rows(path))
         path.write_text('id,prompt,steps,cfg\na,1,4,\n,"b, c",,2.5\n')
     else:
         import pyarrow
@@ -346,6 +349,9 @@ def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
         Output(folder, {"model": "other"})
     with pytest.raises(InputError, match=r" cannot be written to \(.*; see to its permissions"):
         _locked(tmp_path)  # as one that may not be written to
+    (folder / "batch.json").write_text("{")
+    with pytest.raises(InputError, match=r"batch\.json: is damaged.*choose another folder"):
+        Output(folder, {"model": "emoji"}).agree({"model": "emoji"})
     with pytest.raises(InputError, match="is not empty, and of no batch job"):
         Output(tmp_path, {})
 

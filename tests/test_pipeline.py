@@ -342,14 +342,23 @@ def test_bad_defaults_of_a_model(said: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED["emoji"], folder)
     (folder / "canvax.json").write_text(said)
-    with pytest.raises(canvax.CheckpointError, match=r"canvax\.json: (not a list of defaults|is not a JSON object)"):
+    with pytest.raises(
+        canvax.CheckpointError, match=r"canvax\.json: (not a list of defaults|is not a JSON object)"
+    ) as caught:
         canvax.load(folder)
+    assert "__init__" not in str(caught.value)
 
 
 def test_nothing_to_save(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
     result = draw(emoji, "a cat", options=canvax.Options(progress=False, denoising_end=0.5))
     with pytest.raises(canvax.InputError, match="go on from latents"):
         result.save(tmp_path / "out")
+    assert result.images == list(result) == result[:1] == []
+    for images in (result, result.images):
+        with pytest.raises(IndexError, match="denoising_end stopped the run"):
+            images[0]
+    with pytest.warns(canvax.errors.HintWarning, match="a run that denoising_end stopped"):
+        draw(emoji, "a cat", latents=result.latents)
     assert not (tmp_path / "out").exists()
 
 

@@ -702,6 +702,9 @@ def test_a1111_bad_bodies(site: Site, route: str, body: Any, param: str) -> None
     assert not site.engine.asks
 
 
+LAYERS = "in override_settings it is called CLIP_stop_at_last_layers"
+
+
 def test_a1111_errors(site: Site) -> None:
     site.engine.refusal = Refused(503, "draining", "the server stops", retry_after=5)
     answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI)
@@ -709,7 +712,7 @@ def test_a1111_errors(site: Site) -> None:
     for said, param, field, told in (
         ("n=100 is too many", "n", "batch_size", "batch_size=100 is too many"),
         ("options.variation_seed=-1 is none", "options", "subseed", "subseed=-1 is none"),
-        ("options.clip_skip=12 is not in 0..11", "options", "clip_skip", "clip_skip=13 is not in 1..12"),
+        ("options.clip_skip=12 is not in 0..11", "options", "clip_skip", f"clip_skip=13 is not in 1..12; {LAYERS}"),
     ):
         site.engine.refusal = Refused(400, "invalid_value", said, param=param)
         answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI).json()

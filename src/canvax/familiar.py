@@ -47,6 +47,13 @@ CALL: dict[str, Familiar] = {
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength", "strength"),
+    **_same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
+            "other way round, how much is kept"),
+    **_same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
+    **_same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
+    **_same("styles style_preset", "canvax has no styles; write their words into the prompt"),
+    **_same("strength_model lora_paths lora_scales lora_weights",
+            "write pipe.adapters.load('name', file, weight=0.8) before the call"),
     **_renamed("control_image controlnet_image adapter_image", "control"),
     **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
     **_renamed("control_guidance_start guidance_start", "control_start"),
@@ -148,7 +155,7 @@ ATTRIBUTES: dict[str, Familiar] = {
 """Attributes and methods of a pipeline."""
 
 FLAGS: dict[str, Familiar] = {
-    **_same("lora-model lora-weights", "write --lora FILE:0.8"),
+    **_same("lora-model lora-weights lora-paths lora-scales lora-scale", "write --lora FILE:0.8"),
     **_same("lora-model-dir", "write --lora-dir FOLDER"),
     **_same("controlnet-model t2i-adapter adapter", "write --controlnet NET --control IMAGE"),
     **_same("controlnet-conditioning-scale control-weight", "write --control-scale"),

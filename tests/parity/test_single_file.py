@@ -172,6 +172,9 @@ def test_what_it_predicts(made: Made, tmp_path: Path) -> None:
 
     assert prediction() == "epsilon"
     assert prediction({"modelspec.prediction_type": "v"}) == "v_prediction"
+    assert prediction({"modelspec.prediction_type": "v_prediction"}) == "v_prediction"
+    with pytest.warns(UserWarning, match=r"modelspec\.prediction_type='velocity', which canvax does not know"):
+        assert prediction({"modelspec.prediction_type": "velocity"}) == "epsilon"
     assert prediction(v_pred=torch.zeros(())) == "v_prediction"
 
 

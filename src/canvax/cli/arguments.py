@@ -121,7 +121,8 @@ def versions() -> dict[str, str]:
 
 _ELSEWHERE = {
     "txt2img": "generate", "text2image": "generate", "draw": "generate", "img2img": "generate --image",
-    "inpaint": "generate --image --mask", "webui": "ui", "server": "serve", "models": "info", "version": "--version",
+    "inpaint": "generate --image --mask", "webui": "ui", "server": "serve", "models": "info", "run": "generate",
+    "pull": "info", "download": "info", "version": "--version",
 }  # fmt: skip
 """What commands are called in other programs."""
 

@@ -81,6 +81,8 @@ _PATIENCE = 10.0
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
+_OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
+"""What flags say of a whole command, and a line of a prompt file cannot."""
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
@@ -351,7 +353,9 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
         )
     for name in entry:
         if name != "prompt" and name not in SETTINGS:
-            raise InputError(f"{where}unknown field {name!r}; {nearest(name, ['prompt', *SETTINGS, *ALIASES])}")
+            flag = f"it is one for all images: --{name.replace('_', '-')}" if name in _OF_ALL else ""
+            told = flag or nearest(name, ["prompt", *SETTINGS, *ALIASES])
+            raise InputError(f"{where}unknown field {name!r}; {told}")
     if "prompt" not in entry:
         raise InputError(where + ("'prompt' is null; write a text" if "prompt" in fields else "has no field 'prompt'"))
     return entry

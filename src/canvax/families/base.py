@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError, check_count, check_number
+from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
@@ -336,7 +336,10 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
         return usual
     try:
-        defaults = replace(usual, **read_json(path))
+        told = read_json(path)
+        for name in told.keys() - (known := {one.name for one in fields(usual)}):
+            raise InputError(f"{name!r:.80} is none of them; {nearest(name, sorted(known))}")
+        defaults = replace(usual, **told)
         check_count("num_inference_steps", defaults.num_inference_steps)
         return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))
     except (ValueError, TypeError, InputError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from canvax.checked import shown
 from canvax.errors import InputError, reading_arguments
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
@@ -49,7 +50,9 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
     elif isinstance(value, list | tuple) or _is_array(value):
         values = list(value)
     else:
-        raise InputError(f"{name}={value!r} is not an image, a path or an array; nor a list of these")
+        images = getattr(value, "images", None)  # of a canvax.Result, and of what other libraries return
+        cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
+        raise InputError(f"{name}={shown(value)} is not an image, a path or an array; {cure}")
     if len(values) not in (1, count):
         raise InputError(f"{name} has {len(values)} entries for {count} images; give one for all, or one for each")
     return values
@@ -79,6 +82,9 @@ def _is_array(value: Any) -> bool:
 
 
 def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        cure = "open it first: Image.open(io.BytesIO(base64.b64decode(value.partition(',')[2])))"
+        raise InputError(f"{name}={value[:40]!r}: a data URL is no file; {cure}")
     if isinstance(value, str) and re.match(r"[a-z0-9+.-]{2,}:/", value, re.IGNORECASE):
         raise InputError(f"{name}={value!r}: no address is fetched; download the image and give its file")
     if isinstance(value, str | Path):

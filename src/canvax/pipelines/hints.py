@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.options import SPACINGS
 from canvax.samplers.table import NOISE
+from canvax.types import HostArray
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -25,6 +28,8 @@ ODD = 5.0
 """Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
 
 LISTED = 5
+_STOPPED: deque[bytes] = deque(maxlen=256)
+"""Digests of the latents of the last images that were stopped on the way."""
 
 OF_GUIDANCE = {
     *("guidance_method", "guidance_rescale", "guidance_interval", "negative_prompt_2", "negative_original_size"),
@@ -37,6 +42,8 @@ OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
+_WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
+"""How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
 _OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
 
 
@@ -104,6 +111,22 @@ def _odd_spread(request: Request) -> float | None:
     return next((one for one in spreads if not 1 / ODD <= one <= ODD), None)
 
 
+def remember_stopped(latents: HostArray) -> None:
+    """Keep in mind what ``denoising_end`` left: who forgets ``denoising_start`` would begin with it as with noise."""
+    _STOPPED.extend(_digest(one) for one in latents)
+
+
+def _digest(latents: HostArray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(latents, np.float32).tobytes(), digest_size=16).digest()
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether latents of a run that was stopped are given, and not as such."""
+    if request.latents is None or request.options.denoising_start > 0 or not _STOPPED:
+        return False
+    return any(_digest(one) in _STOPPED for one in request.latents)
+
+
 def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
     """Options that change nothing, beside what they would need."""
     for needed, there, names in _needs(model, request):
@@ -149,6 +172,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
             f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; give "
             "such noise, or with denoising_start= latents of a run that stopped"
         )
+    elif _goes_on(request):
+        yield "latents are those of a run that denoising_end stopped, and begin this one as noise; add denoising_start="
     if not request.guided and not request.embedded and any(request.negatives):
         yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
@@ -160,6 +185,14 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         )
     if network := _first(_OPEN, prompts):
         yield f"{network} is read as text, since its > is missing; write <lora:name:0.8>"
+    texts = [*prompts, *filter(None, dict.fromkeys(request.negatives))]
+    found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
+    bare = {one: one.lower().removeprefix("embedding:") for one in found}
+    if free := [one for one in found if not {bare[one], bare[one].rpartition(".")[0]} & added]:
+        yield (
+            f"{free[0]} is read as text: no textual inversion of this name is loaded; "
+            "pipe.adapters.load_embedding or --embedding loads one"
+        )
     if network := _first(_NETWORK, filter(None, dict.fromkeys(request.negatives))):
         yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
     if syntax == "plain" and (weight := _first(_WEIGHT, prompts)):

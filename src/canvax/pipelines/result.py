@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class _NoImages(list[Any]):
+    """The images of a run that ``denoising_end`` stopped: none, and who asks for one is told why."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return []
+        raise IndexError(
+            f"images[{index}]: there are no images, since denoising_end stopped the run; "
+            "go on from result.latents with denoising_start="
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
     """Images and how they came to be. It can be used as the list of its images, and a notebook shows them.
@@ -51,6 +63,10 @@ class Result:
     compilations: int
     indices: list[int] = field(repr=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.images, list) and not self.images and self.metadata:
+            object.__setattr__(self, "images", _NoImages())
+
     def __getattr__(self, name: str) -> Any:
         """A sentence for the attributes of other libraries' results, which this one has under other names."""
         if name.startswith("_"):
@@ -71,6 +87,8 @@ class Result:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):  # diffusers' outputs are dicts as well
             raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
+        if isinstance(self.images, _NoImages):
+            return self.images[index]
         try:
             return self.images[index]
         except IndexError:

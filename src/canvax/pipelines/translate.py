@@ -145,6 +145,11 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
 
     def call(step: Step) -> Any:
         returned = callback(pipe, step.index, step.timestep, {"latents": step.latents})
+        if isinstance(returned, Mapping) and (other := [name for name in returned if name != "latents"]):
+            raise InputError(
+                f"callback_on_step_end returned {other[0]!r:.80}: 'latents' alone can be changed on the way; "
+                f"leave it out, for less guidance write guidance_steps= or guidance_interval= ({PAGE})"
+            )
         return returned.get("latents") if isinstance(returned, Mapping) else returned
 
     return call

@@ -19,7 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.files import named_path, read_json, written
 from canvax.images.metadata import read_metadata
 from canvax.scale.rows import pyarrow
@@ -142,7 +142,12 @@ class Output:
         path = self.folder / RUN
         told = as_written(run)
         try:
-            earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
+            try:
+                earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
+            except CheckpointError:
+                raise InputError(
+                    f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
+                ) from None
             for name in told.keys() & earlier.keys():
                 if name not in _FIRST_COUNTS and earlier[name] != told[name]:
                     raise InputError(

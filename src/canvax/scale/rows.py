@@ -183,6 +183,10 @@ def check_prompt_line(where: str, line: str) -> None:
     Raises:
         InputError: so; it begins with ``where``.
     """
+    if line[:5].lower() in ("<!doc", "<html"):
+        raise InputError(
+            f"{where}{line:.40} begins a web page, which is no list of prompts; save its text, a prompt a line"
+        )
     if _NO_PROMPT.match(line):
         cure = 'write settings as a JSON object a line: {"prompt": "a cat", "steps": 30}'
         raise InputError(f"{where}{line:.40} is not a prompt; {cure}")
@@ -205,6 +209,8 @@ def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | I
     try:
         if not reader.fieldnames or "" in reader.fieldnames:
             raise InputError(f"{path}: its first line must name the columns, such as id,prompt,seed")
+        if len(reader.fieldnames) == 1 and (sign := re.search(r"[;|\t]", only := reader.fieldnames[0])):
+            raise InputError(f"{path}: its first line is {only!r:.80}; part columns with commas, not with {sign[0]!r}")
         check_once(f"{path}: its first line", reader.fieldnames)
         for values in reader:
             if "" in values:

@@ -280,6 +280,7 @@ def error(refused: Refused, request_id: str) -> Response:
     message, name = in_words_of(_FIELDS, refused)
     if name == "clip_skip":  # whose layers are counted from 1 here
         message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
+        message += "; in override_settings it is called CLIP_stop_at_last_layers"
     told = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
     return Response(encoded(told), refused.status, headers, media_type="application/json")
 

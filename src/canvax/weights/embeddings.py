@@ -107,7 +107,9 @@ def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, Ho
     if not entries:
         raise CheckpointError(f"{path}: is empty: it holds no array")
     if any(is_adapters(entry.name) for entry in entries):
-        raise CheckpointError(f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file)")
+        raise CheckpointError(
+            f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file), or --lora FILE"
+        )
     if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
         raise CheckpointError(
             f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width)"

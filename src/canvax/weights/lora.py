@@ -349,7 +349,9 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     if any(name.startswith(whole) for name in names) and not any(map(is_adapters, names)):
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
     if are_words(names):
-        raise CheckpointError(f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r})")
+        raise CheckpointError(
+            f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r}), or --embedding FILE"
+        )
     if any("control_model" in name or "controlnet" in name for name in names):
         raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")
     if any(name.startswith("image_proj.") for name in names) and any(name.startswith("ip_adapter.") for name in names):

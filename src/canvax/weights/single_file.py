@@ -37,6 +37,10 @@ _IGNORED = re.compile(
 """Arrays that are no weights of what generates: schedules, averages, marks and what training left."""
 
 _OTHER_INPUTS = {8: "edits images by instructions", 5: "is told depths", 7: "enlarges images"}
+_TOLD = "modelspec.prediction_type"
+_PREDICTIONS = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": "epsilon", "eps": "epsilon"}
+"""What a file's metadata may say of what it predicts."""
+
 _V_BIAS = 0.09
 """Standard deviation of a bias of 2.x, above which it predicts v: those of the released models are 0.04 and 0.14."""
 
@@ -305,11 +309,18 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
         raise CheckpointError(
             f"{name}: holds arrays that {kind.name} has no use for: {', '.join(sorted(strange)[:3])}{more}"
         )
-    known = (prediction, "as you say") if prediction else _prediction(arrays, kind, read_metadata(path))
+    metadata = {} if prediction else read_metadata(path)
+    known = (prediction, "as you say") if prediction else _prediction(arrays, kind, metadata)
     files = SingleFile(name, path, kind, arrays, known, "ztsnr" in names)
     if (channels := files.config("unet")["in_channels"]) in _OTHER_INPUTS:
         raise CheckpointError(
             f"{name}: its UNet {_OTHER_INPUTS[channels]} ({channels} channels), which canvax does not"
+        )
+    told = metadata.get(_TOLD, "").strip()
+    if told and told.lower() not in _PREDICTIONS:
+        warn(
+            f"{name}: its header says {_TOLD}={told!r:.80}, which canvax does not know ('v' and 'epsilon' are usual); "
+            f"read as {known[0]}. Another one is said with prediction_type= or --prediction-type"
         )
     if known[1].startswith("a guess"):
         other = "epsilon" if known[0] == "v_prediction" else "v_prediction"
@@ -322,9 +333,9 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
 
 def _prediction(arrays: Sequence[Entry], kind: Kind, metadata: Mapping[str, str]) -> tuple[str, str]:
     """``epsilon`` or ``v_prediction``, and how that is known."""
-    told = metadata.get("modelspec.prediction_type", "")
-    if told in ("v", "epsilon"):
-        return ("v_prediction" if told == "v" else told), "as modelspec.prediction_type says"
+    told = metadata.get(_TOLD, "").strip().lower()
+    if told in _PREDICTIONS:
+        return _PREDICTIONS[told], f"as {_TOLD} says"
     if any(one.name == "v_pred" for one in arrays):
         return "v_prediction", "as the array v_pred says"
     if kind is SD2:
