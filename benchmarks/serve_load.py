@@ -9,7 +9,8 @@
 Requests arrive at random, at a rate that rises until the 95th percentile of latency is beyond the last of ``--limits``;
 how many images a second a server gives within each limit is compared. All servers get the same requests at the same
 times: mixed sizes, steps, samplers, one image or two, with guidance and without, from clients with a key each. Every
-server is a process of its own, and is alone on the machine while it is measured.
+server is a process of its own. They take turns, rate by rate, since machines grow faster and slower; the others have
+nothing to do meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,17 +169,25 @@ class Sweep:
         self._arguments, self._clients = arguments, clients
         self._first: float | None = None if arguments.rate == "auto" else float(arguments.rate)
 
-    def of(self, server: Server) -> list[Row]:
-        """Rates that rise until latency is beyond every limit; from a lower one where the first is too much already."""
+    def of(self, server: Server) -> Generator[None, None, list[Row]]:
+        """Rates that rise until latency is beyond every limit; from a lower one where the first is too much already.
+
+        Yields after each of them, so that servers can take turns.
+        """
         if self._first is None:
             self._first = FIRST * self.most(server, 8)["requests_per_s"]
         worst, rows, number = self._arguments.limits[-1], {}, 0
-        while not _fits(rows.setdefault(number, self.run(server, self._rate(number))), worst) and number > -LOWER:
+        while True:
+            rows[number] = self.run(server, self._rate(number))
+            yield
+            if _fits(rows[number], worst) or number <= -LOWER:
+                break
             number -= 3
         while _fits(rows[number], worst):
             number += 1
             if number not in rows:
                 rows[number] = self.run(server, self._rate(number))
+                yield
         return [rows[number] for number in sorted(rows)]
 
     def run(self, server: Server, rate: float) -> Row:
@@ -301,23 +310,31 @@ def main() -> None:
     arguments.limits.sort()
     results: dict[str, list[Row]] = {}
     sweeps = {clients: Sweep(arguments, clients) for clients in arguments.clients}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if arguments.one and not arguments.url:
             arguments.batching, arguments.peer_path = ["steps"], None
+        turns: dict[str, Generator[None, None, list[Row]]] = {}
         for one in servers(arguments, Path(folder)):
-            with running(one) as server:
-                if arguments.one:
-                    print(json.dumps(one_client(server, arguments)))
-                elif arguments.closed:
-                    for clients in arguments.closed:
-                        row = sweeps[arguments.clients[0]].most(server, clients)
-                        print(json.dumps({"server": server.name, "clients": clients} | row), flush=True)
-                else:
-                    if server.command:  # its first calls are slower
-                        warm = requests(2.0, 4.0, clients=1, seed=99, mix=MIXES[arguments.mix])
-                        asyncio.run(open_loop(server.base, warm, server.keys, jobs=False))
-                    for clients, sweep in sweeps.items():
-                        results[f"{server.name}, {clients} clients"] = sweep.of(server)
+            server = stack.enter_context(running(one))
+            if arguments.one:
+                print(json.dumps(one_client(server, arguments)))
+            elif arguments.closed:
+                for clients in arguments.closed:
+                    row = sweeps[arguments.clients[0]].most(server, clients)
+                    print(json.dumps({"server": server.name, "clients": clients} | row), flush=True)
+            else:
+                if server.command:  # its first calls are slower
+                    warm = requests(2.0, 4.0, clients=1, seed=99, mix=MIXES[arguments.mix])
+                    asyncio.run(open_loop(server.base, warm, server.keys, jobs=False))
+                turns |= {f"{server.name}, {clients} clients": sweep.of(server) for clients, sweep in sweeps.items()}
+        results = {name: [] for name in turns}
+        while turns:
+            for name, turn in list(turns.items()):
+                try:
+                    next(turn)
+                except StopIteration as end:
+                    results[name] = end.value
+                    del turns[name]
     if results:
         print("\n".join(report(results, arguments.limits)))
     if results and arguments.json:

@@ -247,12 +247,22 @@ def test_rates_rise_until_latency_is_beyond_the_limits(monkeypatch: pytest.Monke
     monkeypatch.setattr(serve_load.Sweep, "run", run)
     monkeypatch.setattr(serve_load.Sweep, "most", lambda self, server, clients: {"requests_per_s": 10.0})
     sweep = serve_load.Sweep(arguments, 4)
-    quick = sweep.of(serve_load.Server("quick", ""))
+
+    def all_of(name: str) -> list[serve_load.Row]:
+        turns, before = sweep.of(serve_load.Server(name, "")), len(seen)
+        try:
+            while True:
+                next(turns)
+                assert len(seen) == (before := before + 1), "one rate in each turn"
+        except StopIteration as end:
+            return end.value
+
+    quick = all_of("quick")
     assert quick[0]["rate"] == pytest.approx(10 * serve_load.FIRST)
     assert [row["p95"] <= 2 for row in quick] == [True] * (len(quick) - 1) + [False]
     assert seen == sorted(seen)
     monkeypatch.setattr(serve_load.Sweep, "most", None)  # the next server's rates are those of the first
-    slow = sweep.of(serve_load.Server("slow", ""))
+    slow = all_of("slow")
     rates = [row["rate"] for row in slow]
     assert rates == sorted(set(rates))
     assert len(seen) == len(set(seen)) + 1, "only the first rate is run for both"

@@ -301,6 +301,11 @@ class Batch:
         return max((run.left for run in self._runs if run is not None), default=0)
 
     @property
+    def rows_to_end(self) -> int:
+        """Rows until the next image finishes; 0 if none is on its way."""
+        return min((run.left for run in self._runs if run is not None and run.left), default=0)
+
+    @property
     def state(self) -> Array:
         """The state of all slots [B, K, h, w, C] float32 on the devices; slot 0 of K is x."""
         assert self._flight is not None

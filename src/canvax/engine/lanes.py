@@ -26,7 +26,7 @@ def most_lanes(mesh: Mesh) -> int:
     return cores() if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" else 1
 
 
-def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
     """What each of some calls gives, run side by side. Where one raises, the others are waited for."""
     first, *others = calls
     if not others:
@@ -58,8 +58,9 @@ class Lanes:
         return {lane * self._each + slot: image for lane, own in enumerate(held) for slot, image in own.items()}
 
     def step(self, rows: int = 1) -> list[int]:
-        """As ``Batch.step``; a lane in which an image finishes may run fewer rows than another."""
-        done = at_once([partial(batch.step, rows) for batch in self._batches])
+        """As ``Batch.step``; where an image finishes no lane goes on, since the others would wait for it."""
+        rows = min([rows, *(rest for batch in self._batches if (rest := batch.rows_to_end))])
+        done = side_by_side([partial(batch.step, rows) for batch in self._batches])
         return [lane * self._each + slot for lane, slots in enumerate(done) for slot in slots]
 
     def denoised(self, slot: int) -> HostArray:

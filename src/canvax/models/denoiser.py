@@ -16,7 +16,15 @@ from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.text import IMAGE_PROMPTS, Conditions
-from canvax.models.unet import Residuals, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.models.unet import (
+    Residuals,
+    Special,
+    cross_attention_kv,
+    skip_connections,
+    unet,
+    unet_context,
+    unet_spec,
+)
 from canvax.params import Params, Spec
 from canvax.types import Array, DType
 
@@ -127,8 +135,8 @@ class UNetDenoiser:
         residuals: Residuals | None = None,
     ) -> Array:
         p, x, prepared = self._input(p, x, prepared)
-        more = {"perturbed": perturbed, "freeu": freeu, "residuals": residuals}
-        return unet(p, x, timestep, cfg=self.cfg, **more, **prepared)
+        special = Special(perturbed=perturbed, freeu=freeu)
+        return unet(p, x, timestep, cfg=self.cfg, special=special, residuals=residuals, **prepared)
 
     def apply_reusing(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall

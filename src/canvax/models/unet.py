@@ -35,23 +35,36 @@ CrossAttentionKV = dict[str, dict[str, Any]]
 """Keys and values of a text for every attention to it, as ``cross_attention_kv`` makes them."""
 
 
-class Context(NamedTuple):
-    """What every block sees beside the image.
+class Special(NamedTuple):
+    """What the blocks do otherwise than usual.
 
     Attributes:
-        time: time embedding [B, 4 C0] after its activation.
-        text: keys and values of the text.
         remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
         perturbed: for perturbed-attention guidance (Ahn et al. 2024): of every so many images the last one's middle
             attends place by place; 0 for none.
         freeu: b1, b2, s1, s2 of each image [B, 4] float32 (Si et al. 2023); None for none.
     """
 
-    time: Array
-    text: CrossAttentionKV
     remat: bool = False
     perturbed: int = 0
     freeu: Array | None = None
+
+
+_USUAL = Special()
+
+
+class Context(NamedTuple):
+    """What every block sees beside the image.
+
+    Attributes:
+        time: time embedding [B, 4 C0] after its activation.
+        text: keys and values of the text.
+        special: what the blocks do otherwise than usual.
+    """
+
+    time: Array
+    text: CrossAttentionKV
+    special: Special = _USUAL
 
 
 class Residuals(NamedTuple):
@@ -215,9 +228,7 @@ def unet(
     time_ids: Array | None = None,
     guidance: Array | None = None,
     *,
-    remat: bool = False,
-    perturbed: int = 0,
-    freeu: Array | None = None,
+    special: Special = _USUAL,
     residuals: Residuals | None = None,
 ) -> Array:
     """Network output (eps, v or x0, whichever it was trained for) for noisy latents.
@@ -231,16 +242,13 @@ def unet(
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: numbers about the image [B, n] float32, ``cfg.time_ids(P)`` of them.
         guidance: guidance scales [B] float32, for a network that takes them as an input (``cfg.time_cond_proj_dim``).
-        remat: see ``Context``.
-        perturbed: likewise.
-        freeu: likewise.
+        special: what the blocks do otherwise than usual.
         residuals: what is added to the features.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype computed in.
     """
-    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)
-    context = context._replace(remat=remat, perturbed=perturbed, freeu=freeu)
+    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(special=special)
     skips = [conv2d(p["conv_in"], x)]
     skips += unet_down(p, skips[0], context, cfg, within=residuals and residuals.within)
     h = unet_mid(p, skips[-1], context, cfg)
@@ -321,7 +329,7 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
         if kv is None:  # of small ControlNets
             return h
-        more = {"upcast": cfg.upcast_attention, "perturbed": context.perturbed}
+        more = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
         h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **more)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
 
@@ -344,8 +352,8 @@ def unet_up(
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"up_{i}"):
             skip = skips.pop()
-            if context.freeu is not None and i < 2:
-                h, skip = freed(h, skip, context.freeu[:, i], context.freeu[:, i + 2])
+            if context.special.freeu is not None and i < 2:
+                h, skip = freed(h, skip, context.special.freeu[:, i], context.special.freeu[:, i + 2])
             h = jnp.concatenate([h, skip], axis=-1)
             h = _layer(block, context.text["up_blocks"][str(i)], context, level, j, h, cfg)
             if level.resizes and j == len(level.inputs) - 1:
@@ -407,7 +415,7 @@ def _layer(
             block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=cfg.upcast_attention
         )
 
-    return (jax.checkpoint(layer) if context.remat else layer)(h, context.time, kv.get(str(j)))
+    return (jax.checkpoint(layer) if context.special.remat else layer)(h, context.time, kv.get(str(j)))
 
 
 def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, freq_shift: float) -> Array:

@@ -112,8 +112,7 @@ class ImageEngine:
             say=say,
             announce=Announcer(say, metrics.compiled),
         )
-        keep, told = settings.keep_seconds, settings.log_prompts
-        self._book = Book(metrics, journal, keep, self._ended, log_prompts=told)
+        self._book = Book(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = threading.Condition(self._book.lock)
         self._queue: Queue[Item] = Queue()
         self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)

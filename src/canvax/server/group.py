@@ -16,7 +16,7 @@ from canvax.compile.kinds import Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
 from canvax.engine.batch import Batch, Carried, filled
-from canvax.engine.lanes import Lanes, at_once
+from canvax.engine.lanes import Lanes, side_by_side
 from canvax.families.base import Model
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
@@ -146,7 +146,7 @@ class Group:
         self._timed(images, carry, 1)  # the first call of a program is slower
         single = self._timed(images, carry, 1)
         rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
-        return statistics.median(self._timed(images, carry, rows) for _ in range(3))
+        return single if single > 1 else statistics.median(self._timed(images, carry, rows) for _ in range(3))
 
     def _timed(self, images: int, carry: Carried, rows: int) -> float:
         """Seconds of each of so many rows of a full batch, in one call."""
@@ -277,7 +277,7 @@ class Group:
         """Pixels [H, W, 3] float32 of at most ``decodes`` images."""
         parts = [latents[first : first + self.alone] for first in range(0, len(latents), self.alone)]
         began = time.perf_counter()
-        pixels = at_once([partial(self._decode, part) for part in parts])
+        pixels = side_by_side([partial(self._decode, part) for part in parts])
         if len(parts) == 1:
             self.timings.learn_decode(time.perf_counter() - began)
         return [image for part in pixels for image in part]

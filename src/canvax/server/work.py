@@ -189,7 +189,9 @@ class Checked(NamedTuple):
 
     @property
     def rows(self) -> float:
-        """Of its table, where one without guidance counts half."""
+        """Of its table, where one without guidance counts half, but not in a model that is told its guidance."""
+        if self.request.embedded:
+            return float(len(self.table))
         return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)
 
     def pictures(self) -> list[Picture]:

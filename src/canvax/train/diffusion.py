@@ -21,7 +21,7 @@ from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
-from canvax.models.unet import Residuals, unet, unet_spec
+from canvax.models.unet import Residuals, Special, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import ClipTokenizer
@@ -264,7 +264,8 @@ def _denoising_loss(
     told: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
     noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
     residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, told, hints, objective)
-    output = unet(p["unet"], noisy, times, cfg=objective.unet, remat=objective.remat, residuals=residuals, **told)
+    special = Special(remat=objective.remat)
+    output = unet(p["unet"], noisy, times, cfg=objective.unet, special=special, residuals=residuals, **told)
     errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type), mask)
     weighted = (weights[times] * errors).reshape(-1, chosen.size).mean(1)
     loss = weighted[0] if "prior" not in data else weighted[0] + objective.prior * weighted[1]
