@@ -25,7 +25,7 @@ from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
-from canvax.server.work import Checked, check
+from canvax.server.work import Checked, check, sample
 from tests.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
@@ -153,6 +153,24 @@ def test_work_is_counted_in_rows_as_they_are_timed(*, guided: bool, embedded: bo
     request: Any = SimpleNamespace(guided=guided, embedded=embedded)
     group: Any = None
     assert Checked(request, table, group, [1]).rows == part * len(table)
+
+
+@pytest.mark.parametrize("free", [None, 1])
+def test_batches_run_side_by_side_where_that_is_faster_and_fits(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, free: int | None
+) -> None:
+    """Timed by a clock of ours: three calls at a time take as long as one, a fourth waits for another."""
+    asked = sample("emoji", PIPE.model, 64, 64)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=8)
+    group.compile(PIPE.params or {})
+    monkeypatch.setattr("canvax.server.group.free_bytes", lambda mesh: free)
+    monkeypatch.setattr(
+        Group, "_timed", lambda group, images, carry, rows: -(-group._lanes[images] // 3) * (images**0.5)
+    )
+    carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
+    group.measure(carry)
+    assert group.batches == ([1, 4] if free else [1, 2, 4, 8])
+    assert [len(group._new_batch(images)._batches) for images in group.batches] == ([1, 1] if free else [1, 2, 1, 2])
 
 
 def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:

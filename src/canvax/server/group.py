@@ -18,6 +18,7 @@ from canvax.denoise import Known
 from canvax.engine.batch import Batch, Carried, filled
 from canvax.engine.lanes import Lanes, side_by_side
 from canvax.families.base import Model
+from canvax.parallel.memory import free_bytes, program_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
@@ -123,7 +124,7 @@ class Group:
         most = self._most_lanes
         for batch in self.batches:
             lanes, before = 1, float("inf")
-            while lanes <= most:
+            while lanes == 1 or (lanes <= most and self._has_room(batch, lanes)):
                 images = batch * lanes
                 seconds = self._measured(images, lanes, carry)
                 if seconds / images > WORTH_IT * before:
@@ -139,6 +140,12 @@ class Group:
         self._lanes = {images: found[images][1] for images in self.batches}
         sizes = {images // lanes for images, lanes in self._lanes.items()}
         self._denoisers = {size: self._denoisers[size] for size in sorted(sizes)}
+
+    def _has_room(self, batch: int, lanes: int) -> bool:
+        """Whether so many calls at a time have the memory, as far as that is told."""
+        free = free_bytes(self._programs.mesh)
+        needed = max(program_bytes(denoiser) or 0 for denoiser in self._denoisers[batch].values())
+        return free is None or lanes * needed <= free
 
     def _measured(self, images: int, lanes: int, carry: Carried) -> float:
         """Seconds of a row of so many images in so many lanes."""
