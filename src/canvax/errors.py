@@ -233,7 +233,7 @@ LISTED = 10
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
     """The question for an unknown ``name``; empty where nothing is near."""
     lowered = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
+    close = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.72)
     return f"did you mean {lowered[close[0]]!r}?" if close else ""
 
 

@@ -311,7 +311,7 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
-    near = get_close_matches(name, [*known, *table], n=1, cutoff=0.7)
+    near = get_close_matches(name, [*known, *table], n=1, cutoff=0.8)
     return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {page}'}"
 
 

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
-            near = begun or get_close_matches(unknown[0].lower(), flags, n=1, cutoff=0.75)
+            near = begun or get_close_matches(unknown[0].lower(), flags, n=1, cutoff=0.8)
             hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
