@@ -20,7 +20,7 @@ from canvax.samplers.catalog import find
 _SIDES = ("left", "top", "right", "bottom")
 MOST_PIXELS = 1_000_000
 """Of a side of a picture that a model was trained on."""
-_NUMBER = re.compile(r"[+-]?(\d{1,99}\.?\d{0,99}|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 MOST_NUMBERS = 10_000
 """Numbers of a list: more than any run has steps. What has no end is not read to its end."""
 
