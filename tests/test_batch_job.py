@@ -230,9 +230,8 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
 
 def test_prompts_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("# mine\na cat\n\n  a dog, 1.5  \n")
-    (tmp_path / "odd.txt").write_text(
-        '{"prompt": "a"}\n[{"prompt": "a"}]\n--prompt "a cat"\n[cat:dog:3]\n{cat\nSteps: 20, Seed: 1'
-    )
+    lines = '{"prompt": "a"}', '[{"prompt": "a"}]', '--prompt "a cat"', "[cat:dog:3]", "{cat", "Steps: 20, Seed: 1"
+    (tmp_path / "odd.txt").write_text("\n".join(lines))
     odd = [row.fault for row in read_rows(tmp_path / "odd.txt")]
     said = [fault and fault.partition(" is ")[2][:12] for fault in odd]
     assert said == ["a JSON objec", "not a prompt", "not a prompt", None, None, "not a prompt"]

@@ -362,7 +362,8 @@ def test_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[s
         "field.txt": b'{"prompt": "a", "stesp": 3}', "value.txt": b'{"prompt": "a", "height": "tall"}',
         "type.txt": b'{"prompt": "a", "eta": "much"}', "sizes.txt": b'{"prompt": "a", "width": 64}\na cat', "file": b"",
         "list.json": b'[{"prompt": "a"}]', "flags.txt": b"--prompt cat --steps 3",
-        "a1111.txt": b"a cat\r\nNegative prompt: ugly\r\nSteps: 20, Sampler: Euler a", "oldmac.txt": b"a cat\r--prompt cat",
+        "a1111.txt": b"a cat\r\nNegative prompt: ugly\r\nSteps: 20, Sampler: Euler a",
+        "oldmac.txt": b"a cat\r--prompt cat",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
