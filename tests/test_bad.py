@@ -570,7 +570,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --seed-size 63 64", "seed_size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "guidance_steps has 3"),
     ("generate x -b 99999999999", "--batch-size"), ("generate x --mesh data=0", "mesh"), ("generate x --distributed --coordinator a:1 --num-processes 0 --process-id 0", "num_processes=0 is"),
     ("generate x --distributed --coordinator a:99999 --num-processes 1 --process-id 0", "coordinator='a:99999'"),
-    (f"generate x --lora {__file__}:abc", "'abc' is not a weight"), (f"generate x --ip-adapter a.safetensors --ip-image {__file__}:abc", "'abc' is not a strength; write"), ("generate x --lora a.safetensors --lora a.safetensors:0.5", "no such file|twice"), ("serve --lora-rank 0", "--lora-rank without"),
+    (f"generate x --lora {__file__}:abc", "'abc' is not a weight"), ("generate x --lora a.safetensors --lora a.safetensors:0.5", "no such file|twice"), ("serve --lora-rank 0", "--lora-rank without"),
     ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
     ("generate x --steps=--", "--steps.* '--' is not a value"), ("generate x --lora=--", "is not a value"), ("generate x -o x.txt", r"\.txt"), ("convert emoji x.txt", "a folder is written"),
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
