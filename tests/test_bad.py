@@ -576,7 +576,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
     ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x --guid 3", "did you mean '--guidance-scale'"), ("generate x -output y", "write --output"),
     ("generate x -o .png", "an ending without a name"), ("train lora . -o m --ema=99.9", "^canvax: error: --ema=99.9"), ("batch nope.jsonl -o b --ray local --share 0/4", "needs ray|nope.jsonl"),
-    (f"upscale {__file__}", "image"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("pull emoji", "did you mean: canvax info"), ("generate x --CFG 7", "did you mean '--cfg'"), ("generate x --lora-scales 1", "write --lora FILE:0.8"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+    (f"upscale {__file__}", "image"), (f"upscale {__file__} {__file__}", "no place for another file; a prompt goes with -p"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("pull emoji", "did you mean: canvax info"), ("generate x --CFG 7", "did you mean '--cfg'"), ("generate x --lora-scales 1", "write --lora FILE:0.8"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
 

@@ -230,10 +230,11 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
 
 def test_prompts_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("# mine\na cat\n\n  a dog, 1.5  \n")
-    (tmp_path / "odd.txt").write_text('{"prompt": "a"}\n[{"prompt": "a"}]\n--prompt "a cat"\n[cat:dog:3]\n{cat')
+    lines = '{"prompt": "a"}', '[{"prompt": "a"}]', '--prompt "a cat"', "[cat:dog:3]", "{cat", "Steps: 20, Seed: 1"
+    (tmp_path / "odd.txt").write_text("\n".join(lines))
     odd = [row.fault for row in read_rows(tmp_path / "odd.txt")]
     said = [fault and fault.partition(" is ")[2][:12] for fault in odd]
-    assert said == ["a JSON objec", "not a prompt", "not a prompt", None, None]
+    assert said == ["a JSON objec", "not a prompt", "not a prompt", None, None, "not a prompt"]
     assert [(row.id, dict(row.values)) for row in read_rows(tmp_path / "p.txt")] == [
         ("000002", {"prompt": "a cat"}), ("000004", {"prompt": "a dog, 1.5"}),
     ]  # fmt: skip

@@ -753,7 +753,7 @@ def test_what_is_not_the_caches_own_stays(folder: Path, monkeypatch: pytest.Monk
     assert all(path.exists() for path in (*strangers, link))
 
 
-@pytest.mark.parametrize(("text", "size"), [("500MB", 500_000_000), ("2 GB", 2 * 10**9), ("1.5k", 1500), ("7", 7)])
+@pytest.mark.parametrize(("text", "size"), [("500MB", 500_000_000), ("2 GB", 2 * 10**9), ("1.5k", 1500), (".5k", 500)])
 def test_sizes(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CANVAX_CACHE_SIZE", text)
     assert cache.size_limit() == size

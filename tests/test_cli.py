@@ -326,6 +326,8 @@ def test_warnings_are_one_line(generate: Run) -> None:
         (("x", "--dtype", "int8"), "dtype='int8'"),
         (("x", "--variant", "../x"), "variant"),
         (("x", "--stesp", "3"), "did you mean '--steps'"),
+        (("x", "--styles", "anime"), "canvax has no styles"),
+        (("x", "--dtype", "float64"), "choose one of 'float32', 'bfloat16', 'float16'"),
         (("x", "--token"), "--token"),
         (("x", "y", "-o", "a.png"), "is one file for 2 images"),
         (("x", "-o", "file/out"), "not a folder"),
@@ -340,6 +342,8 @@ def test_warnings_are_one_line(generate: Run) -> None:
             ("--prompt-file", "flags.txt"),
             "line 1: --prompt cat --steps 3 is not a prompt; write",
         ),
+        (("--prompt-file", "a1111.txt"), "line 2: Negative prompt: ugly is not a prompt"),
+        (("--prompt-file", "oldmac.txt"), "line 2: --prompt cat is not a prompt"),
         (("--prompt-file", "value.txt"), "value.txt, line 1: height='tall'"),
         (("--prompt-file", "type.txt"), "type.txt, line 1: "),
         (("--prompt-file", "sizes.txt", "--grid"), "--grid: the images have different sizes"),
@@ -358,6 +362,8 @@ def test_bad_input(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[s
         "field.txt": b'{"prompt": "a", "stesp": 3}', "value.txt": b'{"prompt": "a", "height": "tall"}',
         "type.txt": b'{"prompt": "a", "eta": "much"}', "sizes.txt": b'{"prompt": "a", "width": 64}\na cat', "file": b"",
         "list.json": b'[{"prompt": "a"}]', "flags.txt": b"--prompt cat --steps 3",
+        "a1111.txt": b"a cat\r\nNegative prompt: ugly\r\nSteps: 20, Sampler: Euler a",
+        "oldmac.txt": b"a cat\r--prompt cat",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
@@ -460,7 +466,7 @@ def test_curves_and_their_image(run: Run) -> None:
         (("curves", "karras"), "is not expected"),
         (("plot", "-o", "x.jpg"), "ends in .png"),
         (("plot", "-o", "levels.png"), "file exists"),
-        (("plot", "caras"), "did you mean 'karras'"),
+        (("plot", "karra"), "did you mean 'karras'"),
         (("plot", "--sampler", "eulr"), "did you mean"),
         (("plot", "--scheduler-config", "none.json"), "none.json"),
         (("plot", "--steps", "0"), "steps=0"),

@@ -148,8 +148,8 @@ def test_a_journal_that_another_server_has(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_sizes_in_bytes() -> None:
-    assert [byte_count("x", text) for text in ("1", "2k", "3KB", "1.5 MiB", "20GB")] == [
-        1, 2048, 3072, 1_572_864, 20 << 30,
+    assert [byte_count("x", text) for text in ("1", "2k", "3KB", "1.5 MiB", "20GB", ".5k", "1.k")] == [
+        1, 2048, 3072, 1_572_864, 20 << 30, 512, 1024,
     ]  # fmt: skip
     for text in ("", "GB", "1TB", "1,5GB", "1GBB", "NaN", "١GB", "0.0001"):
         with pytest.raises(InputError):

@@ -174,8 +174,8 @@ def test_other_dtypes(base: canvax.StableDiffusion, folder: Path) -> None:
 def test_flags() -> None:
     assert control_of({"control": "a.png"}) == ((("", "a.png", None),),)
     assert control_of({"control": "./a=b.png"}) == ((("", "./a=b.png", None),),)
-    typed = control_of({"control": ["depth=a, b.png,canny:0.5=c.png", "none"], "control_from": "blur,none"})
-    assert typed == ((("depth", "a, b.png", "blur"), ("canny:0.5", "c.png", "blur")), None)
+    typed = control_of({"control": ["depth=a, b.png,canny:+5e-1=c.png", "none"], "control_from": "blur,none"})
+    assert typed == ((("depth", "a, b.png", "blur"), ("canny:+5e-1", "c.png", "blur")), None)
 
 
 def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.cli.sheet import Axis
+from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD
 from canvax.nn import LOW_RANK
+from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import translate_call, translate_load
 from canvax.weights.cast import parse_dtype
 
@@ -136,6 +139,30 @@ def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion, name: str)
     else:
         with pytest.raises(AttributeError, match=f"{name}: "):
             getattr(emoji, name)
+
+
+OTHER_WORDS = {
+    "styles": "steps", "denoise": "noise", "float64": "float16", "a100": "h100", "image_strength": "hires_strength",
+    "timestep_spacing": "timesteps", "output": "outpaint", "model": "mask_mode", "lora-scales": "hr-scale",
+    "FooScheduler": "TCDScheduler", "LMSScheduler": "LCMScheduler", "up": "ui", "": "a",
+}  # fmt: skip
+
+
+def test_slips_of_the_fingers() -> None:
+    """A letter wrong, missing, too much, or swapped in five; not another word that looks alike."""
+    for name, choice in OTHER_WORDS.items():
+        assert slip(name, [choice]) is None, name
+    for name, choice in {"stpes": "steps", "Neg-Prompt": "neg_prompt", "guidence_scal": "guidance_scale"}.items():
+        assert slip(name, ["x", choice]) == choice
+
+
+def test_numbers_as_people_write_them() -> None:
+    texts = (".5", "1.", "+0.5", "-1e-2", "+5", ".5,1.", "[.5]", "true", "a.5", ".", "9" * 5000)
+    assert [plain_value(text) for text in texts] == [
+        0.5, 1.0, 0.5, -0.01, 5, [0.5, 1.0], [0.5], True, "a.5", ".", "9" * 5000,
+    ]  # fmt: skip
+    assert canvax.Options(control_scale=".5,+1", control_start=".2").control_scale == (0.5, 1)
+    assert Axis.of("--x", "eta=.5,1").values == [0.5, 1]
 
 
 def test_unknown_names(emoji: canvax.StableDiffusion) -> None:

@@ -530,7 +530,9 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     single.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is truncated"):
         open_files(Source(single))
-    other = {"is a LoRA": "unet.x.lora_down.weight", "is a textual": "emb_params", "holds no whole model": "x.weight"}
+    other = {"is a LoRA": "unet.x.lora_down.weight", "is a textual": "emb_params", "holds no whole model": "x.weight",
+             "is of FLUX": "double_blocks.0.x.weight",
+             "is of Stable Diffusion 3": "model.diffusion_model.joint_blocks.0.x.weight"}  # fmt: skip
     for words, name in other.items():
         save_file({name: np.zeros((2, 2), np.float32)}, single)
         with pytest.raises(CheckpointError, match=words):

@@ -350,10 +350,12 @@ def test_rows_of_a_file(pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatc
     photo(1).save("one.png")
     photo(2).save("two.png")
     rows = [Row("both", {"prompt": "a cat", "ip_image": ["one.png:0.5", "two.png"]}), Row("none", {"prompt": "a cat"}),
-            Row("few", {"prompt": "a cat", "ip_image": "one.png"})]  # fmt: skip
+            Row("few", {"prompt": "a cat", "ip_image": "one.png"}),
+            Row("word", {"prompt": "a cat", "ip_image": ["one.png:strong", "two.png"]})]  # fmt: skip
     worker = Worker(pipe, batch=1, defaults={"num_inference_steps": 4, "seed": 1})
     made = {one.row.id: one for _, some in worker.run(rows) for one in some}
     assert "one image for each" in made["few"].error
+    assert "'strong' is not a strength; write one.png:0.6" in made["word"].error
     prompts = [ImagePrompt(photo(1), 0.5), ImagePrompt(photo(2), adapter=1)]
     for name, given in (("both", prompts), ("none", None)):
         want = draw(pipe, image_prompt=given).images[0]

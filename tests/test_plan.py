@@ -64,6 +64,7 @@ def test_targets(text: str, name: str, shape: tuple[int, ...], options: dict[str
     [
         ("v5f:2x2", "did you mean 'v5"),
         ("h1000", "did you mean 'h100'"),
+        ("a100", "not known; there are 'a100-40gb' and 'a100-80gb'"),
         ("tpu-h100:2x2", "There are v2, v3, v4, v5e, v5p, v6e and t4"),
         ("gpu-h100:0", "has no GPUs"),
         ("v5e", "how the chips are wired"),

@@ -384,6 +384,7 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
         ({"steps": 100_000}, 400, "invalid_value", "steps", "more than"),
         ({"sampler": "Eular"}, 400, "invalid_value", "sampler", "did you mean"),
         ({"sampler": ""}, 400, "invalid_value", "sampler", "sampler=''"),
+        ({"sampler": "ddim_inverse"}, 400, "invalid_value", "sampler", "do not go over the wire"),
         ({"seed": -5}, 400, "invalid_value", "seed", "seed"),
         ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale", "guidance_scale"),
         ({"strength": 0.5}, 400, "invalid_value", "strength", "without an image"),

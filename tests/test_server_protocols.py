@@ -381,6 +381,7 @@ BAD_BODIES = [
     (b'{"prompt": "x", "size": "large"}', "size"), (b'{"prompt": "x", "size": "0x64"}', "size"),
     (b'{"prompt": "x", "size": 64}', "size"), (b'{"prompt": "x", "steps": -1}', "steps"),
     (b'{"prompt": "x", "guidance_scale": 1e309}', "guidance_scale"), (b'{"prompt": "x", "strength": 2}', "strength"),
+    (b'{"prompt": "x", "strength": 0.5}', "strength"),
     (b'{"prompt": "x", "partial_images": 4}', "partial_images"), (b'{"prompt": "x", "seed": -2}', "seed"),
     (b'{"prompt": "x", "output_format": "gif"}', "output_format"), (b'{"prompt": "x", "stream": "yes"}', "stream"),
     (b'{"prompt": "x", "background": "transparent"}', "background"), (b'{"prompt": "x", "options": []}', "options"),

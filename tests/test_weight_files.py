@@ -199,6 +199,7 @@ BROKEN_SAFETENSORS = {
     "a bare pickle in disguise": (b"\x80\x02}q\x00." + b"\0" * 100, "pickle"),
     "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
     "a web page": (b"<!DOCTYPE html><html><body>Not found</body></html>", "web page"),
+    "a GGUF file in disguise": (b"GGUF" + b"\3\0\0\0" * 6, "is a GGUF file"),
 }
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -230,11 +230,44 @@ LISTED = 10
 """Names that an error lists at most."""
 
 
+def slip(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that an unknown ``name`` may be by slips of the fingers; None where it is another word.
+
+    A slip is a letter wrong, missing or too much, or two that are swapped: one for every five letters, at least one.
+    Case, hyphens, underscores and spaces do not count. A name of up to four letters keeps its first, and of two all.
+    """
+    folded = {_folded(choice): choice for choice in reversed(list(choices))}
+    wanted = _folded(name)
+    near = []
+    for close in get_close_matches(wanted, list(folded), n=5, cutoff=0.75 if len(wanted) > 7 else 0.6):
+        letters = len(close.removesuffix("scheduler"))  # which all of diffusers' classes share
+        most = 0 if len(wanted) < 3 else max(1, letters // 5)
+        if (slips := _slips(wanted, close)) <= most and (len(wanted) > 4 or wanted[:1] == close[:1]):
+            near.append((slips, len(near), folded[close]))
+    return min(near)[2] if near else None
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name.lower())
+
+
+def _slips(a: str, b: str) -> int:
+    """Letters wrong, missing, too much, or swapped with their neighbour (optimal string alignment)."""
+    before, last = [0], list(range(len(b) + 1))
+    for i, x in enumerate(a):
+        row = [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(last[j + 1] + 1, row[j] + 1, last[j] + (x != y)))
+            if i and j and (x, a[i - 1]) == (b[j - 1], y):
+                row[-1] = min(row[-1], before[j - 1] + 1)
+        before, last = last, row
+    return last[-1]
+
+
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
     """The question for an unknown ``name``; empty where nothing is near."""
-    lowered = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.72)
-    return f"did you mean {lowered[close[0]]!r}?" if close else ""
+    near = slip(name, choices)
+    return f"did you mean {near!r}?" if near is not None else ""
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

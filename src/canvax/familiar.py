@@ -7,13 +7,12 @@ shows it. A name that works under another one says so in ``becomes``; the others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 from canvax.checked import placed, refuse_deleted
-from canvax.errors import InputError
+from canvax.errors import InputError, did_you_mean
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
@@ -46,7 +45,7 @@ CALL: dict[str, Familiar] = {
     **_renamed("W", "width"),
     **_renamed("init_image", "image"),
     **_renamed("mask_image", "mask"),
-    **_renamed("denoising_strength", "strength"),
+    **_renamed("denoising_strength denoise", "strength"),
     **_same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
             "other way round, how much is kept"),
     **_same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
@@ -182,7 +181,8 @@ FLAGS: dict[str, Familiar] = {
     **_same("outdir out outpath output-dir save-path", "write --output FOLDER"),
     **_same("hires-fix", "write --hires 2"),
     **_same("ddim-eta", "write --eta"),
-    **_same("image-strength", "write --strength"),
+    **_same("image-strength denoise", "write --strength"),
+    **_same("styles style style-preset", "canvax has no styles; write their words into the prompt"),
     **_same("pretrained-model-name-or-path model-id model-name", "write --model"),
     **_same("upscale upscaler", "write canvax upscale IMAGE, or --hires 2"),
     **_same("negative-prompt-file", 'a prompt file may hold them: {"prompt": "...", "negative_prompt": "..."}'),
@@ -311,8 +311,7 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
-    near = get_close_matches(name, [*known, *table], n=1, cutoff=0.8)
-    return f"{name[:80]!r} is not {kind}; {f'did you mean {near[0]!r}?' if near else f'see {page}'}"
+    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, [*known, *table]) or f'see {page}'}"
 
 
 def missing_class(name: str) -> str | None:

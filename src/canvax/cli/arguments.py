@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.errors import InputError, check_utf8
+from canvax.errors import InputError, check_utf8, slip
 
 COMMANDS = {
     name: name
@@ -152,7 +151,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         near = [_ELSEWHERE[words[0].lower()]] if words[0].lower() in _ELSEWHERE else []
         near = (
             near
-            or get_close_matches(words[0].lower(), COMMANDS, n=1, cutoff=0.6)
+            or list(filter(None, [slip(words[0], COMMANDS)]))
             or [name for name in COMMANDS if len(words[0]) > 1 and name.startswith(words[0].lower())]
         )
         meant = near[0] if near else f"generate {shlex.quote(words[0])}"

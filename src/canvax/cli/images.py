@@ -309,7 +309,7 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
         if b"\0" in data:  # UTF-16 without a mark at its beginning, or no text at all
             raise InputError(f"--prompt-file {name}: has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
-        lines = data.decode("utf-8-sig").split("\n")
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except OSError as error:
         raise InputError(f"--prompt-file {name}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

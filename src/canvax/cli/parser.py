@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from canvax.errors import HintWarning, InputError, warn
+from canvax.errors import HintWarning, InputError, did_you_mean, warn
 from canvax.familiar import FLAGS
 
 
@@ -44,11 +44,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
-            near = begun or get_close_matches(unknown[0].lower(), flags, n=1, cutoff=0.8)
-            hint = f"did you mean {near[0]!r}?" if near else "a prompt that starts with - goes after --"
+            near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown[0], flags)
+            hint = near or "a prompt that starts with - goes after --"
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
-            self.error(f"{rest[0]!r} is not expected here; put quotes around a prompt of several words")
+            cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
+            cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
+            self.error(f"{rest[0]!r} is not expected here; {cure}")
         if rest:
             known.prompts += rest
         return known, []

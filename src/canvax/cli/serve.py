@@ -99,7 +99,7 @@ def byte_count(flag: str, text: str) -> int:
     Raises:
         InputError: it means none.
     """
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
     count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if count < 1:
         raise InputError(f"{flag} {text} is not a size; write 20GB or 500MB")

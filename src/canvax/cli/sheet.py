@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import InputError, nearest
 from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
+from canvax.pipelines.option_checks import plain_value
 
 MOST = 400
 """Images of a sheet."""
@@ -99,8 +99,5 @@ def _value(name: str, text: str) -> Any:
     """A number where it is one; a prompt stays text."""
     if name in ("prompt", "negative_prompt", "sampler"):
         return text
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
+    value = plain_value(text)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else text

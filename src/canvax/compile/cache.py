@@ -103,7 +103,7 @@ def size_limit() -> int:
         InputError: it is not a size.
     """
     text = os.environ.get(SIZE, "").strip()
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([kMGT]?)B?", text)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{0,12})?|\.\d{1,12}) ?([kMGT]?)B?", text)
     if not text:
         return DEFAULT_SIZE
     if not match:

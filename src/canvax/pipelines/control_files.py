@@ -19,7 +19,7 @@ ControlFile = tuple[str, str, str | None]
 Control = tuple[tuple[ControlFile, ...] | None, ...]
 """For each network its control images, of which there are several by type; None for one that is left out."""
 
-_TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[0-9.]+)?=", re.IGNORECASE)
+_TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.IGNORECASE)
 
 NONE = "none"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -19,6 +20,7 @@ from canvax.samplers.catalog import find
 _SIDES = ("left", "top", "right", "bottom")
 MOST_PIXELS = 1_000_000
 """Of a side of a picture that a model was trained on."""
+_NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 MOST_NUMBERS = 10_000
 """Numbers of a list: more than any run has steps. What has no end is not read to its end."""
 
@@ -230,6 +232,11 @@ def plain_value(text: str) -> Any:
             continue
         except RecursionError:
             raise InputError(f"sampler_settings: {text[:40]}... is nested too deeply") from None
+    inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+    parts = [part.strip() for part in inner.split(",")]
+    if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5, which are none in JSON
+        numbers = [int(part) if part.lstrip("+-").isdigit() else float(part) for part in parts]
+        return numbers if "," in text or inner != text else numbers[0]
     return {"True": True, "False": False}.get(text, text)
 
 

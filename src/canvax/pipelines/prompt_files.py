@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -64,8 +65,9 @@ def _with_scale(text: str) -> tuple[str, float]:
     if colon and file:
         try:
             return file, float(number)
-        except ValueError:
-            pass  # a name with a colon in it
+        except ValueError:  # a name with a colon in it
+            if os.path.isfile(file) and not os.path.exists(text):
+                raise InputError(f"ip_image={text!r}: {number!r} is not a strength; write {file}:0.6") from None
     return text, 1.0
 
 

@@ -231,7 +231,8 @@ def parse_target(target: str) -> Target:
     match = _TPU_NAME.fullmatch(said)
     name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", said).partition(":")[0]
     if name not in CHIPS:
-        hint = nearest(name, [*CHIPS, *GPUS])
+        begun = [repr(one) for one in (*CHIPS, *GPUS) if name and one.startswith(name) and one != name]
+        hint = f"there are {' and '.join(begun)}" if begun else nearest(name, [*CHIPS, *GPUS])
         hint += f" There are {', '.join(CHIPS)} and {', '.join(GPUS)}" if hint.endswith("?") else ""
         raise InputError(f"target={target!r} is not known; {hint}; {examples}")
     if match is None:

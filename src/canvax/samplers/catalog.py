@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from canvax.checked import checked, shown
-from canvax.errors import FLOAT32_MAX, InputError, nearest
+from canvax.errors import FLOAT32_MAX, InputError, did_you_mean, nearest
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -110,10 +110,10 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
     stem = ALIASES.get(stem, stem)
     if stem not in CLASS_DEFAULTS and (sampler is None or stem not in RELATIVES):
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
-        cure = cure or nearest(stem, list(CLASS_DEFAULTS)).removesuffix("?")
+        cure = cure or did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
-            f"_class_name={name!r} of the scheduler config is not supported; {cure}; supported are the classes that "
-            "canvax samplers lists"
+            f"_class_name={name!r} of the scheduler config is not supported; {cure and f'{cure}; '}supported are the "
+            "classes that canvax samplers lists"
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from canvax.errors import did_you_mean
 from canvax.samplers.options import CHOICES, LIMITS, SPACINGS, SamplerOptions, fault_of
 from canvax.samplers.schedule import BETA_SCHEDULES, PREDICTION_TYPES, NoiseSchedule, make_betas
 
@@ -218,13 +218,16 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue
         elif not (key == "predict_epsilon" and value is True):  # what today's prediction_type "epsilon" was called
-            meant = [f"did you mean {near!r}? else " for near in get_close_matches(key, fields, 1, 0.75)]
-            faults.append(f"unknown field {key}={value!r} ({''.join(meant)}remove it from the file)")
+            meant = (near := did_you_mean(key, list(fields))) and f"{near} else "
+            faults.append(f"unknown field {key}={value!r} ({meant}remove it from the file)")
     curves = [key for key in _CURVES if key in fields and config.get(key)]
     if len(curves) > 1:
         faults.append(f"{' and '.join(curves)} together (keep one)")
     if "use_flow_sigmas" in fields and config.get("use_flow_sigmas") and config.get("prediction_type") != _FLOW_TYPE:
         faults.append(f"use_flow_sigmas=True (of models whose prediction_type is {_FLOW_TYPE!r} alone)")
+    first, last = (config.get(name, fields[name]) for name in ("beta_start", "beta_end"))
+    if not faults and first > last and config.get("trained_betas") is None:
+        faults.append(f"beta_start={first!r} above beta_end={last!r} (noise grows from the first to the last)")
     betas, train = config.get("trained_betas"), config.get("num_train_timesteps", 1000)
     if isinstance(betas, list | tuple) and len(betas) != train:
         faults.append(f"trained_betas has {len(betas)} values (num_train_timesteps={train!r} must be the same)")

@@ -31,7 +31,7 @@ NAMES = (*ARGUMENTS, *OPTIONS)
 _TEXTS = {"id", "prompt", "negative_prompt", "sampler", "image", "mask", "prompt_2", "negative_prompt_2"}
 _TEXTS |= {"hires_sampler", "hires_prompt", "spacing", "control", "control_from", "ip_image", "ip_mask"}
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
-_NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)')
+_NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)|Negative prompt:|Steps: \d+, ')
 _LONGEST = 1 << 24
 """Characters of a line or of a cell."""
 
@@ -178,7 +178,7 @@ def _prompt(line: str) -> Mapping[str, Any] | InputError:
 
 
 def check_prompt_line(where: str, line: str) -> None:
-    """Refuse what is settings in other programs' files and would be a prompt here: flags, and a list of JSON.
+    """Refuse what is settings in other programs' files and would be a prompt here: flags, A1111's, a list of JSON.
 
     Raises:
         InputError: so; it begins with ``where``.
@@ -188,7 +188,7 @@ def check_prompt_line(where: str, line: str) -> None:
             f"{where}{line:.40} begins a web page, which is no list of prompts; save its text, a prompt a line"
         )
     if _NO_PROMPT.match(line):
-        cure = 'write settings as a JSON object a line: {"prompt": "a cat", "steps": 30}'
+        cure = 'write settings as a JSON object a line: {"prompt": "a cat", "negative_prompt": "ugly", "steps": 30}'
         raise InputError(f"{where}{line:.40} is not a prompt; {cure}")
 
 

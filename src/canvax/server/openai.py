@@ -115,6 +115,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         if request.method == "OPTIONS":  # the sign of life that SillyTavern asks for; no word on other origins
             return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
         body = await read_json(request, Generation)
+        if body.strength is not None:
+            said = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
+            raise Refused(400, "invalid_value", said, param="strength")
         ask = _ask(request, engine, body)
         return await _answer(request, await submitted(engine, ask), body, "image_generation")
 

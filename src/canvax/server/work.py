@@ -23,7 +23,7 @@ from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
-from canvax.samplers import SamplerTable
+from canvax.samplers import SamplerTable, find
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Ask, Job, Picture, Refused, Stepped, invalid
@@ -252,6 +252,9 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
     check_has_networks(ask, model)
     seed = _seed(ask) if ask.seed in (None, -1) else ask.seed
     try:
+        if ask.sampler is not None and find(ask.sampler)[0].name == "ddim_inverse":
+            why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
+            raise invalid("sampler", f"sampler={ask.sampler!r} {why}")
         seeds, tiles = image_seeds(seed, ask.n), None
         if ask.upscale is not None:
             ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)

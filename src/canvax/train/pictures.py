@@ -158,7 +158,8 @@ def read_pictures(
     else:
         rows = (_tables(files, source, caption_column) or _beside(files, source, caption_column))[:limit]
     if not rows:
-        raise InputError(f"{source}: no captioned pictures; it needs {' or '.join(TABLES)}, or .txt beside pictures")
+        needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
+        raise InputError(f"{source}: no captioned pictures; {needs}")
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:
         first = sorted(repeated)[0]
@@ -302,7 +303,12 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-            raise InputError(f"{source}: {table}: row {number} has no file_name")
+            columns = ", ".join(str(one) for one in row if one) if isinstance(row, dict) else ""
+            told = f"has no file_name; its columns are {columns:.80}" if columns else "has no file_name"
+            told += "; part columns with commas" if re.search(r"[;|\t]", columns) else ""
+            if columns and "file_name" in row:
+                told = f"has the file_name {row['file_name']!r:.80}, which is not text"
+            raise InputError(f"{source}: {table}: row {number} {told}")
         if None in row:  # of a .csv
             raise InputError(
                 f"{source}: {table}: row {number} has more cells than there are columns, from {row[None][0]!r:.80} "
@@ -324,7 +330,7 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
     good = isinstance(caption, str) or (
         isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
     )
-    if not good and caption is not None and not isinstance(caption, list):
+    if not good and caption is not None:
         raise InputError(f"{table}: row {number}: its caption {column!r} is {caption!r:.80}, not text")
     if not good:
         known = ", ".join(sorted(str(key) for key in row))

@@ -13,9 +13,9 @@ the model's own modules are flattened, under each of their names, and looked up.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from typing import NamedTuple
 
+from canvax.errors import slip
 from canvax.params import Param, Spec, flatten
 from canvax.weights.ldm_names import ldm_modules
 
@@ -167,8 +167,8 @@ def nearest_module(name: str, table: Mapping[str, Module]) -> str:
     """The module whose name is most like one that is not there, as a clause; "" if none is near."""
     wanted = flat(name)
     alike = [known for known in table if known[:9] == wanted[:9]] if len(table) > 2000 else list(table)
-    close = get_close_matches(wanted, alike, n=1, cutoff=0.8)
-    return f" (nearest: {table[close[0]]})" if close else ""
+    close = slip(wanted, alike)
+    return f" (nearest: {table[close]})" if close else ""
 
 
 def _unet_names(name: str, each: int) -> Iterator[str]:

@@ -66,8 +66,7 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
     if name not in _DTYPES:
         name = shown(dtype) if name is None else name
         small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
-        cure = (
-            "quantize='int8' or 'float8' keeps large weights in 8 bits" if small else nearest(str(name), list(_DTYPES))
-        )
+        cure = nearest(str(name), list(dict.fromkeys(_DTYPES.values())))
+        cure = "quantize='int8' or 'float8' keeps large weights in 8 bits" if small else cure
         raise InputError(f"{argument}={shown(dtype)} is not supported; {cure}")
     return jnp.dtype(_DTYPES[name])

@@ -183,6 +183,8 @@ def check_head(path: Path, head: bytes) -> None:
         fault = "is a pickle (.ckpt/.bin) under another name; canvax convert FILE NEW.safetensors takes its tensors out"
     elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         fault = "is a web page, not the file that was asked for: download it again"
+    elif head.startswith(b"GGUF"):
+        fault = "is a GGUF file, which canvax does not read: take the safetensors file of the model"
     else:
         return
     raise CheckpointError(f"{path}: {fault}.")

@@ -43,7 +43,7 @@ _OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
 _BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
 """Width of the text that cross-attention reads -> whose it is."""
 
-_OTHERS = {
+OTHERS = {
     "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
     "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
 }  # fmt: skip
@@ -303,7 +303,7 @@ def _reads_width(specs: Mapping[str, Spec]) -> int:
 def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str, int]:
     """The family that an adapter was made for, "" if nothing tells; and the width of the text that it reads, or 0."""
     for entry in entries:
-        for piece, family in _OTHERS.items():
+        for piece, family in OTHERS.items():
             if piece in entry.name:
                 return family, 0
     for entry in entries:
@@ -334,7 +334,7 @@ def _check_base(path: Path, entries: Sequence[Entry], specs: Mapping[str, Spec],
             f"{path}: was made for another model: it reads text of width {width}{of}, this model reads {own}"
             f"{f' ({ours})' if ours else ''}. Load the model it was made for, or an adapter made for this one."
         )
-    strangers = (*_OTHERS.values(), *(() if not ours else _BASES.values()))
+    strangers = (*OTHERS.values(), *(() if not ours else _BASES.values()))
     if not width and family in strangers and family != ours:
         raise CheckpointError(
             f"{path}: was made for {family}, and this is another model{f', {ours}' if ours else ''}. Load the model it "

@@ -18,6 +18,7 @@ import numpy as np
 from canvax.errors import CheckpointError, warn
 from canvax.weights.entries import Entry
 from canvax.weights.ldm_names import count_layers, open_clip_entries, unet_entries, vae_entries
+from canvax.weights.lora import OTHERS
 from canvax.weights.safetensors import open_safetensors, read_metadata
 
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
@@ -292,6 +293,8 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
         lacking.append("a text encoder")
     if lacking and names and all(one.startswith(_OF_A_VAE) for one in names):
         raise CheckpointError(f"{name}: is an autoencoder alone; pass a model, and this to vae= or --vae")
+    if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):
+        raise CheckpointError(f"{name}: is of {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
     if lacking:
         raise CheckpointError(
             f"{name}: holds no whole model: it lacks {' and '.join(lacking)}. "
