@@ -193,7 +193,9 @@ def test_metrics_tell_where_the_time_goes(engine: ImageEngine) -> None:
     took, after = time.perf_counter() - began, counts()
     change = {name: value - before.get(name, 0.0) for name, value in after.items()}
     parts = ("encode", "decode", "file", "turn_overhead")
-    assert [change[f"canvax_{name}_seconds_count"] for name in parts[:3]] == [3, 3, 3]
+    encoded, decoded, files, _ = (change[f"canvax_{name}_seconds_count"] for name in parts)
+    assert (encoded, files) == (3, 3)
+    assert 1 <= decoded <= 3  # where batches run side by side several images are decoded at once
     assert change["canvax_turn_overhead_seconds_count"] >= 1
     steps = [name for name in change if name.startswith("canvax_step_seconds_count")]
     assert 6 <= sum(change[name] for name in steps) <= 18  # a step of a batch is one, however many images are in it
