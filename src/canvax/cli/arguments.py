@@ -148,13 +148,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words[0] == "help" and words[1:2] and words[1] in COMMANDS:
         words, end = [words[1], "--help"], 2
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = [_ELSEWHERE[words[0].lower()]] if words[0].lower() in _ELSEWHERE else []
-        near = (
-            near
-            or list(filter(None, [slip(words[0], COMMANDS)]))
-            or [name for name in COMMANDS if len(words[0]) > 1 and name.startswith(words[0].lower())]
-        )
-        meant = near[0] if near else f"generate {shlex.quote(words[0])}"
+        word = words[0].lower()
+        begun = (name for name in COMMANDS if len(word) > 1 and name.startswith(word))
+        meant = _ELSEWHERE.get(word) or slip(word, COMMANDS) or next(begun, f"generate {shlex.quote(words[0])}")
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         parser.error(f"{words[0]!r} is not a flag of canvax alone; a command comes first: canvax generate 'a cat'")

@@ -142,12 +142,7 @@ class Output:
         path = self.folder / RUN
         told = as_written(run)
         try:
-            try:
-                earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
-            except CheckpointError:
-                raise InputError(
-                    f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
-                ) from None
+            earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
             for name in told.keys() & earlier.keys():
                 if name not in _FIRST_COUNTS and earlier[name] != told[name]:
                     raise InputError(
@@ -158,6 +153,10 @@ class Output:
             if self._process == 0 and self.run != earlier:
                 with written(path) as draft:
                     draft.write_text(json.dumps(self.run, indent=1), encoding="utf-8")
+        except CheckpointError:
+            raise InputError(
+                f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
+            ) from None
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
 
