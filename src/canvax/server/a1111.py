@@ -163,7 +163,7 @@ class _Desk:
         images = [picture.data for picture in done] if body.send_images is not False else []
         info = await run_in_threadpool(info_of, job, body, card, done)
         answer = {"images": images, "parameters": parameters_of(body), "info": info}
-        return await json_answer(answer, {"x-canvax-model": job.model})
+        return json_answer(answer, {"x-canvax-model": job.model})
 
     async def text_to_image(self, request: Request) -> Response:
         return await self.generate(request, TextToImage)
@@ -177,18 +177,18 @@ class _Desk:
         if word not in (*_YES, *_NO):
             said = f"skip_current_image={word!r:.80} is neither true nor false"
             raise Refused(422, "invalid_value", said, param="skip_current_image")
-        return await json_answer(_progress(running, with_image=word in _NO))
+        return json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:
         """Stop the job that runs. Skipping is the same: all images of a job are generated together."""
         if running := self.current(_owner(request)):
             running.interrupted = True
             running.job.cancel()
-        return await json_answer({})
+        return json_answer({})
 
     async def options(self, request: Request) -> Response:
         card = self.card(client_of(request))
-        return await json_answer(
+        return json_answer(
             {
                 "sd_model_checkpoint": _title(card),
                 "sd_checkpoint_hash": card.sha256,
@@ -212,27 +212,27 @@ class _Desk:
                     "lists those that are", param="sd_model_checkpoint",
                 )  # fmt: skip
             self.chosen[client] = card.id
-        return await json_answer({})
+        return json_answer({})
 
     async def adapters(self, request: Request) -> Response:
         cards = self.engine.adapters(self.card(client_of(request)).id)
         told = [{"name": one.name, "alias": one.alias, "path": one.file, "metadata": {}} for one in cards]
-        return await json_answer(told)
+        return json_answer(told)
 
     async def refresh_adapters(self, request: Request) -> Response:
         await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
-        return await json_answer(None)
+        return json_answer(None)
 
     async def scripts(self, _: Request) -> Response:
         there = [SCRIPT] if any(models_of(card) for card in self.engine.models()) else []
-        return await json_answer({"txt2img": there, "img2img": there})
+        return json_answer({"txt2img": there, "img2img": there})
 
     async def controls(self, request: Request) -> Response:
         """What sd-webui-controlnet calls models: those of the client's own."""
-        return await json_answer({"model_list": models_of(self.card(client_of(request)))})
+        return json_answer({"model_list": models_of(self.card(client_of(request)))})
 
     async def models(self, _: Request) -> Response:
-        return await json_answer([_described(card) for card in self.engine.models()])
+        return json_answer([_described(card) for card in self.engine.models()])
 
 
 def routes(engine: Engine) -> list[BaseRoute]:
@@ -356,7 +356,7 @@ def _progress(running: _Running | None, *, with_image: bool) -> dict[str, Any]:
 
 async def _png_info(request: Request) -> Response:
     body = await read_json(request, ImageInfo, status=422, strict=False)
-    return await json_answer(await decoding(_read_info, body.image))
+    return json_answer(await decoding(_read_info, body.image))
 
 
 def _read_info(text: str) -> dict[str, Any]:

@@ -125,11 +125,11 @@ def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[Module
     described = encoded(description({path: body for api in apis for path, body in api.BODIES.items()}))
 
     async def health(_: Request) -> Response:
-        return await json_answer({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def ready(_: Request) -> Response:
         now = state()
-        return await json_answer({"status": now}, status=200 if now is State.READY else 503)
+        return json_answer({"status": now}, status=200 if now is State.READY else 503)
 
     async def measured(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)

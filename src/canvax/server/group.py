@@ -28,7 +28,7 @@ from canvax.server.policy import WORTH_IT, best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
 
-AT_ONCE = 0.1
+AT_ONCE = 0.2
 """Seconds that a call of the denoiser should take: who comes or goes waits for its end. With half of it one client's
 images take 3 % longer."""
 

@@ -159,5 +159,5 @@ async def _answer(job: Job, *, as_json: bool) -> Response:
     picture = job.pictures[0]
     headers = {"x-canvax-model": job.model, "x-canvax-seed": str(picture.seed)}
     if as_json:
-        return await json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
+        return json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
     return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.ask.format])

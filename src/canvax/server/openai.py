@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 from PIL import Image
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -131,13 +130,13 @@ def routes(engine: Engine) -> list[BaseRoute]:
         raise Refused(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
 
     async def models(_: Request) -> Response:
-        return await json_answer({"object": "list", "data": [_described(card) for card in engine.models()]})
+        return json_answer({"object": "list", "data": [_described(card) for card in engine.models()]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         for card in engine.models():
             if card.id == name:
-                return await json_answer(_described(card))
+                return json_answer(_described(card))
         raise Refused(404, "model_not_found", f"the model {name!r:.200} is not served here", param="model")
 
     found: list[BaseRoute] = []
@@ -290,7 +289,7 @@ async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Re
     as_url = (body.response_format or usual) == "url"
     images = [_image(job, picture, as_url=as_url) for picture in job.pictures]
     shared = _shared(job, job.pictures[0])
-    return await json_answer({"created": int(job.created), "data": images, **shared, "usage": _NO_USAGE}, headers)
+    return json_answer({"created": int(job.created), "data": images, **shared, "usage": _NO_USAGE}, headers)
 
 
 def _image(job: Job, picture: Picture, *, as_url: bool) -> dict[str, Any]:
@@ -312,12 +311,12 @@ async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
         if event is None:
             yield b": keepalive\n\n"
         if isinstance(event, Previewed) and event.index not in told:
-            yield await run_in_threadpool(_partial, job, event, kind)
+            yield _partial(job, event, kind)
         # Not by ``Finished`` alone: images may have been done before anyone watched.
         for picture in job.pictures:
             if picture.data and picture.index not in told:
                 told.add(picture.index)
-                yield await run_in_threadpool(_completed, job, picture, kind)
+                yield _completed(job, picture, kind)
     if job.status is not Status.DONE:
         yield _event("error", {"error": _told(failure(job))})
     yield b"data: [DONE]\n\n"

@@ -125,17 +125,17 @@ def routes(engine: Engine) -> list[BaseRoute]:
             for spec in SAMPLERS
             if spec.name not in _NOT_FOR_TEXT
         ]
-        return await json_answer({"models": cards, "samplers": samplers})
+        return json_answer({"models": cards, "samplers": samplers})
 
     async def adapters(request: Request) -> Response:
         cards = engine.adapters(request.query_params.get("model"))
-        return await json_answer({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
+        return json_answer({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
         ask = await decoding(_ask, body, engine, client_of(request), once_of(request))
         job = await submitted(engine, ask)
-        return await json_answer(told(job), {"Location": f"/api/jobs/{job.id}"}, 202)
+        return json_answer(told(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
     def found(request: Request) -> Job:
         job = engine.job(request.path_params["name"], client_of(request))
@@ -148,7 +148,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         job = found(request)
         if request.method == "DELETE":
             job.cancel()
-        return await json_answer(told(job))
+        return json_answer(told(job))
 
     async def image(request: Request) -> Response:
         job, index = found(request), request.path_params["index"]
