@@ -604,7 +604,12 @@ def test_commands(index: int, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_empty_is_called_as_it_was_written(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, message = command(capsys, *words.split(), "")
     assert code == BAD_INPUT
-    check_answer(message, f"error: {name}.* is empty")
+    check_answer(message, f"error: {name}.* is empty; leave it out")
+
+
+def test_what_is_empty_and_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, message = command(capsys, "train", "textual-inversion", ".", "-o", "m", "--token", "<a>", "--initializer", "")
+    check_answer(message, "--initializer.* is empty; give it a value")
 
 
 def test_an_empty_prompt_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -692,12 +697,18 @@ def test_classes_of_an_index(name: str, value: Any, words: str, model: Path) -> 
         ("control_model.input_hint_block.0.weight", "is a ControlNet"),
         ("ip_adapter.1.to_k_ip.weight", "is an IP-Adapter"),
         ("<toy>", "is a textual inversion"),
+        ("down_blocks.0.resnets.0.conv1.weight", "is a UNet alone"),
+        ("text_model.final_layer_norm.weight", "is a text encoder alone"),
     ],
 )
 def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> None:
     path = empty / "a.safetensors"
     path.write_bytes(header({name: TENSOR}, b"0000"))
     refused(path, words)
+
+
+def test_the_folder_around_a_model(model: Path) -> None:
+    refused(model.parent, "model in it has one: pass MODEL/model")
 
 
 def test_components_that_are_not_used_are_named(model: Path) -> None:
@@ -722,6 +733,8 @@ PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),
     "a NUL": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,a\0b\n"), [], "caption of row 1 has a NUL"),
     "a long cell": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png," + "a" * 200_000), [], "metadata.csv cannot be read"),
+    "half a line": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}\n{"file_name": '), [], "line 2, .*is not JSON .*mend it"),
+    "an unknown flag": (lambda: None, ["--num_train_epochs", "3"], "not a flag of canvax train lora; see canvax train lora --help"),
     "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
     "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),
 }  # fmt: skip

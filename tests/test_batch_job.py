@@ -226,6 +226,8 @@ def test_kinds_of_files(kind: str, tmp_path: Path) -> None:
         "prompt": "1", "num_inference_steps": 4, "sampler": "Euler", "seed": seed_of("a"),
     }  # fmt: skip
     assert settings_of(second, {})["guidance_scale"] == 2.5
+    with pytest.raises(canvax.InputError, match=r"there is no prompt; .* if it is 'text'"):
+        settings_of(Row("a", {"text": "a cat"}), {})
 
 
 def test_prompts_line_by_line(tmp_path: Path) -> None:

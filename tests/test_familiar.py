@@ -16,6 +16,7 @@ import canvax
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD
+from canvax.flax_api import FlaxStableDiffusionPipeline
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import translate_call, translate_load
@@ -154,6 +155,44 @@ def test_slips_of_the_fingers() -> None:
         assert slip(name, [choice]) is None, name
     for name, choice in {"stpes": "steps", "Neg-Prompt": "neg_prompt", "guidence_scal": "guidance_scale"}.items():
         assert slip(name, ["x", choice]) == choice
+
+
+SENTENCES: dict[str, tuple[Any, str]] = {
+    "two for one": (lambda _: canvax.StableDiffusion.from_pretrained("emoji")("a cat"), "pipeline, params ="),
+    "two for one, flax": (
+        lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji").prepare_inputs("a"), "pipeline, params ="),
+    "an old key": (lambda pipe: pipe("a", seed=jax.random.PRNGKey(0)), "seed is a JAX key"),
+    "an old key for two": (lambda pipe: pipe(["a", "b"], seed=jax.random.PRNGKey(0)), "seed is a JAX key"),
+    "a function of the module": (lambda _: canvax.generate("a cat"), "generate: write pipe = canvax.load"),
+    "letters far apart": (lambda _: canvax.load("emoji", presicion="highest"), "did you mean 'precision'"),
+    "no name": (lambda _: canvax.load("emoji", "float16"), "'float16' needs a name: after model .* as dtype="),
+    "text for a table": (lambda pipe: pipe("a", sampler_settings="s_churn=10"), r"write such as \{'s_churn': 10\}"),
+    "an empty image": (lambda pipe: pipe("a", image=np.zeros((0, 0, 3))), "is empty; give an image"),
+    "no file": (lambda pipe: pipe("a", image=""), "image='' names no file"),
+    "no prompts": (lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji")[0].prepare_inputs([]), "is empty"),
+    "an option changed": (lambda _: setattr(canvax.Options(), "eta", 0.5), "dataclasses.replace"),
+    "stopped as in diffusers": (lambda pipe: setattr(pipe, "_interrupt", True), "return False from the callback"),
+    "no safety checker": (lambda pipe: setattr(pipe, "safety_checker", None), "drop this line"),
+    "a private name": (lambda pipe: pipe.parms, "did you mean 'params'"),
+    "others' names of a step": (lambda pipe: pipe("a", callback=lambda step: step.step, **QUICK), "write step.index"),
+    "a flag of a result": (lambda pipe: pipe("a", **QUICK).nsfw_content_detected, r"metadata\[0\]\['nsfw'\]"),
+    "a list in a list": (lambda pipe: pipe("a", **QUICK)[0][0], r"result\[0\] is the first image itself"),
+    "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SENTENCES)
+def test_sentences(emoji: canvax.StableDiffusion, case: str) -> None:
+    run, said = SENTENCES[case]
+    with pytest.raises((canvax.InputError, AttributeError, ImportError, TypeError), match=said):
+        run(emoji)
+
+
+def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:
+    assert len(emoji(np.array(["a cat", "a dog"]), **QUICK)) == 2  # type: ignore[arg-type]
+    for prompt in ("红苹果", "красное яблоко", "un café"):
+        with pytest.warns(canvax.HintWarning, match=f"has never seen: .*{prompt.split()[-1]}"):
+            emoji(prompt, **QUICK)
 
 
 def test_numbers_as_people_write_them() -> None:

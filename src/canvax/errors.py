@@ -235,6 +235,7 @@ def slip(name: str, choices: Iterable[str]) -> str | None:
 
     A slip is a letter wrong, missing or too much, or two that are swapped: one for every five letters, at least one.
     Case, hyphens, underscores and spaces do not count. A name of up to four letters keeps its first, and of two all.
+    Letters of a long word in another order are one slip, however far they were swapped.
     """
     folded = {_folded(choice): choice for choice in reversed(list(choices))}
     wanted = _folded(name)
@@ -253,6 +254,8 @@ def _folded(name: str) -> str:
 
 def _slips(a: str, b: str) -> int:
     """Letters wrong, missing, too much, or swapped with their neighbour (optimal string alignment)."""
+    if len(a) > 6 and a != b and sorted(a) == sorted(b):
+        return 1
     before, last = [0], list(range(len(b) + 1))
     for i, x in enumerate(a):
         row = [i + 1]

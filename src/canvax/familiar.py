@@ -36,7 +36,7 @@ def _renamed(names: str, becomes: str) -> dict[str, Familiar]:
 
 
 CALL: dict[str, Familiar] = {
-    **_renamed("steps sampling_steps", "num_inference_steps"),
+    **_renamed("steps sampling_steps num_steps n_steps", "num_inference_steps"),
     **_renamed("cfg cfg_scale guidance scale", "guidance_scale"),
     **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
     **_renamed("negative uc", "negative_prompt"),
@@ -145,6 +145,7 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
     **_same("vae_scale_factor", "pipe.model.vae.factor"),
+    **_same("push_to_hub", "write pipe.save(folder), then huggingface_hub.upload_folder"),
     **_same("jit apply init", "the pipeline compiles by itself; docs/under-the-pipeline.md has its functions"),
     **_same("generate txt2img text2img text_to_image", "call the pipeline: pipe('a red apple')"),
     **_same("img2img", "call the pipeline: pipe('a fox', image=photo, strength=0.6)"),
@@ -152,6 +153,13 @@ ATTRIBUTES: dict[str, Familiar] = {
     **_renamed("save_pretrained", "save"),
 }  # fmt: skip
 """Attributes and methods of a pipeline."""
+
+ASSIGNED: dict[str, Familiar] = {
+    **ATTRIBUTES,
+    **_same("safety_checker", "there is none without canvax.load(model, safety_checker=True): drop this line"),
+    **_same("_interrupt", "return False from the callback, which stops the run"),
+}
+"""What is assigned to a pipeline."""
 
 FLAGS: dict[str, Familiar] = {
     **_same("lora-model lora-weights lora-paths lora-scales lora-scale", "write --lora FILE:0.8"),
@@ -199,6 +207,10 @@ CLASSES = {
     "StableDiffusionXLPipeline": "write canvax.load(model)",
     "DiffusionPipeline": "write canvax.load(model)",
     "AutoPipelineForText2Image": "write canvax.load(model)",
+    **dict.fromkeys(
+        ("from_pretrained", "pipeline", "Pipeline", "generate", "txt2img", "text2img", "text_to_image", "img2img"),
+        "write pipe = canvax.load(model), then pipe(prompt)",
+    ),
     **dict.fromkeys(
         ("StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline", "AutoPipelineForImage2Image"),
         "write canvax.load(model), and image= and strength= in the call",
@@ -266,7 +278,9 @@ FLAX_LOAD: dict[str, Familiar] = {
 FLAX_ATTRIBUTES: dict[str, Familiar] = {
     **_same("init_weights init init_with_output bind", "weights come from from_pretrained; training is in "
             "docs/training.md"),
-    **_same("to to_bf16 to_fp16 to_fp32", "write dtype= in from_pretrained, or jax.tree.map(lambda x: "
+    **_same("to cuda cpu", "params go to the devices, not the pipeline: params = replicate(params); and their dtype is "
+            "that of from_pretrained, dtype=jnp.bfloat16"),
+    **_same("to_bf16 to_fp16 to_fp32", "write dtype= in from_pretrained, or jax.tree.map(lambda x: "
             "x.astype(jnp.bfloat16), params)"),
     **_same("components register_modules", "unet, vae, text_encoder, tokenizer and scheduler are attributes"),
     **_same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
@@ -311,7 +325,21 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
-    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, [*known, *table]) or f'see {page}'}"
+    public = [one for one in (*known, *table) if not one.startswith("_")]
+    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or f'see {page}'}"
+
+
+class Both(tuple[Any, ...]):
+    """What ``from_pretrained`` gives, two things as in diffusers' Flax; who takes them for one is told."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise InputError(_BOTH)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name if name.startswith("_") else f"{name}: {_BOTH}")
+
+
+_BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
 
 
 def missing_class(name: str) -> str | None:
@@ -322,7 +350,7 @@ def missing_class(name: str) -> str | None:
         return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
     if name.endswith("Scheduler"):
         return f"write sampler={name!r} in a call"
-    return f"{CLASSES[name]} ({PAGE})" if name in CLASSES else None
+    return f"{name}: {CLASSES[name]} ({PAGE})" if name in CLASSES else None
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -158,7 +158,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
-                fault = "has a NUL character" if value.strip() else "is empty; leave it out, or give it a value"
+                cure = "give it a value" if name == "initializer" else "leave it out, or give it a value"
+                fault = "has a NUL character" if value.strip() else f"is empty; {cure}"
                 raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
             if isinstance(value, str) and name in _TEXTS:
                 check_utf8(as_written(parser, arguments, words, name), value)

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
             near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown[0], flags)
-            hint = near or "a prompt that starts with - goes after --"
+            prompts = "prompts" in known or "-p" in self._option_string_actions
+            hint = near or ("a prompt that starts with - goes after --" if prompts else f"see {self.prog} --help")
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"

@@ -24,7 +24,7 @@ from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
 from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError, check_flag
-from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, accepts, answer
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.files import named_folder
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
@@ -231,7 +231,7 @@ class FlaxPipeline:
             found = own_checker(pretrained_model_name_or_path, hub) if named else None
             safety_checker = found[0] if found else None
             params |= {COMPONENT: found[1]} if found else {}
-        return cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params
+        return Both((cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params))
 
     @property
     def vae_scale_factor(self) -> int:
@@ -244,7 +244,9 @@ class FlaxPipeline:
         Raises:
             InputError: neither a string nor a list of strings.
         """
-        if not isinstance(prompt, str | list) or prompt == []:
+        if isinstance(prompt, list | tuple) and not prompt:
+            raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
+        if not isinstance(prompt, str | list):
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
         prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.model.text.tokens
         ids = [tokenizer(prompts, length=length) for tokenizer in self.model.tokenizers.values()]

@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_flag
-from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
+from canvax.familiar import FLAX_LOAD, FLAX_PAGE, Both, accepts
 from canvax.families.controls import check_family, controlnet_config
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.devices import host_device, on_host
@@ -193,7 +193,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         check_family(str(controlnet.files), controlnet.net.unet, model)
         networks = replace(model.networks, controls=((NAME, controlnet.net),))
         model = replace(model, networks=networks, controls=(controlnet.files,))
-        return cls(model, pipeline.scheduler, pipeline.safety_checker), params
+        return Both((cls(model, pipeline.scheduler, pipeline.safety_checker), params))
 
     @checked
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:

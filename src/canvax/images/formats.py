@@ -182,6 +182,12 @@ class GeneratedImage(Image.Image):
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
 
+    def __getitem__(self, index: Any) -> Any:
+        # diffusers' pipe(...)[0] is the list of images.
+        raise TypeError(
+            f"[{index!r:.80}] of an image: result[0] is the first image itself; np.asarray(image) has pixels"
+        )
+
     def __getstate__(self) -> list[Any]:
         return [*super().__getstate__(), getattr(self, "metadata", {})]
 

@@ -87,6 +87,8 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
         raise InputError(f"{name}={value[:40]!r}: a data URL is no file; {cure}")
     if isinstance(value, str) and re.match(r"[a-z0-9+.-]{2,}:/", value, re.IGNORECASE):
         raise InputError(f"{name}={value!r}: no address is fetched; download the image and give its file")
+    if isinstance(value, str) and not value:
+        raise InputError(f"{name}='' names no file; give the file's name, or leave it out")
     if isinstance(value, str | Path):
         image = _from_file(name, Path(value))
     elif isinstance(value, Image.Image):
@@ -127,7 +129,9 @@ def _from_file(name: str, path: Path) -> Image.Image:
 
 
 def _from_array(name: str, array: np.ndarray) -> Image.Image:
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or 0 in array.shape:
+    if 0 in array.shape:
+        raise InputError(f"{name} is an array of shape {array.shape}, which is empty; give an image with pixels")
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         raise InputError(f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]")
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]

@@ -39,6 +39,7 @@ def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
     per_prompt = check_count("num_images_per_prompt", per_prompt)
+    prompt = prompt.tolist() if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "UT" else prompt
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(prompts, list | tuple) and not prompts:
         raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
@@ -167,7 +168,10 @@ def check_seeds(seed: Any, count: int) -> list[int]:
     Whole numbers of any library will do; keys of JAX and generators get a sentence.
     """
     refuse_tracers("seed", seed)
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    # Of jax.random.PRNGKey as well, which are two numbers of a dtype that nobody gives seeds.
+    if isinstance(seed, jax.Array) and (
+        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape == (2,))
+    ):
         raise InputError("seed is a JAX key; write seed=1, or latents=jax.random.normal(key, (B, h, w, C))")
     if (initial := getattr(seed, "initial_seed", None)) is not None:
         raise InputError(f"seed is a generator; write generator=, or seed={initial()} and noise='torch'")

@@ -54,6 +54,14 @@ class Step:
     latents: np.ndarray
     denoised: np.ndarray
 
+    def __getattr__(self, name: str) -> Any:
+        """Names that others' callbacks are told by."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        meant = {"step": "index", "i": "index", "t": "timestep", "steps": "total", "images": "denoised"}.get(name)
+        told = f"write step.{meant}" if meant else nearest(name, [field.name for field in dataclasses.fields(self)])
+        raise AttributeError(f"{name!r:.80} is not an attribute of a step; {told}")
+
 
 Callback = Callable[[Step], Any]
 """Called after each evaluation. It may return None to go on, False to cancel the image
@@ -326,6 +334,14 @@ class Options:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
         decisive = self.given() - {"progress", "callback"}
         return {name: getattr(self, name) for name in _names() if name in decisive}
+
+
+def _refuse_change(options: Options, name: str, value: Any) -> None:
+    told = f"options.{name} cannot be set: give {name}= to the call, or write dataclasses.replace(options, {name}=...)"
+    raise dataclasses.FrozenInstanceError(told)
+
+
+setattr(Options, "__setattr__", _refuse_change)  # noqa: B010 (a frozen dataclass may not have its own)
 
 
 def _names() -> list[str]:

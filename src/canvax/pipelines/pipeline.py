@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
-from canvax.familiar import ATTRIBUTES, accepts, answer
+from canvax.familiar import ASSIGNED, ATTRIBUTES, Both, accepts, answer
 from canvax.models.beside import ADAPTERS
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
@@ -85,7 +85,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
         if name != "params" and (name not in ("model", "programs", "safety_checker", "_fitting") or name in vars(self)):
-            raise AttributeError(f"cannot be set: {answer(name, ATTRIBUTES, [], 'an attribute that can be set')}")
+            raise AttributeError(f"cannot be set: {answer(name, ASSIGNED, [], 'an attribute that can be set')}")
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
         assert pipe.params is not None
-        return cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params
+        return Both((cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params))
 
     @accepts(translate_call, refuse_tracers)
     def __call__(

@@ -71,6 +71,8 @@ class Result:
         """A sentence for the attributes of other libraries' results, which this one has under other names."""
         if name.startswith("_"):
             raise AttributeError(name)
+        if name == "nsfw_content_detected":
+            raise AttributeError(f"{name}: write result.metadata[0]['nsfw'], which a safety checker writes")
         known = [one.name for one in fields(self)]
         raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
 
@@ -102,9 +104,14 @@ class Result:
         make_grid(to_pil(self.pixels)).save(buffer, "PNG")
         return buffer.getvalue()
 
+    def _check_finished(self) -> None:
+        if not len(self.pixels) and self.metadata:
+            raise InputError("there are no images: the run was stopped by denoising_end; go on from result.latents")
+
     @checked
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
+        self._check_finished()
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
 
     @checked
@@ -118,8 +125,7 @@ class Result:
         Raises:
             InputError: there is no image, such a file is there already, or one name was given for several images.
         """
-        if not len(self.pixels) and self.metadata:
-            raise InputError("there are no images to save: the run was stopped by denoising_end; go on from latents")
+        self._check_finished()
         path, images = named_path("path", path), to_pil(self.pixels)
         if names_file(path):
             if len(images) != 1:

@@ -109,6 +109,9 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
         raise InputError(row.fault)
     values = {name: value for name, value in row.values.items() if name != "id" and name not in carried}
     values = {name: cleaned for name, value in values.items() if (cleaned := _clean(name, value)) is not None}
+    names = {CALL[name].becomes or name if name in CALL else name for name in values}
+    if "prompt" not in {*names, *defaults} and (texts := [name for name in values if name not in NAMES]):
+        raise InputError(f"there is no prompt; call the column so, which holds the texts, if it is {texts[0]!r}")
     check_names(values)
     own = {name: value for name, value in values.items() if name in NAMES}
     renamed(own, {name: value for name, value in values.items() if name not in NAMES}, CALL)
@@ -139,7 +142,7 @@ def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool =
     except InputError as error:
         return Row(own, values, str(error))
     if name is None:
-        return Row(own, values, "there is no id" if named else None)
+        return Row(own, values, "there is no id; give each row its own, in a column 'id'" if named else None)
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
         return Row(own, values, f"id={name!r:.80} is neither text nor a whole number")
     return Row(str(name), values)

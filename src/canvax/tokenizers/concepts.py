@@ -62,7 +62,8 @@ class Concepts:
         if not self.words:
             return []
         text = self.spelled(prompt).lower()
-        words = [word for word in re.findall(r"[^\W\d_]{3,}", text) if word.isascii()]
+        # Short words of English are hardly concepts; of scripts without spaces or case a single character may be.
+        words = [word for word in re.findall(r"[^\W\d_]+", text) if len(word) > 2 or not word.isascii()]
         strange = [character for character in text if unicodedata.category(character) == "So"]
         return [word for word in words if not self._known(word)] + strange
 

@@ -291,6 +291,14 @@ def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, A
     ]
 
 
+def _of_json(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        said = str(error).partition(": line ")[0]
+        raise ValueError(f"line {number}, {line.strip()[:60]!r}, is not JSON ({said}); mend it") from None
+
+
 def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str | None) -> list[dict[str, Any]]:
     """The rows of a table, whose file names are relative to its folder. A folder may be named after a split."""
     try:
@@ -298,7 +306,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         if table.endswith(".csv"):
             rows: list[Any] = list(csv.DictReader(io.StringIO(text), strict=True))
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [_of_json(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     except (ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):

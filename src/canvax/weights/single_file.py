@@ -24,6 +24,7 @@ from canvax.weights.safetensors import open_safetensors, read_metadata
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
 
+_OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.")
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _HF, _OPEN = "transformer.", "model."
@@ -293,6 +294,12 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
         lacking.append("a text encoder")
     if lacking and names and all(one.startswith(_OF_A_VAE) for one in names):
         raise CheckpointError(f"{name}: is an autoencoder alone; pass a model, and this to vae= or --vae")
+    if lacking and names and all(one.startswith(_OF_A_UNET) for one in names):
+        raise CheckpointError(
+            f"{name}: is a UNet alone; pass the folder of the whole model (model_index.json is in it)"
+        )
+    if lacking and names and all(one.startswith("text_model.") for one in names):
+        raise CheckpointError(f"{name}: is a text encoder alone; pass the folder of the whole model")
     if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):
         raise CheckpointError(f"{name}: is of {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
     if lacking:
