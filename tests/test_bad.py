@@ -506,7 +506,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     ])},
     "ends": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), options=canvax.Options(denoising_end=0.5)), "denoising_end"),
     "no prompt": (lambda pipe: pipe(), "^a call: missing a required argument: 'prompt'"), "prompt twice": (lambda pipe: pipe(["a"], prompt="b"), "^a call: multiple values"),
-    "places": (lambda _: canvax.load("emoji", "float32"), "^load: too many positional"), "no model": (lambda _: canvax.StableDiffusion.from_pretrained(), "missing a required argument: 'model'"),  # pyright: ignore[reportCallIssue]
+    "places": (lambda _: canvax.load("emoji", "float32"), "^load: 'float32' needs a name"), "no model": (lambda _: canvax.StableDiffusion.from_pretrained(), "missing a required argument: 'model'"),  # pyright: ignore[reportCallIssue]
     "timestep": (lambda pipe: pipe.denoiser(LATENTS, 1000, pipe.encode("a")), "^timestep=1000 is not in 0[.][.]999"), "plan guidance": (lambda _: canvax.plan("sdxl", "gpu-h100", guidance=7), "no argument 'guidance'"),
     "whole repository": (lambda pipe: pipe.with_ip_adapter("h94/IP-Adapter"), "^adapter 'h94/IP-Adapter' names a repository"),
     "result's": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).image, "'images'"), "no folder": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)[0].save("no/x.png"), "^no/x.png cannot be written"),
@@ -607,6 +607,56 @@ def test_what_is_empty_is_called_as_it_was_written(words: str, name: str, capsys
     check_answer(message, f"error: {name}.* is empty; leave it out")
 
 
+ELSEWHERE: list[tuple[str, str]] = [
+    *((f"generate x {flag} 1", words) for flag, words in (
+        ("--ddim_steps", "write --steps"), ("--scale", "write --guidance-scale"), ("--H", "write --height"), ("-i", "write --image"),
+        ("--torch_dtype", "write --dtype"), ("--lora-path", "did you mean '--lora-paths'. write --lora FILE"), ("--ar", "write --width"), ("--foo", "nothing here is spelt"))),
+    ("train lora . -o m --train_data_dir x", "has no flag: train lora IMAGES"), ("train lora . -o m --network_dim 4", "write --rank"),
+    ("train lora . -o m --num_train_epochs 3", "write --steps"), ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"),
+    ("batch none.txt -o o", "there is no such file$"), ("batch cat -o o", "no such file; for one image: canvax generate cat"), ("sheet --x steps=1,2", "try: canvax sheet"),
+    ("generate x --embedding none.pt", "there is no such file"), ("generate x --lora a.safetensors,b.safetensors", "each is given by itself"),
+]  # fmt: skip
+"""What people know from other programs."""
+
+
+@pytest.mark.parametrize("index", range(len(ELSEWHERE)))
+def test_what_other_programs_have(index: int, capsys: pytest.CaptureFixture[str]) -> None:
+    line, words = ELSEWHERE[index]
+    _, message = command(capsys, *line.split())
+    check_answer(message, words)
+    assert os.listdir() == []
+
+
+COLUMNS: dict[str, tuple[str, str]] = {
+    "no head": ("a.csv", "a fox,1\na cat,2\n|no column is called 'prompt'; is it 'a fox'"),
+    "another column": ("a.csv", "id,caption\na,a cat\n|no column is called 'prompt'; is it 'caption'"),
+    "an open quote": ("a.csv", 'id,prompt\na,"a cat\nb,a dog\n|a quotation mark after line 1 is never closed'),
+    "options of a job": (
+        "a.jsonl",
+        '{"prompt": "a cat", "options": {"clip_skip": 1}}\n|options: write its fields beside',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_columns_of_batches(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, case = COLUMNS[kind]
+    text, _, words = case.rpartition("|")
+    Path(name).write_text(text)
+    _, message = command(capsys, "batch", name, "-o", "o")
+    check_answer(message, words)
+    Path("o").write_text("")
+    Path(name).write_text("prompt\na cat\n" if name.endswith("csv") else '{"prompt": "a cat"}\n')
+    _, message = command(capsys, "batch", name, "-o", "o")
+    check_answer(message, "--output o: is in the place of a file")
+
+
+def test_a_guidance_scale_that_nobody_means(emoji: canvax.StableDiffusion) -> None:
+    for scale, words in ((-3, "switches guidance off, as 1 does; 2 is usual"), (90, "burns the image; 2 is usual")):
+        with pytest.warns(canvax.HintWarning, match=words):
+            emoji("a cat", guidance_scale=scale, num_inference_steps=1, seed=1)
+
+
 def test_what_is_empty_and_needed(capsys: pytest.CaptureFixture[str]) -> None:
     _, message = command(capsys, "train", "textual-inversion", ".", "-o", "m", "--token", "<a>", "--initializer", "")
     check_answer(message, "--initializer.* is empty; give it a value")
@@ -699,6 +749,7 @@ def test_classes_of_an_index(name: str, value: Any, words: str, model: Path) -> 
         ("<toy>", "is a textual inversion"),
         ("down_blocks.0.resnets.0.conv1.weight", "is a UNet alone"),
         ("text_model.final_layer_norm.weight", "is a text encoder alone"),
+        ("decoder.conv_in.weight", "is an autoencoder"),
     ],
 )
 def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> None:
@@ -733,8 +784,9 @@ PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),
     "a NUL": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,a\0b\n"), [], "caption of row 1 has a NUL"),
     "a long cell": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png," + "a" * 200_000), [], "metadata.csv cannot be read"),
+    "another column": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "caption": "a"}'), [], "--caption-column caption .*chooses another"),
     "half a line": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}\n{"file_name": '), [], "line 2, .*is not JSON .*mend it"),
-    "an unknown flag": (lambda: None, ["--num_train_epochs", "3"], "not a flag of canvax train lora; see canvax train lora --help"),
+    "an unknown flag": (lambda: None, ["--foo_bar", "3"], "not a flag of canvax train lora; nothing here"),
     "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
     "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),
 }  # fmt: skip

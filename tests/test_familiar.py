@@ -166,7 +166,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "a function of the module": (lambda _: canvax.generate("a cat"), "generate: write pipe = canvax.load"),
     "letters far apart": (lambda _: canvax.load("emoji", presicion="highest"), "did you mean 'precision'"),
     "no name": (lambda _: canvax.load("emoji", "float16"), "'float16' needs a name: after model .* as dtype="),
-    "text for a table": (lambda pipe: pipe("a", sampler_settings="s_churn=10"), r"write such as \{'s_churn': 10\}"),
+    "text for a table": (lambda pipe: pipe("a", sampler_settings="s_churn=10"), r"such as \{'s_churn': 10\}"),
     "an empty image": (lambda pipe: pipe("a", image=np.zeros((0, 0, 3))), "is empty; give an image"),
     "no file": (lambda pipe: pipe("a", image=""), "image='' names no file"),
     "no prompts": (lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji")[0].prepare_inputs([]), "is empty"),

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 from canvax.checked import placed, refuse_deleted
-from canvax.errors import InputError, did_you_mean
+from canvax.errors import InputError, did_you_mean, slip
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
@@ -198,9 +198,71 @@ FLAGS: dict[str, Familiar] = {
     **_same("karras", "write --sigmas karras, or a sampler such as 'DPM++ 2M Karras'"),
     **_same("torch-compile compile", "programs are always compiled and cached: leave it out"),
     **_same("ddim plms euler dpm", "write --sampler with its name; canvax samplers lists them"),
-    **_same("n-iter n-samples", "write --num-images"),
+    **_same("n-iter n-samples batch-count", "write --num-images"),
+    **_same("ddim-steps", "write --steps"),
+    **_same("sampling-method", "write --sampler"),
+    **_same("type", "write --quantize int8, or --dtype float16"),
+    **_same("i", "write --image FILE --strength 0.6"),
+    **_same("mixed-precision", "write --dtype bfloat16"),
+    **_same("diffusion-model", "write --model"),
+    **_same("ar aspect-ratio", "write --width 768 --height 432"),
+    **_same("enable-model-cpu-offload enable-sequential-cpu-offload", "write --quantize int8 or a smaller batch"),
 }  # fmt: skip
 """Flags of the command line, without their dashes."""
+
+FLAGS_OF: dict[str, dict[str, Familiar]] = {
+    "serve": {
+        **_same("m model", "models have no flag here: write canvax serve emoji"),
+        **_same("share", "no public address is made; --host 0.0.0.0 --keys FILE opens it to your network"),
+    },
+    "train": {
+        **_same(
+            "train-data-dir instance-data-dir dataset-name",
+            "the folder of images has no flag: train lora IMAGES",
+        ),
+        **_same("num-train-epochs max-train-epochs epochs max-train-steps", "write --steps, updates of the weights"),
+        **_same("train-batch-size", "write -b, images of all devices together"),
+        **_same("gradient-accumulation-steps", "write --accumulate"),
+        **_same("gradient-checkpointing", "write --remat"),
+        **_same("lr-scheduler", "write --final-lr 0 for a cosine; else the rate is constant"),
+        **_same("lr-warmup-steps", "write --warmup"),
+        **_same("snr-gamma min-snr-gamma", "write --min-snr 5"),
+        **_same("validation-prompt", "write --preview PROMPT"),
+        **_same("report-to logging-dir", "write --tensorboard FOLDER"),
+        **_same("network-dim lora-rank", "write --rank"),
+        **_same("network-alpha lora-alpha", "write --alpha"),
+        **_same("unet-lr learning-rate", "write --lr"),
+        **_same("text-encoder-lr", "write --text-encoder --text-lr"),
+        **_same("train-text-encoder", "write --text-encoder"),
+        **_same("resume-from-checkpoint", "the same command goes on where it was stopped: leave it out"),
+        **_same("checkpointing-steps save-every-n-epochs", "the state is written by itself: leave it out"),
+        **_same("center-crop random-flip", "images are cropped by themselves; --flip mirrors them"),
+        **_same("use-8bit-adam noise-offset", "canvax does not have it: docs/training.md"),
+        **_same("save-precision", "write --save-dtype float16"),
+        **_same("resolution", "write --size 512"),
+    },
+}
+"""The same of single commands."""
+
+
+def known_flag(command: str, flag: str, flags: Iterable[str]) -> str:
+    """What to say of a ``flag`` that a ``command`` has not, which has ``flags``; empty where nothing is known of it."""
+    name = flag.lstrip("-").lower().replace("_", "-")
+    if entry := {**FLAGS, **FLAGS_OF.get(command, {})}.get(name):
+        return entry.answer
+    for table in (CALL, LOAD):  # of the Python calls, whose arguments are flags
+        entry = table.get(flag.lstrip("-").replace("-", "_"))
+        if entry and entry.becomes and (meant := f"--{entry.becomes.replace('_', '-')}") in set(flags):
+            return f"write {meant}"
+    return ""
+
+
+def near_flag(command: str, flag: str) -> str:
+    """The same of one that may be a slip of the fingers."""
+    tables = {**FLAGS, **FLAGS_OF.get(command, {})}
+    near = slip(flag.lstrip("-"), tables) if len(flag) > 6 else None
+    return f"did you mean {f'--{near}'!r}? {tables[near].answer}" if near else ""
+
 
 CLASSES = {
     "StableDiffusionPipeline": "write canvax.load(model)",

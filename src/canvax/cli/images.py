@@ -177,7 +177,7 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     zero_snr = source.zero_snr or arguments.zero_snr
     source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
-        raise InputError('no prompt; try: canvax generate "a red apple"')
+        raise InputError(f'no prompt; try: canvax {arguments.command} "a red apple"')
     if cells:
         entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
@@ -342,6 +342,8 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
+        if line.strip() == "{":
+            raise InputError(f"{where}begins an object of JSON; write all of it on one line") from None
         raise InputError(
             f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
         ) from None

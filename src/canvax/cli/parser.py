@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from canvax.errors import HintWarning, InputError, did_you_mean, warn
-from canvax.familiar import FLAGS
+from canvax.familiar import known_flag, near_flag
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,14 +39,17 @@ class Parser(argparse.ArgumentParser):
         self._check_hyphens(args or ())
         _, rest = super().parse_known_args(args, known)
         unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
-        if unknown and (entry := FLAGS.get(unknown[0].lstrip("-").lower().replace("_", "-"))):
-            self.error(f"{unknown[0]}: {entry.answer}")
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
+            command = (*self.prog.split(), "")[1]
+            if told := known_flag(command, unknown[0], flags):
+                self.error(f"{unknown[0]}: {told}")
             near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown[0], flags)
+            near = near or near_flag(command, unknown[0])
             prompts = "prompts" in known or "-p" in self._option_string_actions
-            hint = near or ("a prompt that starts with - goes after --" if prompts else f"see {self.prog} --help")
+            is_text = prompts and not unknown[0].startswith("--")
+            hint = near or ("a prompt that starts with - goes after --" if is_text else "nothing here is spelt like it")
             self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
         if rest and "prompts" not in known:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"

@@ -139,6 +139,13 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give the path of an image") from None
 
 
+_OTHERS = {
+    "workflow": "ComfyUI (a workflow)", "prompt": "ComfyUI (a workflow)", "invokeai_metadata": "InvokeAI",
+    "sd-metadata": "InvokeAI", "Dream": "InvokeAI", "fooocus_scheme": "Fooocus",
+}  # fmt: skip
+"""Whose text of a PNG has which name."""
+
+
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
     """The same of an open file; ``path`` is what errors call it."""
     from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
@@ -155,8 +162,8 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
             f"{path}: its description of how it was made, the text {' and '.join(damaged)}, is damaged or empty; use "
             "the file as it was first saved"
         )
-    if "workflow" in texts or "prompt" in texts:
-        raise InputError(f"{path}: holds a ComfyUI workflow, which canvax cannot read; type its prompt and settings")
+    if other := next((program for name, program in _OTHERS.items() if name in texts), None):
+        raise InputError(f"{path}: holds settings of {other}, which canvax cannot read; type its prompt and settings")
     raise InputError(
         f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
         "often remove it, so use the file as it was first saved"

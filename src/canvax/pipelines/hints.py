@@ -27,6 +27,9 @@ FAR = 2.0
 ODD = 5.0
 """Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
 
+BURNT = 50
+"""A guidance scale beyond all use."""
+
 LISTED = 5
 _STOPPED: deque[bytes] = deque(maxlen=256)
 """Digests of the latents of the last images that were stopped on the way."""
@@ -160,6 +163,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     wording = sorted(request.options.changed().keys() & {"prompt_syntax", "clip_skip"})
     if wording and request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
+    if request.guidance < 0:
+        yield f"a guidance scale of {request.guidance:g} switches guidance off, as 1 does; {_usual(model)} is usual"
+    elif request.guidance > BURNT:
+        yield f"a guidance scale of {request.guidance:g} burns the image; {_usual(model)} is usual"
     if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
         yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
     if _forgets(request.given):
@@ -197,6 +204,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
     if syntax == "plain" and (weight := _first(_WEIGHT, prompts)):
         yield f"{weight} is read as text; prompt_syntax='a1111' reads it as a weight"
+
+
+def _usual(model: Model) -> str:
+    return f"{model.defaults.guidance_scale:g}"
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:

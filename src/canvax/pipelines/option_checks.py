@@ -212,8 +212,9 @@ def settings_of(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         value = [f"{key}={json.dumps(one, default=_plain)}" for key, one in value.items()]
     if not isinstance(value, Sequence) or isinstance(value, str) or not all("=" in str(one) for one in value):
-        such = "{'s_churn': 10}" if name == "sampler_settings" else "{'norm': 2.5}"
-        raise InputError(f"{name}={value!r} is no table of names and values; write such as {such}")
+        such, table = ("s_churn=10", "{'s_churn': 10}") if name == "sampler_settings" else ("norm=2.5", "{'norm': 2.5}")
+        told = f"is text; write a table, such as {table}" if isinstance(value, str) else None
+        raise InputError(f"{name}={value!r} {told or f'are not names with values, such as {such}'}")
     check_once(name, (str(one).partition("=")[0] for one in value))
     return tuple(str(one) for one in value)
 

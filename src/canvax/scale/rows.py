@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BufferedReader, TextIOWrapper
@@ -65,6 +66,9 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise InputError(f"{path}: no address is read; download the file")
     if path.is_dir():
         raise InputError(f"{path}: is a folder; give a file of prompts ({', '.join(KINDS)})")
+    if not path.exists():
+        cure = "" if kind in KINDS else f"; for one image: canvax generate {shlex.quote(str(path))}"
+        raise InputError(f"{path}: there is no such file{cure}")
     if kind not in KINDS:
         raise InputError(f"{path}: the ending {kind!r} is not one of {', '.join(KINDS)}; rename or convert it")
     try:
@@ -87,10 +91,18 @@ def check_names(names: Iterable[str], carried: Sequence[str] = ()) -> None:
         InputError: naming the first, and what may be meant.
     """
     known = {"id", *NAMES, *carried}
+    names = list(names)
+    told = any(CALL[name].becomes == "prompt" if name in CALL else name == "prompt" for name in names)
     for name in names:
         meant = CALL[name].becomes or name if name in CALL and name not in known else name
         if meant == "num_images_per_prompt":
             raise InputError(f"{name}: a row is one image; write a row for each")
+        if name == "options" and name not in known:
+            raise InputError('options: write its fields beside the prompt, {"prompt": "a cat", "clip_skip": 1}')
+        if meant not in known and not told:
+            raise InputError(
+                f"no column is called 'prompt'; is it {name!r:.80}? A .csv names its columns in its first line"
+            )
         if meant not in known:
             said = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
             raise InputError(f"{said}; leave it out, or --carry it into the list of what was made")
@@ -109,9 +121,6 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
         raise InputError(row.fault)
     values = {name: value for name, value in row.values.items() if name != "id" and name not in carried}
     values = {name: cleaned for name, value in values.items() if (cleaned := _clean(name, value)) is not None}
-    names = {CALL[name].becomes or name if name in CALL else name for name in values}
-    if "prompt" not in {*names, *defaults} and (texts := [name for name in values if name not in NAMES]):
-        raise InputError(f"there is no prompt; call the column so, which holds the texts, if it is {texts[0]!r}")
     check_names(values)
     own = {name: value for name, value in values.items() if name in NAMES}
     renamed(own, {name: value for name, value in values.items() if name not in NAMES}, CALL)
@@ -221,6 +230,8 @@ def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | I
             else:
                 yield {name: _cell(name, text) for name, text in values.items() if text}
     except csv.Error as error:
+        if "unexpected end" in str(error):
+            raise InputError(f"{path}: a quotation mark after line {reader.line_num} is never closed") from None
         raise InputError(f"{path}: line {reader.line_num} is not CSV ({error})") from None
 
 

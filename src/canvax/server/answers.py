@@ -8,6 +8,7 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
@@ -152,8 +153,10 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
     if odd := _FIELD.search(said):
         path = f"{path}.{odd[2]}".lstrip(".")
         meant = CALL[path].becomes if path in CALL else ""
-        meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant, meant)
+        meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant or path, meant)
         cure = f"send {meant!r}" if meant in kind.__struct_fields__ else nearest(path[:100], kind.__struct_fields__)
+        if "options" in kind.__struct_fields__ and path in _options():
+            cure = f'send it in options, {{"options": {{"{path}": ...}}}}'
         cure = cure if "." not in path else "leave it out"
         said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
@@ -161,6 +164,13 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
         wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
         said = (_value_at(path, sent) if path else "the body") + wants
     return Refused(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
+
+
+def _options() -> set[str]:
+    """Names that a body has in its ``options``."""
+    from canvax.pipelines.options import Options  # which brings JAX
+
+    return {field.name for field in fields(Options)}
 
 
 def _choices(kind: Any, name: str) -> list[str]:
@@ -196,6 +206,9 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
     if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
         # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
         raise Refused(415, "unsupported_charset", "send the form in UTF-8")
+    if "boundary=" not in more:
+        said = "Content-Type: multipart/form-data has no boundary; leave the header to the library that makes the form"
+        raise Refused(400, "invalid_form", said)
     if not (await request.body()).rstrip().endswith(b"--"):
         raise Refused(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
     try:

@@ -342,7 +342,9 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
         raise InputError(f"{table}: row {number}: its caption {column!r} is {caption!r:.80}, not text")
     if not good:
         known = ", ".join(sorted(str(key) for key in row))
-        raise InputError(f"{table}: row {number} has no caption {column!r}; its columns are {known}")
+        others = [str(key) for key, value in row.items() if isinstance(value, str) and key != "file_name"]
+        cure = f"; --caption-column {others[0]} (caption_column) chooses another" if others else ""
+        raise InputError(f"{table}: row {number} has no caption {column!r}; its columns are {known}{cure}")
     try:
         nul = b"\0" in "".join(caption or "").encode()
     except UnicodeEncodeError as error:

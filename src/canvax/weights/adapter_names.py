@@ -117,6 +117,11 @@ def split_name(name: str) -> Split | None:
 _COMMON = ("weight", "alpha", "scalar", "on_input")
 
 
+OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
+OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.")
+"""How the names of whole networks begin, in diffusers' files and in the old ones."""
+
+
 def are_words(names: Collection[str]) -> bool:
     """Whether these are names of a textual inversion's arrays: words, where names of weights say a place with dots."""
     return bool(names) and not any("." in name for name in names)

@@ -101,15 +101,17 @@ class AdapterSource:
                 raise CheckpointError(_other_file(path))
             self._check_one_name(path.name)
             return [path], _config(path.parent, path.name)
-        if path.suffix.lower() in PICKLES:
-            raise CheckpointError(f"{path}: {pickle_refused(path)}")
         if is_folder:
             names = self._chosen([one.name for one in path.iterdir() if one.is_file()], usual)
             return [path / name for name in names], _config(path, names[0])
         if not _HUB_ID.fullmatch(str(self.name)) or ".." in str(self.name) or path.is_absolute():
+            several = "; of several each is given by itself" if "," in str(self.name) else ""
             raise InputError(
                 f"adapter {str(self.name)[:200]!r}: there is no such file or folder, and it is no Hub id 'owner/name'"
+                f"{several}"
             )
+        if path.suffix.lower() in PICKLES:
+            raise CheckpointError(f"{path}: {pickle_refused(path)}")
         return None
 
     def _fetched(self, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:

@@ -21,6 +21,8 @@ from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
 from canvax.weights.adapter_names import (
+    OF_A_UNET,
+    OF_A_VAE,
     Module,
     are_words,
     is_adapters,
@@ -348,6 +350,10 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
     if any(name.startswith(whole) for name in names) and not any(map(is_adapters, names)):
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
+    if all(name.startswith(OF_A_VAE) for name in names):
+        raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
+    if all(name.startswith(OF_A_UNET) for name in names) and not any(map(is_adapters, names)):
+        raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
     if are_words(names):
         raise CheckpointError(
             f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r}), or --embedding FILE"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, warn
+from canvax.weights.adapter_names import OF_A_UNET, OF_A_VAE
 from canvax.weights.entries import Entry
 from canvax.weights.ldm_names import count_layers, open_clip_entries, unet_entries, vae_entries
 from canvax.weights.lora import OTHERS
@@ -24,8 +25,6 @@ from canvax.weights.safetensors import open_safetensors, read_metadata
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
 
-_OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
-_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.")
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _HF, _OPEN = "transformer.", "model."
 _ONE = "cond_stage_model."
@@ -292,9 +291,9 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     lacking = [what for what, start in wanted if not _any(names, start)]
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
-    if lacking and names and all(one.startswith(_OF_A_VAE) for one in names):
+    if lacking and names and all(one.startswith(OF_A_VAE) for one in names):
         raise CheckpointError(f"{name}: is an autoencoder alone; pass a model, and this to vae= or --vae")
-    if lacking and names and all(one.startswith(_OF_A_UNET) for one in names):
+    if lacking and names and all(one.startswith(OF_A_UNET) for one in names):
         raise CheckpointError(
             f"{name}: is a UNet alone; pass the folder of the whole model (model_index.json is in it)"
         )

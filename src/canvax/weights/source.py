@@ -159,7 +159,8 @@ class Source:
                 f"({INDEX}, unet/, vae/, ...)."
             )
         if text.lower().endswith(_FILES):
-            raise CheckpointError(f"model = {text!r}: there is no such file.")
+            why = "it is not a regular file" if path.exists() else "there is no such file"
+            raise CheckpointError(f"model = {text!r}: {why}.")
         if self.is_hub_id:
             return None
         if text in EXAMPLES:
