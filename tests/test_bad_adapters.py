@@ -289,7 +289,7 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
         (["--lora", "nowhere.safetensors"], "no such file or folder"),
         (["--lora", "nowhere.safetensors:0.5"], "no such file or folder"),
         (["--lora", ":0.5"], "write FILE:0.8"),
-        (["--lora", "a.pt"], "does not open pickles"),
+        (["--lora", "a.pt"], "there is no such file"),
         (["--lora", "x.safetensors:nan"], "write FILE:0.8"),
         (["--lora-dir", "nowhere"], "is not a folder"),
         (["--embedding", "nowhere.safetensors"], "no such file or folder"),

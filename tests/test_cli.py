@@ -25,7 +25,7 @@ from canvax.cli.batching import batches
 from canvax.cli.images import SETTINGS, ImageRequest, gather
 from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
-from canvax.familiar import FLAGS
+from canvax.familiar_flags import FLAGS
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS

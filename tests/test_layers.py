@@ -17,6 +17,7 @@ ROWS: list[set[str]] = [
     {"types", "errors", "_version"},
     {"checked"},
     {"files", "familiar"},
+    {"familiar_flags"},
     {"kernels"},
     {"params", "noise"},
     {"quantize", "adapters"},

@@ -342,11 +342,8 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        if line.strip() == "{":
-            raise InputError(f"{where}begins an object of JSON; write all of it on one line") from None
-        raise InputError(
-            f"{where}starts with {{ but is not a JSON object ({error}); put a space of text before {{ if it is a prompt"
-        ) from None
+        cure = "write all of it on one line" if line.strip() == "{" else "put text before { if it is a prompt"
+        raise InputError(f"{where}starts with {{ but is not a JSON object ({error}); {cure}") from None
     entry = {ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
     if len(entry) < sum(value is not None for value in fields.values()):
         names = [ALIASES.get(name, name) for name, value in fields.items() if value is not None]

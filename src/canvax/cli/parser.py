@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from canvax.errors import HintWarning, InputError, did_you_mean, warn
-from canvax.familiar import known_flag, near_flag
+from canvax.familiar_flags import known_flag, near_flag
 
 
 class Parser(argparse.ArgumentParser):
