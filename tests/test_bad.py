@@ -506,7 +506,7 @@ OTHERS: dict[str, tuple[Callable[[canvax.StableDiffusion], Any], str]] = {
     ])},
     "ends": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), options=canvax.Options(denoising_end=0.5)), "denoising_end"),
     "no prompt": (lambda pipe: pipe(), "^a call: missing a required argument: 'prompt'"), "prompt twice": (lambda pipe: pipe(["a"], prompt="b"), "^a call: multiple values"),
-    "places": (lambda _: canvax.load("emoji", "float32"), "^load: 'float32' needs a name"), "no model": (lambda _: canvax.StableDiffusion.from_pretrained(), "missing a required argument: 'model'"),  # pyright: ignore[reportCallIssue]
+    "places": (lambda _: canvax.load("emoji", "float32"), "^load: what follows model is given by name, such as dtype="), "no model": (lambda _: canvax.StableDiffusion.from_pretrained(), "missing a required argument: 'model'"),  # pyright: ignore[reportCallIssue]
     "timestep": (lambda pipe: pipe.denoiser(LATENTS, 1000, pipe.encode("a")), "^timestep=1000 is not in 0[.][.]999"), "plan guidance": (lambda _: canvax.plan("sdxl", "gpu-h100", guidance=7), "no argument 'guidance'"),
     "whole repository": (lambda pipe: pipe.with_ip_adapter("h94/IP-Adapter"), "^adapter 'h94/IP-Adapter' names a repository"),
     "result's": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).image, "'images'"), "no folder": (lambda pipe: pipe("a", num_inference_steps=1, progress=False)[0].save("no/x.png"), "^no/x.png cannot be written"),
@@ -604,16 +604,21 @@ def test_commands(index: int, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_empty_is_called_as_it_was_written(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, message = command(capsys, *words.split(), "")
     assert code == BAD_INPUT
-    check_answer(message, f"error: {name}.* is empty; leave it out")
+    cure = "leave it out, or give it a value" if name.startswith("--") else "give it a value"
+    check_answer(message, f"error: {name}.* is empty; {cure}")
 
 
 ELSEWHERE: list[tuple[str, str]] = [
     *((f"generate x {flag} 1", words) for flag, words in (
         ("--ddim_steps", "write --steps"), ("--scale", "write --guidance-scale"), ("--H", "write --height"), ("-i", "write --image"),
-        ("--torch_dtype", "write --dtype"), ("--lora-path", "did you mean '--lora-paths'. write --lora FILE"), ("--ar", "write --width"), ("--foo", "nothing here is spelt"))),
-    ("train lora . -o m --train_data_dir x", "has no flag: train lora IMAGES"), ("train lora . -o m --network_dim 4", "write --rank"),
-    ("train lora . -o m --num_train_epochs 3", "write --steps"), ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"),
-    ("batch none.txt -o o", "there is no such file$"), ("batch cat -o o", "no such file; for one image: canvax generate cat"), ("sheet --x steps=1,2", "try: canvax sheet"),
+        ("--torch_dtype", "write --dtype"), ("--lora-path", "write --lora FILE"), ("--ar", "write --width"), ("--foo", r"not a flag of canvax generate \(see: canvax generate --help\)"),
+        ("--batch_size", "write --batch-size"))),
+    ("train lora . -o m --train_data_dir x", "write canvax train TASK FOLDER"), ("train lora . -o m --network_dim 4", "write --network-dim"),
+    ("train lora . -o m --num_train_epochs 3", "write --steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
+    ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"), ("ui --share", "no public address"),
+    ("upscale x.png -i y.png", "-i' is not a flag of canvax upscale"),
+    ("batch none.txt -o o", "there is no such file$"), ("batch none.xlsx -o o", "there is no such file$"), ("batch cat -o o", "no such file; for one image: canvax generate cat"),
+    ("sheet --x steps=1,2", "try: canvax sheet .* --x"), ("sheet", "try: canvax sheet|--x"),
     ("generate x --embedding none.pt", "there is no such file"), ("generate x --lora a.safetensors,b.safetensors", "each is given by itself"),
 ]  # fmt: skip
 """What people know from other programs."""
@@ -627,28 +632,30 @@ def test_what_other_programs_have(index: int, capsys: pytest.CaptureFixture[str]
     assert os.listdir() == []
 
 
-COLUMNS: dict[str, tuple[str, str]] = {
-    "no head": ("a.csv", "a fox,1\na cat,2\n|no column is called 'prompt'; is it 'a fox'"),
-    "another column": ("a.csv", "id,caption\na,a cat\n|no column is called 'prompt'; is it 'caption'"),
-    "an open quote": ("a.csv", 'id,prompt\na,"a cat\nb,a dog\n|a quotation mark after line 1 is never closed'),
-    "options of a job": (
-        "a.jsonl",
-        '{"prompt": "a cat", "options": {"clip_skip": 1}}\n|options: write its fields beside',
-    ),
+COLUMNS: dict[str, tuple[str, str, str]] = {
+    "no head": ("a.csv", "a fox,1\na cat,2\n", "its first line, 'a fox,1', must name the columns"),
+    "another column": ("a.csv", "id,caption\na,a cat\n", "there is no prompt: .*is it in 'caption'"),
+    "a slip": ("a.csv", "id,sed\na,1\n", "did you mean 'seed'"),
+    "an open quote": ("a.csv", 'id,prompt\na,"a cat\nb,a dog\n', "a quotation mark after line 1 is never closed"),
+    "options of a job": ("a.jsonl", '{"prompt": "a cat", "options": {"clip_skip": 1}}\n', "options: write its fields"),
 }
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_columns_of_batches(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, case = COLUMNS[kind]
-    text, _, words = case.rpartition("|")
+    name, text, words = COLUMNS[kind]
     Path(name).write_text(text)
-    _, message = command(capsys, "batch", name, "-o", "o")
+    code, message = command(capsys, "batch", name, "-o", "o")
+    assert code == BAD_INPUT
     check_answer(message, words)
+
+
+def test_a_file_in_place_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     Path("o").write_text("")
-    Path(name).write_text("prompt\na cat\n" if name.endswith("csv") else '{"prompt": "a cat"}\n')
-    _, message = command(capsys, "batch", name, "-o", "o")
-    check_answer(message, "--output o: is in the place of a file")
+    Path("a.txt").write_text("a cat")
+    code, message = command(capsys, "batch", "a.txt", "-o", "o")
+    assert code == BAD_INPUT
+    check_answer(message, "--output o: is a file, or lies under one")
 
 
 def test_a_guidance_scale_that_nobody_means(emoji: canvax.StableDiffusion) -> None:
@@ -784,9 +791,9 @@ PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),
     "a NUL": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,a\0b\n"), [], "caption of row 1 has a NUL"),
     "a long cell": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png," + "a" * 200_000), [], "metadata.csv cannot be read"),
-    "another column": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "caption": "a"}'), [], "--caption-column caption .*chooses another"),
+    "another column": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "caption": "a"}'), [], "write --caption-column caption"),
     "half a line": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}\n{"file_name": '), [], "line 2, .*is not JSON .*mend it"),
-    "an unknown flag": (lambda: None, ["--foo_bar", "3"], "not a flag of canvax train lora; nothing here"),
+    "an unknown flag": (lambda: None, ["--foo_bar", "3"], r"not a flag of canvax train lora \(see"),
     "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
     "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import canvax
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
-from canvax.familiar import ATTRIBUTES, CALL, LOAD
+from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
 from canvax.flax_api import FlaxStableDiffusionPipeline
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
@@ -145,7 +145,7 @@ def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion, name: str)
 OTHER_WORDS = {
     "styles": "steps", "denoise": "noise", "float64": "float16", "a100": "h100", "image_strength": "hires_strength",
     "timestep_spacing": "timesteps", "output": "outpaint", "model": "mask_mode", "lora-scales": "hr-scale",
-    "FooScheduler": "TCDScheduler", "LMSScheduler": "LCMScheduler", "up": "ui", "": "a",
+    "FooScheduler": "TCDScheduler", "resident": "trendies", "LMSScheduler": "LCMScheduler", "up": "ui", "": "a",
 }  # fmt: skip
 
 
@@ -165,14 +165,14 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "an old key for two": (lambda pipe: pipe(["a", "b"], seed=jax.random.PRNGKey(0)), "seed is a JAX key"),
     "a function of the module": (lambda _: canvax.generate("a cat"), "generate: write pipe = canvax.load"),
     "letters far apart": (lambda _: canvax.load("emoji", presicion="highest"), "did you mean 'precision'"),
-    "no name": (lambda _: canvax.load("emoji", "float16"), "'float16' needs a name: after model .* as dtype="),
+    "no name": (lambda _: canvax.load("emoji", "float16"), "what follows model is given by name, such as dtype="),
     "text for a table": (lambda pipe: pipe("a", sampler_settings="s_churn=10"), r"such as \{'s_churn': 10\}"),
     "an empty image": (lambda pipe: pipe("a", image=np.zeros((0, 0, 3))), "is empty; give an image"),
     "no file": (lambda pipe: pipe("a", image=""), "image='' names no file"),
     "no prompts": (lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji")[0].prepare_inputs([]), "is empty"),
     "an option changed": (lambda _: setattr(canvax.Options(), "eta", 0.5), "dataclasses.replace"),
     "stopped as in diffusers": (lambda pipe: setattr(pipe, "_interrupt", True), "return False from the callback"),
-    "no safety checker": (lambda pipe: setattr(pipe, "safety_checker", None), "drop this line"),
+    "no safety checker": (lambda pipe: setattr(pipe, "safety_checker", None), "safety_checker=.* decides"),
     "a private name": (lambda pipe: pipe.parms, "did you mean 'params'"),
     "others' names of a step": (lambda pipe: pipe("a", callback=lambda step: step.step, **QUICK), "write step.index"),
     "a flag of a result": (lambda pipe: pipe("a", **QUICK).nsfw_content_detected, r"metadata\[0\]\['nsfw'\]"),
@@ -188,9 +188,21 @@ def test_sentences(emoji: canvax.StableDiffusion, case: str) -> None:
         run(emoji)
 
 
+def test_two_for_one() -> None:
+    """It is a tuple to all that take tuples."""
+    both = Both({"a": jnp.ones(2)}, {"b": jnp.zeros(2)})
+    first, second = pickle.loads(pickle.dumps(both))
+    assert len(jax.tree.leaves(jax.block_until_ready(both))) == len(first | second) == 2
+
+
+def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
+    seeds = jnp.arange(3, dtype=jnp.uint32)
+    assert [one["seed"] for one in emoji("a", n=3, **QUICK | {"seed": seeds}).metadata] == [0, 1, 2]  # type: ignore[call-arg]
+
+
 def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:
     assert len(emoji(np.array(["a cat", "a dog"]), **QUICK)) == 2  # type: ignore[arg-type]
-    for prompt in ("红苹果", "красное яблоко", "un café"):
+    for prompt in ("红苹果", "красное яблоко", "un café", "सेब"):
         with pytest.warns(canvax.HintWarning, match=f"has never seen: .*{prompt.split()[-1]}"):
             emoji(prompt, **QUICK)
 

@@ -113,11 +113,11 @@ def _misfit(
             listed = f"it takes {', '.join(names) or 'none'}"  # what is spelt alike need not be meant
             near = " ".join(filter(None, (did_you_mean(keyword, names), listed)))
             return f"{name} has no argument {keyword!r:.80}; {near}"
-    own = len(signature.parameters) - len(names)  # self or cls
-    places = [one for one in names if signature.parameters[one].kind is not inspect.Parameter.KEYWORD_ONLY]
-    if len(places) < len(arguments) - own and len(places) < len(names):
-        such, after = shown(arguments[own + len(places)]), " and ".join(places)
-        return f"{name}: {such} needs a name: after {after} all is given by name, as {names[len(places)]}="
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [one for one in names if signature.parameters[one].kind in by_place]
+    if "too many positional" in str(error) and places and len(places) < len(names):
+        such = "" if "keywords" in names else f", such as {names[len(places)]}=..."
+        return f"{name}: what follows {places[-1]} is given by name{such}; it takes {', '.join(names)}"
     return f"{name}: {error}; it takes {', '.join(names) or 'no arguments'}"
 
 

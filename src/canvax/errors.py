@@ -235,7 +235,7 @@ def slip(name: str, choices: Iterable[str]) -> str | None:
 
     A slip is a letter wrong, missing or too much, or two that are swapped: one for every five letters, at least one.
     Case, hyphens, underscores and spaces do not count. A name of up to four letters keeps its first, and of two all.
-    Letters of a long word in another order are one slip, however far they were swapped.
+    Letters of a word of 7 or more in another order are one slip, however far they were swapped.
     """
     folded = {_folded(choice): choice for choice in reversed(list(choices))}
     wanted = _folded(name)

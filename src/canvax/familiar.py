@@ -33,21 +33,21 @@ def same(names: str, answer: str) -> dict[str, Familiar]:
     return {name: Familiar(answer) for name in names.split()}
 
 
-def renamed_to(names: str, becomes: str) -> dict[str, Familiar]:
+def _renamed(names: str, becomes: str) -> dict[str, Familiar]:
     return {name: Familiar(becomes=becomes) for name in names.split()}
 
 
 CALL: dict[str, Familiar] = {
-    **renamed_to("steps sampling_steps num_steps n_steps", "num_inference_steps"),
-    **renamed_to("cfg cfg_scale guidance scale", "guidance_scale"),
-    **renamed_to("n num_images n_samples batch_size", "num_images_per_prompt"),
-    **renamed_to("negative uc", "negative_prompt"),
-    **renamed_to("scheduler sampler_name", "sampler"),
-    **renamed_to("H", "height"),
-    **renamed_to("W", "width"),
-    **renamed_to("init_image", "image"),
-    **renamed_to("mask_image", "mask"),
-    **renamed_to("denoising_strength denoise", "strength"),
+    **_renamed("steps sampling_steps num_steps n_steps", "num_inference_steps"),
+    **_renamed("cfg cfg_scale guidance scale", "guidance_scale"),
+    **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
+    **_renamed("negative uc", "negative_prompt"),
+    **_renamed("scheduler sampler_name", "sampler"),
+    **_renamed("H", "height"),
+    **_renamed("W", "width"),
+    **_renamed("init_image", "image"),
+    **_renamed("mask_image", "mask"),
+    **_renamed("denoising_strength denoise", "strength"),
     **same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
             "other way round, how much is kept"),
     **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
@@ -55,19 +55,19 @@ CALL: dict[str, Familiar] = {
     **same("styles style_preset", "canvax has no styles; write their words into the prompt"),
     **same("strength_model lora_paths lora_scales lora_weights",
             "write pipe.adapters.load('name', file, weight=0.8) before the call"),
-    **renamed_to("control_image controlnet_image adapter_image", "control"),
-    **renamed_to("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
-    **renamed_to("control_guidance_start guidance_start", "control_start"),
-    **renamed_to("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
+    **_renamed("control_image controlnet_image adapter_image", "control"),
+    **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
+    **_renamed("control_guidance_start guidance_start", "control_start"),
+    **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
     **same("ip_adapter_scale ip_adapter_masks", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
     **same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's, "
             "pipe.adapters.set({'name': 0.8}), or an image's, adapters={'name': 0.8}"),
     **same("callback_steps", "options.callback is called after each evaluation of the network"),
     **same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
-    **renamed_to("hr_scale", "hires"),
+    **_renamed("hr_scale", "hires"),
     **same("enable_hr hires_fix", "write hires=2, with hires_strength=0.4"),
-    **renamed_to("subseed", "variation_seed"),
-    **renamed_to("subseed_strength", "variation_strength"),
+    **_renamed("subseed", "variation_seed"),
+    **_renamed("subseed_strength", "variation_strength"),
     **same("width_height size resolution", "write height=512, width=512"),
     **same("rng prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, C))"),
     **same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
@@ -75,9 +75,9 @@ CALL: dict[str, Familiar] = {
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
 LOAD: dict[str, Familiar] = {
-    **renamed_to("torch_dtype weights_dtype", "dtype"),
-    **renamed_to("use_auth_token", "token"),
-    **renamed_to("pretrained_model_name_or_path model_id", "model"),
+    **_renamed("torch_dtype weights_dtype", "dtype"),
+    **_renamed("use_auth_token", "token"),
+    **_renamed("pretrained_model_name_or_path model_id", "model"),
     **same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
     **same("unet text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
@@ -90,7 +90,7 @@ LOAD: dict[str, Familiar] = {
             "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
     **same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
     **same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
-    **renamed_to("controlnets control_net t2i_adapter", "controlnet"),
+    **_renamed("controlnets control_net t2i_adapter", "controlnet"),
     **same("ip_adapter", "write canvax.load(model).with_ip_adapter(file)"),
     **same("add_watermarker", NO_WATERMARK),
 }  # fmt: skip
@@ -152,13 +152,13 @@ ATTRIBUTES: dict[str, Familiar] = {
     **same("generate txt2img text2img text_to_image", "call the pipeline: pipe('a red apple')"),
     **same("img2img", "call the pipeline: pipe('a fox', image=photo, strength=0.6)"),
     **same("inpaint", "call the pipeline: pipe('a fox', image=photo, mask=mask)"),
-    **renamed_to("save_pretrained", "save"),
+    **_renamed("save_pretrained", "save"),
 }  # fmt: skip
 """Attributes and methods of a pipeline."""
 
 ASSIGNED: dict[str, Familiar] = {
     **ATTRIBUTES,
-    **same("safety_checker", "there is none without canvax.load(model, safety_checker=True): drop this line"),
+    **same("safety_checker", "canvax.load(model, safety_checker=...) decides, and without it there is none"),
     **same("_interrupt", "return False from the callback, which stops the run"),
 }
 """What is assigned to a pipeline."""
@@ -169,9 +169,10 @@ CLASSES = {
     "DiffusionPipeline": "write canvax.load(model)",
     "AutoPipelineForText2Image": "write canvax.load(model)",
     **dict.fromkeys(
-        ("from_pretrained", "pipeline", "Pipeline", "generate", "txt2img", "text2img", "text_to_image", "img2img"),
+        ("from_pretrained", "pipeline", "Pipeline", "generate", "txt2img", "text2img", "text_to_image"),
         "write pipe = canvax.load(model), then pipe(prompt)",
     ),
+    **{name: ATTRIBUTES[name].answer for name in ("img2img", "inpaint")},
     **dict.fromkeys(
         ("StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline", "AutoPipelineForImage2Image"),
         "write canvax.load(model), and image= and strength= in the call",
@@ -201,10 +202,10 @@ CLASSES = {
 
 
 FLAX_CALL: dict[str, Familiar] = {
-    **renamed_to("steps", "num_inference_steps"),
-    **renamed_to("cfg_scale guidance", "guidance_scale"),
-    **renamed_to("negative_prompt_ids negative_ids", "neg_prompt_ids"),
-    **renamed_to("rng key", "prng_seed"),
+    **_renamed("steps", "num_inference_steps"),
+    **_renamed("cfg_scale guidance", "guidance_scale"),
+    **_renamed("negative_prompt_ids negative_ids", "neg_prompt_ids"),
+    **_renamed("rng key", "prng_seed"),
     **same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
     **same("negative_prompt neg_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
     **same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
@@ -225,9 +226,9 @@ FLAX_LOAD: dict[str, Familiar] = {
        and name not in ("from_pt", "use_memory_efficient_attention")},
     **same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
     **same("load_in_8bit load_in_4bit quantization_config", "canvax.load(model, quantize='int8') has it"),
-    **renamed_to("torch_dtype weights_dtype", "dtype"),
-    **renamed_to("use_auth_token", "token"),
-    **renamed_to("model model_id", "pretrained_model_name_or_path"),
+    **_renamed("torch_dtype weights_dtype", "dtype"),
+    **_renamed("use_auth_token", "token"),
+    **_renamed("model model_id", "pretrained_model_name_or_path"),
     **same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer", "load the whole model and put "
             "edited weights into params"),
     **same("quantize mesh precision", "canvax.load(model) has it"),
@@ -290,17 +291,20 @@ def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind:
     return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or f'see {page}'}"
 
 
-class Both(tuple[Any, ...]):
+_BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
+
+
+class Both(NamedTuple):
     """What ``from_pretrained`` gives, two things as in diffusers' Flax; who takes them for one is told."""
+
+    pipeline: Any
+    params: Any
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise InputError(_BOTH)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name if name.startswith("_") else f"{name}: {_BOTH}")
-
-
-_BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
 
 
 def missing_class(name: str) -> str | None:

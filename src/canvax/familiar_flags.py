@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection
 
 from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, NO_WATERMARK, Familiar, as_markdown, same
+
+_FLAG = re.compile(r"--[a-z][a-z-]+")
 
 FLAGS: dict[str, Familiar] = {
     **same("lora-model lora-weights lora-paths lora-scales lora-scale", "write --lora FILE:0.8"),
@@ -48,7 +51,6 @@ FLAGS: dict[str, Familiar] = {
     **same("ddim-steps", "write --steps"),
     **same("sampling-method", "write --sampler"),
     **same("type", "write --quantize int8, or --dtype float16"),
-    **same("i", "write --image FILE --strength 0.6"),
     **same("mixed-precision", "write --dtype bfloat16"),
     **same("diffusion-model", "write --model"),
     **same("ar aspect-ratio", "write --width 768 --height 432"),
@@ -56,58 +58,64 @@ FLAGS: dict[str, Familiar] = {
 }  # fmt: skip
 """Flags of the command line, without their dashes."""
 
+_SERVE = {
+    **same("m model", "models have no flag here: write canvax serve emoji"),
+    **same("share", "no public address is made; --host 0.0.0.0 --keys FILE opens it to your network"),
+}
+_DRAW = same("i", "write --image FILE --strength 0.6")
 FLAGS_OF: dict[str, dict[str, Familiar]] = {
-    "serve": {
-        **same("m model", "models have no flag here: write canvax serve emoji"),
-        **same("share", "no public address is made; --host 0.0.0.0 --keys FILE opens it to your network"),
-    },
+    "generate": _DRAW,
+    "sheet": _DRAW,
+    "serve": _SERVE,
+    "ui": _SERVE,
     "train": {
-        **same(
-            "train-data-dir instance-data-dir dataset-name",
-            "the folder of images has no flag: train lora IMAGES",
-        ),
-        **same("num-train-epochs max-train-epochs epochs max-train-steps", "write --steps, updates of the weights"),
-        **same("train-batch-size", "write -b, images of all devices together"),
+        **same("train-data-dir instance-data-dir dataset-name", "folders have no flag: write canvax train TASK FOLDER"),
+        **same("num-train-epochs max-train-epochs epochs", "write --steps, updates of the weights"),
         **same("gradient-accumulation-steps", "write --accumulate"),
         **same("gradient-checkpointing", "write --remat"),
         **same("lr-scheduler", "write --final-lr 0 for a cosine; else the rate is constant"),
         **same("lr-warmup-steps", "write --warmup"),
-        **same("snr-gamma min-snr-gamma", "write --min-snr 5"),
-        **same("validation-prompt", "write --preview PROMPT"),
+        **same("min-snr-gamma", "write --min-snr 5"),
         **same("report-to logging-dir", "write --tensorboard FOLDER"),
-        **same("network-dim lora-rank", "write --rank"),
-        **same("network-alpha lora-alpha", "write --alpha"),
-        **same("unet-lr learning-rate", "write --lr"),
+        **same("lora-rank", "write --rank"),
+        **same("lora-alpha", "write --alpha"),
+        **same("unet-lr", "write --lr"),
         **same("text-encoder-lr", "write --text-encoder --text-lr"),
-        **same("train-text-encoder", "write --text-encoder"),
         **same("resume-from-checkpoint", "the same command goes on where it was stopped: leave it out"),
         **same("checkpointing-steps save-every-n-epochs", "the state is written by itself: leave it out"),
-        **same("center-crop random-flip", "images are cropped by themselves; --flip mirrors them"),
+        **same("center-crop", "images are cropped by themselves: leave it out"),
         **same("use-8bit-adam noise-offset", "canvax does not have it: docs/training.md"),
         **same("save-precision", "write --save-dtype float16"),
-        **same("resolution", "write --size 512"),
     },
 }
 """The same of single commands."""
 
 
-def known_flag(command: str, flag: str, flags: Iterable[str]) -> str:
+def known_flag(command: str, flag: str, flags: Collection[str]) -> str:
     """What to say of a ``flag`` that a ``command`` has not, which has ``flags``; empty where nothing is known of it."""
-    name = flag.lstrip("-").lower().replace("_", "-")
-    if entry := {**FLAGS, **FLAGS_OF.get(command, {})}.get(name):
-        return entry.answer
+    name = flag.lstrip("-").replace("_", "-")
+    if f"--{name}" in flags:
+        return f"write --{name}"
+    if told := _answers(command, flags).get(name.lower()):
+        return told
     for table in (CALL, LOAD):  # of the Python calls, whose arguments are flags
-        entry = table.get(flag.lstrip("-").replace("-", "_"))
-        if entry and entry.becomes and (meant := f"--{entry.becomes.replace('_', '-')}") in set(flags):
+        entry = table.get(name.replace("-", "_"))
+        if entry and entry.becomes and (meant := f"--{entry.becomes.replace('_', '-')}") in flags:
             return f"write {meant}"
     return ""
 
 
-def near_flag(command: str, flag: str) -> str:
+def near_flag(command: str, flag: str, flags: Collection[str]) -> str:
     """The same of one that may be a slip of the fingers."""
-    tables = {**FLAGS, **FLAGS_OF.get(command, {})}
-    near = slip(flag.lstrip("-"), tables) if len(flag) > 6 else None
-    return f"did you mean {f'--{near}'!r}? {tables[near].answer}" if near else ""
+    answers = _answers(command, flags)
+    near = slip(flag.lstrip("-"), answers) if len(flag) > 6 else None
+    return answers[near] if near else ""
+
+
+def _answers(command: str, flags: Collection[str]) -> dict[str, str]:
+    """What a command says of others' flags, but for what would name a flag that it has not either."""
+    answers = {name: entry.answer for name, entry in {**FLAGS, **FLAGS_OF.get(command, {})}.items()}
+    return {name: told for name, told in answers.items() if "canvax " in told or set(_FLAG.findall(told)) <= set(flags)}
 
 
 def tables() -> str:
@@ -117,4 +125,6 @@ def tables() -> str:
         ("Arguments of `canvax.load`", LOAD, ""),
         ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
         ("Flags of the command line", FLAGS, "--"),
+        ("Flags of `canvax serve` and `canvax ui`", _SERVE, "--"),
+        ("Flags of `canvax train`", FLAGS_OF["train"], "--"),
     )

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from canvax._version import __version__
 from canvax.cli.generate_arguments import (
     Once,
+    action_of,
     add_batch,
     add_control,
     add_controlnet,
@@ -158,7 +159,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
-                cure = "give it a value" if name == "initializer" else "leave it out, or give it a value"
+                needed = action_of(parser, arguments, name).required
+                cure = "give it a value" if needed else "leave it out, or give it a value"
                 fault = "has a NUL character" if value.strip() else f"is empty; {cure}"
                 raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
             if isinstance(value, str) and name in _TEXTS:

@@ -177,7 +177,8 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
     zero_snr = source.zero_snr or arguments.zero_snr
     source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
-        raise InputError(f'no prompt; try: canvax {arguments.command} "a red apple"')
+        cells_of = " --x steps=10,20" if arguments.command == "sheet" else ""
+        raise InputError(f'no prompt; try: canvax {arguments.command} "a red apple"{cells_of}')
     if cells:
         entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}

@@ -46,11 +46,11 @@ class Parser(argparse.ArgumentParser):
             if told := known_flag(command, unknown[0], flags):
                 self.error(f"{unknown[0]}: {told}")
             near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown[0], flags)
-            near = near or near_flag(command, unknown[0])
+            near = near or near_flag(command, unknown[0], flags)
             prompts = "prompts" in known or "-p" in self._option_string_actions
-            is_text = prompts and not unknown[0].startswith("--")
-            hint = near or ("a prompt that starts with - goes after --" if is_text else "nothing here is spelt like it")
-            self.error(f"{unknown[0]!r} is not a flag of {self.prog}; {hint}")
+            if not near and prompts and not unknown[0].startswith("--"):
+                near = "a prompt that starts with - goes after --"
+            self.error(f"{unknown[0]!r} is not a flag of {self.prog}" + (near and f"; {near}"))
         if rest and "prompts" not in known:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure

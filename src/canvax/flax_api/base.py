@@ -231,7 +231,7 @@ class FlaxPipeline:
             found = own_checker(pretrained_model_name_or_path, hub) if named else None
             safety_checker = found[0] if found else None
             params |= {COMPONENT: found[1]} if found else {}
-        return Both((cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params))
+        return Both(cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params)
 
     @property
     def vae_scale_factor(self) -> int:

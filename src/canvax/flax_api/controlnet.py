@@ -193,7 +193,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         check_family(str(controlnet.files), controlnet.net.unet, model)
         networks = replace(model.networks, controls=((NAME, controlnet.net),))
         model = replace(model, networks=networks, controls=(controlnet.files,))
-        return Both((cls(model, pipeline.scheduler, pipeline.safety_checker), params))
+        return Both(cls(model, pipeline.scheduler, pipeline.safety_checker), params)
 
     @checked
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:

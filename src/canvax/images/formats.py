@@ -182,6 +182,8 @@ class GeneratedImage(Image.Image):
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
 
+    __iter__ = None  # else what follows would make it a sequence
+
     def __getitem__(self, index: Any) -> Any:
         # diffusers' pipe(...)[0] is the list of images.
         raise TypeError(

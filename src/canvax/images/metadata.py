@@ -143,7 +143,7 @@ _OTHERS = {
     "workflow": "ComfyUI (a workflow)", "prompt": "ComfyUI (a workflow)", "invokeai_metadata": "InvokeAI",
     "sd-metadata": "InvokeAI", "Dream": "InvokeAI", "fooocus_scheme": "Fooocus",
 }  # fmt: skip
-"""Whose text of a PNG has which name."""
+"""Programs, by the name of a text that they write into a PNG."""
 
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
     per_prompt = check_count("num_images_per_prompt", per_prompt)
-    prompt = prompt.tolist() if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "UT" else prompt
+    prompt, negative = (
+        one.tolist() if isinstance(one, np.ndarray) and one.dtype.kind in "OUT" else one for one in (prompt, negative)
+    )
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(prompts, list | tuple) and not prompts:
         raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
@@ -168,11 +170,11 @@ def check_seeds(seed: Any, count: int) -> list[int]:
     Whole numbers of any library will do; keys of JAX and generators get a sentence.
     """
     refuse_tracers("seed", seed)
-    # Of jax.random.PRNGKey as well, which are two numbers of a dtype that nobody gives seeds.
     if isinstance(seed, jax.Array) and (
-        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape == (2,))
-    ):
-        raise InputError("seed is a JAX key; write seed=1, or latents=jax.random.normal(key, (B, h, w, C))")
+        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape[-1:] == (2,))
+    ):  # of jax.random.PRNGKey as well, which two seeds can look like
+        cure = "write seed=1, or latents=jax.random.normal(key, (B, h, w, C)); of two seeds give seed.tolist()"
+        raise InputError(f"seed is a JAX key; {cure}")
     if (initial := getattr(seed, "initial_seed", None)) is not None:
         raise InputError(f"seed is a generator; write generator=, or seed={initial()} and noise='torch'")
     if not isinstance(seed, str) and getattr(seed, "ndim", 0) == 1 and hasattr(seed, "tolist"):

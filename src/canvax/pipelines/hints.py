@@ -163,9 +163,9 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     wording = sorted(request.options.changed().keys() & {"prompt_syntax", "clip_skip"})
     if wording and request.embeds[0] is not None and request.embeds[1] is None and request.guided:
         yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
-    if request.guidance < 0:
+    if request.guidance < 0 and not (request.guided or request.embedded or request.options.guidance_steps):
         yield f"a guidance scale of {request.guidance:g} switches guidance off, as 1 does; {_usual(model)} is usual"
-    elif request.guidance > BURNT:
+    if request.guidance > BURNT and not request.options.guidance_steps:
         yield f"a guidance scale of {request.guidance:g} burns the image; {_usual(model)} is usual"
     if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
         yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"

@@ -337,8 +337,9 @@ class Options:
 
 
 def _refuse_change(options: Options, name: str, value: Any) -> None:
-    told = f"options.{name} cannot be set: give {name}= to the call, or write dataclasses.replace(options, {name}=...)"
-    raise dataclasses.FrozenInstanceError(told)
+    cure = f"give {name}= to the call, or write dataclasses.replace(options, {name}=...)"
+    cure = cure if name in _names() else nearest(name, _names())
+    raise dataclasses.FrozenInstanceError(f"options.{name} cannot be set; {cure}")
 
 
 setattr(Options, "__setattr__", _refuse_change)  # noqa: B010 (a frozen dataclass may not have its own)

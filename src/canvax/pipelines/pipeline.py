@@ -163,7 +163,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
         assert pipe.params is not None
-        return Both((cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params))
+        return Both(cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params)
 
     @accepts(translate_call, refuse_tracers)
     def __call__(

@@ -72,7 +72,7 @@ class Plan:
         for row in read_rows(path):
             absent -= row.values.keys()
             if not digests and row.fault is None:
-                check_names(row.values, carried)
+                check_names(row.values, carried, defaults)
             if row.id in digests:
                 raise InputError(f"{path}: the id {row.id!r} is there twice; give each row its own")
             try:

@@ -170,7 +170,7 @@ class Output:
             if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
                 raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
         except (FileExistsError, NotADirectoryError):
-            raise InputError(f"--output {self.folder}: is in the place of a file; choose another folder") from None
+            raise InputError(f"--output {self.folder}: is a file, or lies under one; choose another folder") from None
         except OSError as error:
             raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
         return made

@@ -7,13 +7,13 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from canvax.errors import InputError, check_utf8, plain
+from canvax.errors import InputError, check_utf8, did_you_mean, plain
 from canvax.familiar import CALL, answer, renamed
 from canvax.files import named_path, once, open_regular
 from canvax.pipelines.option_checks import check_once, plain_value
@@ -67,7 +67,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     if path.is_dir():
         raise InputError(f"{path}: is a folder; give a file of prompts ({', '.join(KINDS)})")
     if not path.exists():
-        cure = "" if kind in KINDS else f"; for one image: canvax generate {shlex.quote(str(path))}"
+        cure = "" if kind else f"; for one image: canvax generate {shlex.quote(str(path))}"
         raise InputError(f"{path}: there is no such file{cure}")
     if kind not in KINDS:
         raise InputError(f"{path}: the ending {kind!r} is not one of {', '.join(KINDS)}; rename or convert it")
@@ -80,32 +80,31 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise InputError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
 
 
-def check_names(names: Iterable[str], carried: Sequence[str] = ()) -> None:
+def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: Collection[str] = ()) -> None:
     """Refuse names that mean nothing here.
 
     Args:
         names: of the columns of a file, or of the fields of a row.
         carried: further ones that are known to mean nothing.
+        defaults: names that need not be there.
 
     Raises:
         InputError: naming the first, and what may be meant.
     """
     known = {"id", *NAMES, *carried}
-    names = list(names)
-    told = any(CALL[name].becomes == "prompt" if name in CALL else name == "prompt" for name in names)
     for name in names:
         meant = CALL[name].becomes or name if name in CALL and name not in known else name
         if meant == "num_images_per_prompt":
             raise InputError(f"{name}: a row is one image; write a row for each")
-        if name == "options" and name not in known:
+        if meant in known:
+            continue
+        if name == "options":
             raise InputError('options: write its fields beside the prompt, {"prompt": "a cat", "clip_skip": 1}')
-        if meant not in known and not told:
-            raise InputError(
-                f"no column is called 'prompt'; is it {name!r:.80}? A .csv names its columns in its first line"
-            )
-        if meant not in known:
-            said = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
-            raise InputError(f"{said}; leave it out, or --carry it into the list of what was made")
+        if "prompt" not in {*names, *defaults} and not did_you_mean(name, [*NAMES, *CALL]):
+            strange = " or ".join(repr(one[:40]) for one in names if one not in known and one not in CALL)
+            raise InputError(f"there is no prompt: its column is called 'prompt'; is it in {strange or repr(name)}?")
+        said = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
+        raise InputError(f"{said}; leave it out, or --carry it into the list of what was made")
 
 
 def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
         raise InputError(row.fault)
     values = {name: value for name, value in row.values.items() if name != "id" and name not in carried}
     values = {name: cleaned for name, value in values.items() if (cleaned := _clean(name, value)) is not None}
-    check_names(values)
+    check_names(values, defaults=defaults)
     own = {name: value for name, value in values.items() if name in NAMES}
     renamed(own, {name: value for name, value in values.items() if name not in NAMES}, CALL)
     settings = {**defaults, **own}
@@ -221,6 +220,9 @@ def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | I
     try:
         if not reader.fieldnames or "" in reader.fieldnames:
             raise InputError(f"{path}: its first line must name the columns, such as id,prompt,seed")
+        if not {"id", *NAMES, *CALL}.intersection(reader.fieldnames):
+            first = ",".join(reader.fieldnames)
+            raise InputError(f"{path}: its first line, {first!r:.80}, must name the columns, such as id,prompt,seed")
         if len(reader.fieldnames) == 1 and (sign := re.search(r"[;|\t]", only := reader.fieldnames[0])):
             raise InputError(f"{path}: its first line is {only!r:.80}; part columns with commas, not with {sign[0]!r}")
         check_once(f"{path}: its first line", reader.fieldnames)

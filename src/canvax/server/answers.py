@@ -154,10 +154,12 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
         path = f"{path}.{odd[2]}".lstrip(".")
         meant = CALL[path].becomes if path in CALL else ""
         meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant or path, meant)
-        cure = f"send {meant!r}" if meant in kind.__struct_fields__ else nearest(path[:100], kind.__struct_fields__)
-        if "options" in kind.__struct_fields__ and path in _options():
+        if meant in kind.__struct_fields__:
+            cure = f"send {meant!r}"
+        elif "options" in kind.__struct_fields__ and path in _options():
             cure = f'send it in options, {{"options": {{"{path}": ...}}}}'
-        cure = cure if "." not in path else "leave it out"
+        else:
+            cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
         said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
         choices = _choices(kind, path) if "enum" in said else []
@@ -167,10 +169,11 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
 
 
 def _options() -> set[str]:
-    """Names that a body has in its ``options``."""
+    """Names that a body may have in its ``options``."""
     from canvax.pipelines.options import Options  # which brings JAX
+    from canvax.server.work import NOT_OFFERED
 
-    return {field.name for field in fields(Options)}
+    return {field.name for field in fields(Options)} - NOT_OFFERED.keys()
 
 
 def _choices(kind: Any, name: str) -> list[str]:

@@ -30,7 +30,7 @@ from canvax.types import HostArray
 
 AT_ONCE = 0.2
 """Seconds that a call of the denoiser should take: who comes or goes waits for its end. With half of it one client's
-images take 3 % longer."""
+images of 20 and 30 steps take 4 % longer."""
 
 _SMOOTH = 0.2
 """Weight of a new measurement among the old ones."""

@@ -61,9 +61,10 @@ class Concepts:
         """Words and emoji of a prompt that the model has not seen; none if nothing is known of it."""
         if not self.words:
             return []
-        text = self.spelled(prompt).lower()
-        # Short words of English are hardly concepts; of scripts without spaces or case a single character may be.
-        words = [word for word in re.findall(r"[^\W\d_]+", text) if len(word) > 2 or not word.isascii()]
+        text = unicodedata.normalize("NFC", self.spelled(prompt).lower())
+        letters = (one if unicodedata.category(one)[0] in "LM" and one not in "ªº" else " " for one in text)
+        # Short words of English are hardly concepts; in Chinese a single character may be one.
+        words = [word for word in "".join(letters).split() if len(word) > 2 or not word.isascii()]
         strange = [character for character in text if unicodedata.category(character) == "So"]
         return [word for word in words if not self._known(word)] + strange
 

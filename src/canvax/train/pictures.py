@@ -306,7 +306,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         if table.endswith(".csv"):
             rows: list[Any] = list(csv.DictReader(io.StringIO(text), strict=True))
         else:
-            rows = [_of_json(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+            rows = [_of_json(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     except (ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
@@ -343,7 +343,7 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
     if not good:
         known = ", ".join(sorted(str(key) for key in row))
         others = [str(key) for key, value in row.items() if isinstance(value, str) and key != "file_name"]
-        cure = f"; --caption-column {others[0]} (caption_column) chooses another" if others else ""
+        cure = f"; write --caption-column {others[0]}, in Python caption_column={others[0]!r}" if others else ""
         raise InputError(f"{table}: row {number} has no caption {column!r}; its columns are {known}{cure}")
     try:
         nul = b"\0" in "".join(caption or "").encode()

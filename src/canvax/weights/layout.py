@@ -218,6 +218,6 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
         return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."
     files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     single = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
-    below = sorted(path.parent.name for path in folder.glob(f"*/{INDEX}")) if folder is not None else []
-    cure = f" {below[0]} in it has one: pass {folder / below[0]}." if folder is not None and below else single
+    below = sorted(path.parent for path in folder.glob(f"*/{INDEX}")) if folder is not None else []
+    cure = f" {below[0].name} in it has one: pass {below[0]}." if below else single
     return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"

@@ -348,11 +348,12 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     """An error for a file none of whose arrays belong to the model."""
     names = {entry.name for entry in entries}
     whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
-    if any(name.startswith(whole) for name in names) and not any(map(is_adapters, names)):
+    adapts = any(map(is_adapters, names))
+    if any(name.startswith(whole) for name in names) and not adapts:
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
-    if all(name.startswith(OF_A_VAE) for name in names):
+    if all(name.startswith(OF_A_VAE) for name in names) and not adapts:
         raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
-    if all(name.startswith(OF_A_UNET) for name in names) and not any(map(is_adapters, names)):
+    if all(name.startswith(OF_A_UNET) and "motion_modules." not in name for name in names) and not adapts:
         raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
     if are_words(names):
         raise CheckpointError(

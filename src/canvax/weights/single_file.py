@@ -25,6 +25,14 @@ from canvax.weights.safetensors import open_safetensors, read_metadata
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
 
+_WHOLE = "pass the folder of the whole model (model_index.json is in it)"
+_PARTS = (
+    (OF_A_VAE, "an autoencoder", "pass a model, and this to vae= or --vae"),
+    (OF_A_UNET, "a UNet", _WHOLE),
+    (("text_model.",), "a text encoder", _WHOLE),
+)
+"""How the names of networks by themselves begin, and what to do with them."""
+_MOTION = "motion_modules."  # AnimateDiff's, which are among the UNet's names
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _HF, _OPEN = "transformer.", "model."
 _ONE = "cond_stage_model."
@@ -291,14 +299,14 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     lacking = [what for what, start in wanted if not _any(names, start)]
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
-    if lacking and names and all(one.startswith(OF_A_VAE) for one in names):
-        raise CheckpointError(f"{name}: is an autoencoder alone; pass a model, and this to vae= or --vae")
-    if lacking and names and all(one.startswith(OF_A_UNET) for one in names):
-        raise CheckpointError(
-            f"{name}: is a UNet alone; pass the folder of the whole model (model_index.json is in it)"
-        )
-    if lacking and names and all(one.startswith("text_model.") for one in names):
-        raise CheckpointError(f"{name}: is a text encoder alone; pass the folder of the whole model")
+    for starts, kind_of_part, cure in _PARTS:
+        if (
+            lacking
+            and names
+            and all(one.startswith(starts) for one in names)
+            and not any(_MOTION in one for one in names)
+        ):
+            raise CheckpointError(f"{name}: is {kind_of_part} alone; {cure}")
     if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):
         raise CheckpointError(f"{name}: is of {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
     if lacking:

@@ -153,7 +153,7 @@ def of_file(name: str, path: Path, own: Mapping[str, Any]) -> VaeFiles:
         config = vae_config(shapes, rest)
     except (KeyError, IndexError, ValueError) as error:
         raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
-    if odd := [width for width in config["block_out_channels"] if width % config.get("norm_num_groups", 32)]:
+    if odd := [width for width in config["block_out_channels"] if width % 32]:
         raise CheckpointError(
             f"vae={name!r}: has {odd[0]} channels in groups that no file tells of; pass its folder, with config.json"
         )
