@@ -165,6 +165,7 @@ def test_names_of_models(name: str, verb: str, capsys: pytest.CaptureFixture[str
 # Prompt files
 
 LINES: dict[str, tuple[str | bytes, str]] = {
+    "an object over lines": ('{\n  "prompt": "a"\n}\n', "line 1: .*write all of it on one line"),
     "empty": ("", "holds no prompt"), "comments": ("# a\n\n# b", "holds no prompt"), "not UTF-8": (b"\xff\xfe\xfa", "UTF-8"), "UTF-16": ("a cat\n".encode("utf-16-le"), "bytes of 0.*UTF-8"),
     "a web page": ("<!DOCTYPE html>\n<title>a cat</title>", "web page"), "of the command": ('{"prompt": "a", "model": "b"}', "'model'; it is one for all images: --model"),
     "list": ('{"prompt": ["a"]}', "prompt"), "number": ('{"prompt": 5}', "prompt"), "no prompt": ('{"seed": 1}', "prompt"),
@@ -763,6 +764,11 @@ def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> No
     path = empty / "a.safetensors"
     path.write_bytes(header({name: TENSOR}, b"0000"))
     refused(path, words)
+
+
+def test_a_pipe_is_no_model(empty: Path) -> None:
+    os.mkfifo(empty / "a.safetensors")
+    refused(empty / "a.safetensors", "it is not a regular file")
 
 
 def test_the_folder_around_a_model(model: Path) -> None:

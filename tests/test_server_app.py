@@ -149,6 +149,9 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         ({"prompt": "x", "adapters": {"ink": "x"}}, "adapters"),
         ({"prompt": "x", "quality": 5}, "quality"),
         ({"prompt": "x", "cfg_scale": 5}, "cfg_scale"),
+        ({"prompt": "x", "num_inference_steps": 5}, "num_inference_steps"),
+        ({"prompt": "x", "clip_skip": 1}, "clip_skip"),
+        ({"prompt": "x", "hires": 2}, "hires"),
         ({"prompt": "x", "negative_prompt": "y", "guidance_scale": 1}, "negative_prompt"),
         ({"prompt": "x", "control_scale": 1, "options": {"control_scale": 2}}, "control_scale"),
     ],
@@ -157,7 +160,9 @@ def test_wrong_fields_are_named(site: Web, body: dict[str, Any], param: str) -> 
     told = check_refused("own", site.http.post("/api/jobs", json=body), 400)
     assert told["error"]["param"] == param
     assert param in told["error"]["message"]
-    assert param != "cfg_scale" or "send 'guidance_scale'" in told["error"]["message"]
+    sent = {"cfg_scale": "send 'guidance_scale'", "num_inference_steps": "send 'steps'"}
+    assert sent.get(param, "") in told["error"]["message"]
+    assert (param == "clip_skip") == ("send it in options" in told["error"]["message"])  # what is not offered there
 
 
 def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:
