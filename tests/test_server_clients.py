@@ -61,8 +61,8 @@ def python_with(folder: Path, name: str) -> str:
     environment = folder / name
     program = str(environment / "bin" / "python")
     uv = [sys.executable, "-m", "uv"]  # pip takes half a minute for each
-    make, fill = [*uv, "venv", "--python", sys.executable, str(environment)], [*uv, "pip", "install", "--python", program]
-    install(environment / "ready", make, [*fill, *PYTHON[name]], where=folder)
+    make = [*uv, "venv", "--python", sys.executable, str(environment)]
+    install(environment / "ready", make, [*uv, "pip", "install", "--python", program, *PYTHON[name]], where=folder)
     return program
 
 
