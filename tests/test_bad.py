@@ -618,6 +618,7 @@ ELSEWHERE: list[tuple[str, str]] = [
     ("train lora . -o m --num_train_epochs 3", "write --steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
     ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"), ("ui --share", "no public address"),
     ("upscale x.png -i y.png", "-i' is not a flag of canvax upscale"),
+    ("generate x --vae-tiling --steps 1", "expected one argument: decode in tiles, in less memory; auto"), ("generate x \u2014-steps 1", "begins with a dash that is no hyphen; write --steps"),
     ("batch none.txt -o o", "there is no such file$"), ("batch none.xlsx -o o", "there is no such file$"), ("batch cat -o o", "no such file; for one image: canvax generate cat"),
     ("sheet --x steps=1,2", "try: canvax sheet .* --x"), ("sheet", "try: canvax sheet|--x"),
     ("generate x --embedding none.pt", "there is no such file"), ("generate x --lora a.safetensors,b.safetensors", "each is given by itself"),

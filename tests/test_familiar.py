@@ -173,6 +173,8 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "an option changed": (lambda _: setattr(canvax.Options(), "eta", 0.5), "dataclasses.replace"),
     "stopped as in diffusers": (lambda pipe: setattr(pipe, "_interrupt", True), "return False from the callback"),
     "no safety checker": (lambda pipe: setattr(pipe, "safety_checker", None), "safety_checker=.* decides"),
+    "an argument of load": (lambda pipe: pipe("a", safety_checker=None), r"canvax.load\(model, safety_checker=...\)"),
+    "a table of settings": (lambda pipe: pipe({"prompt": "a", "seed": 1}), r"write pipe\(\*\*settings\)"),
     "a private name": (lambda pipe: pipe.parms, "did you mean 'params'"),
     "others' names of a step": (lambda pipe: pipe("a", callback=lambda step: step.step, **QUICK), "write step.index"),
     "a flag of a result": (lambda pipe: pipe("a", **QUICK).nsfw_content_detected, r"metadata\[0\]\['nsfw'\]"),
@@ -198,6 +200,11 @@ def test_two_for_one() -> None:
 def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
     seeds = jnp.arange(3, dtype=jnp.uint32)
     assert [one["seed"] for one in emoji("a", n=3, **QUICK | {"seed": seeds}).metadata] == [0, 1, 2]  # type: ignore[call-arg]
+
+
+def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
+    with pytest.warns(canvax.HintWarning, match="--ar in the prompt is read as text"):
+        emoji("a cat --ar 16:9", **QUICK)
 
 
 def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:

@@ -1027,6 +1027,8 @@ def test_keys_in_other_places(closed: Web, caplog: pytest.LogCaptureFixture) -> 
                  f"/api/models?Authorization=Bearer%20{SECRET}",
                  f"/api/models?access_token={SECRET}&x-api-key={SECRET}"):  # fmt: skip
         assert closed.http.get(path).status_code == 401
+    wrong = check_refused("own", closed.http.get("/api/models", headers={"Authorization": "Bearer none"}), 401)
+    assert "is not known here" in wrong["error"]["message"]
     assert closed.http.post("/api/jobs", json={"prompt": "x", "key": SECRET, "api_key": SECRET}).status_code == 401
     headers = {"Cookie": f"Authorization={SECRET}", "Proxy-Authorization": f"Bearer {SECRET}", "X-Auth": SECRET}
     assert closed.http.get("/api/models", headers=headers).status_code == 401

@@ -164,8 +164,10 @@ def check_writable(name: str, folder: Path) -> None:
             (probe / "file").touch()
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         if not isinstance(error, InputError):
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"{name}: {folder!s:.80} cannot be written to ({reason}); choose another one") from None
+            reason, cure = getattr(error, "strerror", None) or error, "choose another one"
+            if isinstance(error, FileNotFoundError) and not folder.is_absolute():
+                cure = "is the working folder gone? cd to one that is there"
+            raise InputError(f"{name}: {folder!s:.80} cannot be written to ({reason}); {cure}") from None
         raise
 
 

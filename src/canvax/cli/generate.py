@@ -74,8 +74,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
     for word in words:
-        if word[:1] in "\u2013\u2014\u2212" and word[1:2].isalpha():  # of a page that made dashes of hyphens
-            raise InputError(f"{word[:80]!r} begins with a dash that is no hyphen; write --{word[1:80]}")
+        name = word.lstrip("-\u2013\u2014\u2212")
+        if word[:1] in "\u2013\u2014\u2212" and name[:1].isalpha():  # of a page that made dashes of hyphens
+            raise InputError(f"{word[:80]!r} begins with a dash that is no hyphen; write --{name[:80]}")
         if os.path.splitext(word)[1] and os.path.isfile(word):
             cure = "--prompt-file reads prompts, --image an image, --from-image the settings of one"
             warn(f"prompt {word[:80]!r} is text, and there is a file of that name; {cure}", HintWarning)

@@ -22,7 +22,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError."""
         if message.endswith("expected one argument"):
-            message += "; a value that starts with - is written --flag=VALUE"
+            action = self._option_string_actions.get(message.removeprefix("argument ").partition(":")[0].split("/")[-1])
+            what = action.help if action and action.help else "a value"
+            message += f": {what}; one that starts with - is written --flag=VALUE"
         message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
         message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
         raise InputError(f"{message} (see: {self.prog} --help)")

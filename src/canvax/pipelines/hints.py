@@ -45,6 +45,7 @@ OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
+_FLAG = re.compile(r"(?:^|\s)--[a-z][a-z_-]+(?=[\s=]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
 _OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
@@ -185,6 +186,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
+    if flag := _first(_FLAG, prompts):
+        yield f"{flag.strip()} in the prompt is read as text; a setting stands outside of its quotes"
     if network := _first(_NETWORK, prompts):
         yield (
             f"{network} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "

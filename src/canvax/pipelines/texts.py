@@ -227,6 +227,8 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     if text.second:
         shapes["pooled"] = ("n", text.pooled_width)
     found: Embeds = {}
+    if isinstance(value.get("prompt"), str):
+        raise InputError(f"{name} is a table of settings; write pipe(**settings), or give the prompt's text alone")
     if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
         raise InputError(f"{name} has {', '.join(unknown)}, which says nothing here; give what pipe.encode returns")
     for part, shape in shapes.items():

@@ -47,8 +47,11 @@ def translate_call(
             raise InputError(f"{name} is given twice, under two names; give it once")
         left[name] = own.pop(name)
     for name in left:
-        if name not in _OWN and name not in _SPECIAL:
-            raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
+        if name in _OWN or name in _SPECIAL:
+            continue
+        if name in _LOAD:
+            raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
+        raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (timesteps := left.get("timesteps")) is not None:
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()

@@ -215,6 +215,9 @@ class ImageEngine:
     def _check_room(self, ask: Ask, own: float, images: int) -> None:
         """Refuse what would wait for too long."""
         seconds, count, limit = self._queue.seconds, len(self._queue), self._settings.queue_seconds
+        if images > self._settings.queue_images:  # however long it waits
+            most = self._settings.queue_images
+            raise Refused(400, "too_many", f"n: {images} images are more than the {most} that may wait here", param="n")
         if count + images > self._settings.queue_images or (count and seconds + own * images > limit):
             wait = min(max(1.0, seconds / 4), 60.0)
             raise Refused(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)

@@ -148,7 +148,9 @@ class Guard:
         if rules.keys is not None and not (_is_public(scope) or preflight):
             client = rules.keys.client(headers.get("authorization", ""), headers.get("x-api-key", ""))
             if client is None:
-                raise Refused(401, "invalid_api_key", "this needs an API key: Authorization: Bearer KEY")
+                sent = headers.get("authorization") or headers.get("x-api-key")
+                why = "the API key that was sent is not known here" if sent else "this needs an API key"
+                raise Refused(401, "invalid_api_key", f"{why}: Authorization: Bearer KEY")
             state["client"] = client
 
     def _limit(self, path: str) -> int:
