@@ -450,7 +450,7 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
         engine.submit(Ask("a dog face"))
     assert refused.value.status == 429
     assert refused.value.retry_after
-    with pytest.raises(Refused, match="n: 6 images are more than the 5 that may wait") as refused:
+    with pytest.raises(Refused, match="n: 6 images or tiles are more than the 5 that may wait") as refused:
         engine.submit(Ask("a dog face", n=6))
     assert (refused.value.status, refused.value.retry_after) == (400, None)
     jobs[0].cancel()

@@ -18,7 +18,7 @@ import jax
 from canvax.errors import CanvaxError, InputError
 from canvax.server.book import Book, reason
 from canvax.server.group import Group
-from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status, check_ready
+from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status, check_ready, invalid
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.model_set import ModelSet
@@ -214,11 +214,10 @@ class ImageEngine:
 
     def _check_room(self, ask: Ask, own: float, images: int) -> None:
         """Refuse what would wait for too long."""
-        seconds, count, limit = self._queue.seconds, len(self._queue), self._settings.queue_seconds
-        if images > self._settings.queue_images:  # however long it waits
-            most = self._settings.queue_images
-            raise Refused(400, "too_many", f"n: {images} images are more than the {most} that may wait here", param="n")
-        if count + images > self._settings.queue_images or (count and seconds + own * images > limit):
+        seconds, count, most = self._queue.seconds, len(self._queue), self._settings.queue_images
+        if images > most:  # however long it waits
+            raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
+        if count + images > most or (count and seconds + own * images > self._settings.queue_seconds):
             wait = min(max(1.0, seconds / 4), 60.0)
             raise Refused(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
         if ask.seconds is not None and own > ask.seconds:
@@ -398,8 +397,7 @@ class ImageEngine:
         key = waiting[0][0].group
         group, served = self._models.group(key), self._models.put_on(key)
         some = [one for one in waiting if one[0].group == key][: group.decodes]
-        chosen = {id(item) for item, _ in some}
-        self._to_decode = [one for one in waiting if id(one[0]) not in chosen]
+        self._to_decode = [one for one in waiting if not any(one is other for other in some)]
         began = time.perf_counter()
         try:
             pixels = group.decode([latents for _, latents in some])
@@ -449,5 +447,4 @@ class ImageEngine:
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
         self._metrics.models_loaded(self._models.loaded())
-        stats = jax.local_devices()[0].memory_stats() or {}
-        self._metrics.device_memory(stats.get("bytes_in_use", 0))
+        self._metrics.device_memory((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))

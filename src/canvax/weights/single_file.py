@@ -300,12 +300,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
     for starts, kind_of_part, cure in _PARTS:
-        if (
-            lacking
-            and names
-            and all(one.startswith(starts) for one in names)
-            and not any(_MOTION in one for one in names)
-        ):
+        if lacking and names and all(one.startswith(starts) and _MOTION not in one for one in names):
             raise CheckpointError(f"{name}: is {kind_of_part} alone; {cure}")
     if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):
         raise CheckpointError(f"{name}: is of {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
