@@ -284,9 +284,10 @@ def test_cancelling_takes_effect_between_steps(engine: ImageEngine) -> None:
     job.cancel()
     assert job.status is Status.CANCELLED
     assert job.pictures[0].status is Status.CANCELLED
+    time.sleep(0.5)  # the call that was under way is over
     at = job.pictures[0].step
-    time.sleep(0.5)
-    assert job.pictures[0].step <= at + 10
+    time.sleep(0.3)
+    assert job.pictures[0].step == at < 200
     job.cancel()
     assert job.status is Status.CANCELLED
     assert job not in engine.jobs()
