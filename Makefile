@@ -32,9 +32,7 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The same and the slow ones; the pages; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own
-# count. A third process works while others wait for the processes that they started; together they take 15 GB of memory.
-test-all: export WORKERS := 3
+# The same and the slow ones; the pages; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own count.
 test-all: test-slow
 	$(MAKE) docs
 	$(MAKE) test-page

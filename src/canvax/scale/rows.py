@@ -220,11 +220,11 @@ def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | I
     try:
         if not reader.fieldnames or "" in reader.fieldnames:
             raise InputError(f"{path}: its first line must name the columns, such as id,prompt,seed")
+        if len(reader.fieldnames) == 1 and (sign := re.search(r"[;|\t]", only := reader.fieldnames[0])):
+            raise InputError(f"{path}: its first line is {only!r:.80}; part columns with commas, not with {sign[0]!r}")
         if not {"id", *NAMES, *CALL}.intersection(reader.fieldnames):
             first = ",".join(reader.fieldnames)
             raise InputError(f"{path}: its first line, {first!r:.80}, must name the columns, such as id,prompt,seed")
-        if len(reader.fieldnames) == 1 and (sign := re.search(r"[;|\t]", only := reader.fieldnames[0])):
-            raise InputError(f"{path}: its first line is {only!r:.80}; part columns with commas, not with {sign[0]!r}")
         check_once(f"{path}: its first line", reader.fieldnames)
         for values in reader:
             if "" in values:
