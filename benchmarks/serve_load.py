@@ -234,9 +234,6 @@ class Sweep:
 def one_client(server: Server, arguments: argparse.Namespace) -> Row:
     """One client back to back, in turns of ``TURN`` requests with calls of the pipeline in this process.
 
-    Before each there is a pause of ``--pause`` seconds: a loop without one keeps the processors awake for the calls,
-    while those of the server sleep between two requests.
-
     The client is the least one that Python has; httpx alone takes a millisecond or two more of a request.
 
     Returns:
@@ -276,7 +273,6 @@ def one_client(server: Server, arguments: argparse.Namespace) -> Row:
         for turn in range(0, len(bodies), TURN):
             for name in ("server", "call") if turn // TURN % 2 else ("call", "server"):
                 for body in bodies[turn : turn + TURN]:
-                    time.sleep(arguments.pause)
                     began = time.perf_counter()
                     sides[name](body)
                     took[name].append(time.perf_counter() - began)
@@ -374,7 +370,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--previews", type=float, default=0.1, help="part of the requests that watch (canvax alone)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one", action="store_true", help="one client, beside calls of the pipeline")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="before each, in --one")
     parser.add_argument("--count", type=int, default=60, help="requests of --one")
     parser.add_argument("--closed", nargs="+", type=int, metavar="N", help="N clients who wait for each answer")
     parser.add_argument("--json", type=Path, help="file for all figures")
