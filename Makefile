@@ -20,8 +20,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 
 # Two processes: most of the time is XLA compiling, on one processor each. A file stays in one of them, which makes its
 # models once.
-WORKERS ?= 2
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-ray lint docs parity bench emoji-model clean
 

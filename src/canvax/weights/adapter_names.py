@@ -122,6 +122,11 @@ OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_st
 """How the names of whole networks begin, in diffusers' files and in the old ones."""
 
 
+def all_begin(names: Collection[str], starts: tuple[str, ...]) -> bool:
+    """Whether these are names of such a network alone. AnimateDiff's modules, which have a UNet's names, are none."""
+    return bool(names) and all(name.startswith(starts) and "motion_modules." not in name for name in names)
+
+
 def are_words(names: Collection[str]) -> bool:
     """Whether these are names of a textual inversion's arrays: words, where names of weights say a place with dots."""
     return bool(names) and not any("." in name for name in names)

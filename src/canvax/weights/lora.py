@@ -24,6 +24,7 @@ from canvax.weights.adapter_names import (
     OF_A_UNET,
     OF_A_VAE,
     Module,
+    all_begin,
     are_words,
     is_adapters,
     module_table,
@@ -351,9 +352,9 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
     adapts = any(map(is_adapters, names))
     if any(name.startswith(whole) for name in names) and not adapts:
         raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
-    if all(name.startswith(OF_A_VAE) for name in names) and not adapts:
+    if all_begin(names, OF_A_VAE) and not adapts:
         raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
-    if all(name.startswith(OF_A_UNET) and "motion_modules." not in name for name in names) and not adapts:
+    if all_begin(names, OF_A_UNET) and not adapts:
         raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
     if are_words(names):
         raise CheckpointError(

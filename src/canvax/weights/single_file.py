@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, warn
-from canvax.weights.adapter_names import OF_A_UNET, OF_A_VAE
+from canvax.weights.adapter_names import OF_A_UNET, OF_A_VAE, all_begin
 from canvax.weights.entries import Entry
 from canvax.weights.ldm_names import count_layers, open_clip_entries, unet_entries, vae_entries
 from canvax.weights.lora import OTHERS
@@ -32,7 +32,6 @@ _PARTS = (
     (("text_model.",), "a text encoder", _WHOLE),
 )
 """How the names of networks by themselves begin, and what to do with them."""
-_MOTION = "motion_modules."  # AnimateDiff's, which are among the UNet's names
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _HF, _OPEN = "transformer.", "model."
 _ONE = "cond_stage_model."
@@ -300,7 +299,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
     for starts, kind_of_part, cure in _PARTS:
-        if lacking and names and all(one.startswith(starts) and _MOTION not in one for one in names):
+        if lacking and all_begin(names, starts):
             raise CheckpointError(f"{name}: is {kind_of_part} alone; {cure}")
     if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):
         raise CheckpointError(f"{name}: is of {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
