@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -253,3 +255,22 @@ def test_tracers_in_tables_whose_names_cannot_be_sorted() -> None:
     refuse_tracers("control", [{"depth": 1, 3: 2}])
     with pytest.raises(canvax.InputError, match="control is traced"):
         jax.jit(lambda x: refuse_tracers("control", [{"depth": x, 3: 2}]))(1.0)
+
+
+def test_a_forked_process_is_told_so() -> None:
+    """It has none of JAX's threads, and would wait for them for ever."""
+    script = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
+import canvax
+pipe = canvax.load("emoji", progress=False)
+def said(name):
+    try:
+        pipe("a cat") if name == "call" else pipe.encode("a cat") if name == "encode" else canvax.load("emoji")
+    except canvax.InputError as error:
+        return str(error)
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    print(*pool.map(said, ["call", "encode", "load"]), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.count("JAX does not survive that; start it with multiprocessing.get_context('spawn')") == 3

@@ -5,6 +5,7 @@ Two axes: ``data`` splits the batch, ``model`` splits large weights. The default
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from canvax.checked import checked
 from canvax.errors import InputError, check_count
 
 AXES = ("data", "model")
+
+_users: list[int] = []
+"""The process that uses the devices, once it does."""
 
 
 @checked
@@ -49,12 +53,28 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     return Mesh(np.asarray(chosen, dtype=object).reshape(data, model), AXES)
 
 
+def refuse_fork() -> None:
+    """Called by whatever is about to use devices.
+
+    Raises:
+        InputError: another process used them and forked into this one, where JAX's threads are missing: it would hang.
+    """
+    if not _users:
+        _users.append(os.getpid())
+    elif _users != [os.getpid()]:
+        raise InputError(
+            "this process was forked from one in which JAX runs, and JAX does not survive that; start it with "
+            "multiprocessing.get_context('spawn'), or load the model in the new process alone"
+        )
+
+
 def all_devices() -> list[Any]:
     """``jax.devices()``.
 
     Raises:
-        InputError: JAX has none of the platform that was asked for.
+        InputError: JAX has none of the platform that was asked for, or this is a fork.
     """
+    refuse_fork()
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter bare, where the named platform is not installed
@@ -126,12 +146,13 @@ def check_mesh(mesh: Mesh) -> Mesh:
     """The mesh, if its axes are those canvax knows; with both of them, and sharding left to the compiler.
 
     Raises:
-        InputError: no ``data`` axis, an axis other than ``data`` and ``model``, or some processes left out.
+        InputError: no ``data`` axis, an axis other than ``data`` and ``model``, some processes left out, or a fork.
     """
     if not isinstance(mesh, Mesh):
         raise InputError(f"mesh={mesh!r} is not a mesh; make one with canvax.make_mesh(data=4, model=2)")
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
         raise InputError(f"mesh has axes {mesh.axis_names}; name them 'data' and, if wanted, 'model'")
+    refuse_fork()
     owners = processes(mesh)
     if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
         raise InputError(

@@ -22,7 +22,7 @@ from canvax.files import named_folder
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, free_bytes, program_bytes
-from canvax.parallel.mesh import padded_batch
+from canvax.parallel.mesh import padded_batch, refuse_fork
 from canvax.parallel.rules import abstract_params, check_params, is_on, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
@@ -300,6 +300,7 @@ class LoadedModel:
         )
 
     def _own(self, params: Params | None) -> Params:
+        refuse_fork()
         params = self.params if params is None else params
         if params is None:
             raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
