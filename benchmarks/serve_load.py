@@ -2,7 +2,6 @@
 
     python -m benchmarks.serve_load                            # batching not at all, by requests, by steps
     python -m benchmarks.serve_load --peer-path LIBRARIES      # also PyTorch diffusers behind FastAPI (serve_peer.py)
-    python -m benchmarks.serve_load --one                      # one client, beside calls of the pipeline
     python -m benchmarks.serve_load --closed 1 8               # so many clients who wait: what it does at most
     python -m benchmarks.serve_load --url http://127.0.0.1:7860 --rate 2   # a server that runs already
 
@@ -17,24 +16,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import os
 import secrets
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 
@@ -60,9 +54,6 @@ FIRST = 0.5
 
 LOWER = 12
 """How many rates below the first are tried, where that is too much already."""
-
-TURN = 6
-"""Requests that a side answers in a row, in ``--one``."""
 
 Row = dict[str, float]
 
@@ -231,62 +222,6 @@ class Sweep:
         )  # fmt: skip
 
 
-def one_client(server: Server, arguments: argparse.Namespace) -> Row:
-    """One client back to back, in turns of ``TURN`` requests with calls of the pipeline in this process.
-
-    The client is the least one that Python has; httpx alone takes a millisecond or two more of a request.
-
-    Returns:
-        The server's seconds over the call's: medians of the ratios, and the ratio of the sums.
-    """
-    import canvax
-
-    pipe, options = canvax.load(arguments.model, progress=False), canvax.Options(progress=False)
-    mix = MIXES[arguments.mix]
-    due = requests(1.0, 5000.0, clients=1, seed=arguments.seed, mix=mix)
-    bodies = [one.body for one in due if (one.body["size"], one.body["n"]) == (mix.sizes[0][0], 1)][: arguments.count]
-    headers = {"Authorization": f"Bearer {server.keys[0]}"} if server.keys else {}
-    headers |= {"Content-Type": "application/json"}
-    took: dict[str, list[float]] = {"server": [], "call": []}
-    with closing(HTTPConnection(server.base.partition("://")[2], timeout=600)) as http:
-
-        def ask(body: dict[str, Any]) -> None:
-            http.request("POST", "/v1/images/generations", json.dumps(body), headers)
-            answer = http.getresponse()
-            said = answer.read()
-            if answer.status != 200:
-                raise SystemExit(f"{server.name}: {answer.status}, {said.decode()[:500]}")
-            (image,) = json.loads(said)["data"]
-            assert base64.b64decode(image["b64_json"]).startswith(b"\x89PNG")
-
-        def call(body: dict[str, Any]) -> None:
-            images = pipe(
-                body["prompt"], seed=body["seed"], num_inference_steps=body["steps"], sampler=body["sampler"],
-                guidance_scale=body["guidance_scale"], options=options,
-            ).images  # fmt: skip
-            images[0].save(io.BytesIO(), "PNG")  # what comes over the wire
-
-        sides = {"server": ask, "call": call}
-        for body in {(one["sampler"], one["steps"], one["guidance_scale"]): one for one in bodies}.values():
-            for side in sides.values():  # whoever compiles anything does it here
-                side(body)
-        for turn in range(0, len(bodies), TURN):
-            for name in ("server", "call") if turn // TURN % 2 else ("call", "server"):
-                for body in bodies[turn : turn + TURN]:
-                    began = time.perf_counter()
-                    sides[name](body)
-                    took[name].append(time.perf_counter() - began)
-    # The first of each turn wakes a process that was asleep, which is nobody's overhead.
-    counted = [i for i in range(len(bodies)) if i % TURN]
-    ratios = {i: took["server"][i] / took["call"][i] for i in counted}
-    found = {}
-    for steps, _ in mix.steps:
-        if some := [ratios[i] for i in counted if bodies[i]["steps"] == steps]:
-            found[f"{steps} steps"] = statistics.median(some)
-    sums = [sum(took[name][i] for i in counted) for name in ("server", "call")]
-    return found | {"median": statistics.median(ratios.values()), "sums": sums[0] / sums[1]}
-
-
 def report(results: Mapping[str, Sequence[Row]], limits: Sequence[float]) -> Iterator[str]:
     """Images a second within each limit, against the first server's; then every run, as Markdown."""
     yield f"| images a second | {' | '.join(f'p95 within {limit:g} s' for limit in limits)} |"
@@ -322,14 +257,10 @@ def main() -> None:
     results: dict[str, list[Row]] = {}
     sweeps = {clients: Sweep(arguments, clients) for clients in arguments.clients}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if arguments.one and not arguments.url:
-            arguments.batching, arguments.peer_path = ["steps"], None
         turns: dict[str, Generator[None, None, list[Row]]] = {}
         for one in servers(arguments, Path(folder)):
             server = stack.enter_context(running(one))
-            if arguments.one:
-                print(json.dumps(one_client(server, arguments)))
-            elif arguments.closed:
+            if arguments.closed:
                 for clients in arguments.closed:
                     row = sweeps[arguments.clients[0]].most(server, clients)
                     print(json.dumps({"server": server.name, "clients": clients} | row), flush=True)
@@ -369,8 +300,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mix", choices=list(MIXES), default="default")
     parser.add_argument("--previews", type=float, default=0.1, help="part of the requests that watch (canvax alone)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--one", action="store_true", help="one client, beside calls of the pipeline")
-    parser.add_argument("--count", type=int, default=60, help="requests of --one")
     parser.add_argument("--closed", nargs="+", type=int, metavar="N", help="N clients who wait for each answer")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--plot", type=Path, help="file for a plot, such as docs/images/serve-load.png")

@@ -124,7 +124,7 @@ def test_files_to_read(flag: str, kind: str, capsys: pytest.CaptureFixture[str])
     strange_files()
     path, words = PATHS[kind]
     if flag == "prompt-file" and kind in ("text", "cut"):
-        path, words = "whole.png", "UTF-8"
+        path, words = "whole.png", "is an image; --image or --from-image reads it"
     prompt = () if flag in ("prompt-file", "from-image") else ("a cat",)
     image = ("--image", "whole.png") if flag == "mask" else ()
     code, message = command(capsys, "generate", *prompt, *image, f"--{flag}={path}", "-o", "out.png")
@@ -616,6 +616,9 @@ ELSEWHERE: list[tuple[str, str]] = [
         ("--batch_size", "write --batch-size"))),
     ("train lora . -o m --train_data_dir x", "write canvax train TASK FOLDER"), ("train lora . -o m --network_dim 4", "write --network-dim"),
     ("train lora . -o m --num_train_epochs 3", "write --steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
+    ("train lora --pretrained_model_name_or_path emoji --train_data_dir x", "write --model"), ("serve --listen", "write --host 0.0.0.0"),
+    ("generate x --strength 75%", "'75%' is a percentage; write 0.75"), ("--verison", "did you mean '--version'"), ("generate x -m https://civitai.com/models/4384", "download the file"),
+    ("convert emoji m --dtype int8", "choose one of 'float32', 'bfloat16', 'float16'"), ("train lora . -o m --lr -1", "lr|caption"),
     ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"), ("ui --share", "no public address"),
     ("upscale x.png -i y.png", "-i' is not a flag of canvax upscale"),
     ("generate x --vae-tiling --steps 1", "expected one argument: decode in tiles, in less memory; auto"), ("generate x \u2014-steps 1", "begins with a dash that is no hyphen; write --steps"),
@@ -802,6 +805,7 @@ PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     "half a line": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}\n{"file_name": '), [], "line 2, .*is not JSON .*mend it"),
     "an unknown flag": (lambda: None, ["--foo_bar", "3"], r"not a flag of canvax train lora \(see"),
     "depth": (lambda: Path("d/metadata.jsonl").write_text("[" * 100_000), [], "metadata.jsonl cannot be read"),
+    "Latin-1": (lambda: Path("d/metadata.csv").write_bytes(b"file_name,text\n0.png,caf\xe9\n"), [], "metadata.csv is not UTF-8 text; save it as UTF-8$"),
     "a surrogate": (lambda: Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "\\ud800"}'), [], "caption of row 1"),
 }  # fmt: skip
 

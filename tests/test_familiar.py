@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.cli import main
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
-from canvax.flax_api import FlaxStableDiffusionPipeline
+from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import translate_call, translate_load
@@ -157,6 +159,11 @@ def test_slips_of_the_fingers() -> None:
         assert slip(name, ["x", choice]) == choice
 
 
+def _flax_call(dtype: Any) -> Any:
+    pipe, params = FlaxStableDiffusionPipeline.from_pretrained("emoji")
+    return pipe(pipe.prepare_inputs("a").astype(dtype), params, jax.random.key(0), num_inference_steps=1)
+
+
 SENTENCES: dict[str, tuple[Any, str]] = {
     "two for one": (lambda _: canvax.StableDiffusion.from_pretrained("emoji")("a cat"), "pipeline, params ="),
     "two for one, flax": (
@@ -179,6 +186,25 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "others' names of a step": (lambda pipe: pipe("a", callback=lambda step: step.step, **QUICK), "write step.index"),
     "a flag of a result": (lambda pipe: pipe("a", **QUICK).nsfw_content_detected, r"metadata\[0\]\['nsfw'\]"),
     "a list in a list": (lambda pipe: pipe("a", **QUICK)[0][0], r"result\[0\] is the first image itself"),
+    "a file to write": (lambda pipe: pipe("a", output_path="a.png"), "a call writes no file: write pipe"),
+    "a model in a call": (lambda pipe: pipe("a", model="sdxl"), "the model is chosen by loading it"),
+    "named as it was given": (lambda pipe: pipe("a", cfg_scale="x"), "^cfg_scale='x' is not a finite number"),
+    "an option, too": (lambda pipe: pipe("a", cfg_rescale=2), "^cfg_rescale=2 is not in"),
+    "embeds": (lambda pipe: pipe(prompt_embeds=np.zeros((2, 3))), "^prompt_embeds is"),
+    "as loaded": (lambda _: canvax.load("emoji", torch_dtype="nope"), "^torch_dtype='nope'"),
+    "set on the pipeline": (lambda pipe: setattr(pipe, "guidance_scale", 3), r"pipe\(prompt, guidance_scale="),
+    "read from the pipeline": (lambda pipe: pipe.steps, r"it is an argument of a call: pipe\(prompt, steps=...\)"),
+    "of the model": (lambda pipe: setattr(pipe, "dtype", "float16"), r"canvax.load\(model, dtype=...\)"),
+    "an architecture": (lambda _: canvax.load("SD 1.5"), "such as 'stable-diffusion-v1-5/"),
+    "an address": (lambda _: canvax.load("https://civitai.com/models/4384"), "download the file"),
+    "latents for an image": (lambda pipe: pipe("a", image=np.zeros((8, 8, 32))), "of latents pipe.decode makes one"),
+    "no image to encode": (lambda pipe: pipe.encode_image(None), "^image=None"),
+    "floats for ids": (lambda _: _flax_call(np.float32), "token ids are whole numbers"),
+    "a folder that is not there": (
+        lambda _: FlaxDDIMScheduler.from_pretrained("emoji", subfolder="schedular"), "folders .* are .*scheduler"),
+    "a line for the command": (lambda _: main("generate x"), "give a list of words"),
+    "names of a LoRA": (lambda _: canvax.train.Lora(names="a1111"), "^names = 'a1111'"),
+    "8 bits where there are none": (lambda _: canvax.convert("emoji", "m", dtype="fp8"), "'float16'"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip
 
@@ -207,6 +233,34 @@ def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
         emoji("a cat --ar 16:9", **QUICK)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("a red apple AND a tree", "AND is read as text; prompt_syntax='a1111'"),
+        ("a cat BREAK a dog", "BREAK is read"),
+        ("a [cat:dog:0.5]", r"\[cat:dog:0.5\] is read"),
+        ("a [cat|dog]", r"\[cat\|dog\] is read"),
+        ("((red)) cat", r"\(\(red\)\) is read"),
+        ("a red++ cat", r"red\+\+ is read as text; prompt_syntax='compel'"),
+        ("a {red|green} cat", r"\{red\|green\} is read as text: nothing chooses"),
+    ],
+)
+def test_signs_in_a_plain_prompt(emoji: canvax.StableDiffusion, prompt: str, said: str) -> None:
+    with pytest.warns(canvax.HintWarning, match=said):
+        emoji(prompt, **QUICK)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "is read", canvax.HintWarning)
+        for plain in ("SALT AND PEPPER", "a [small] cat", "C++ on a cat", "a cat (red)", "a cat -- red"):
+            emoji(plain, **QUICK)
+
+
+def test_options_that_need_more_steps(emoji: canvax.StableDiffusion) -> None:
+    with pytest.warns(canvax.HintWarning, match="reuse=2 in so few steps"):
+        emoji("a", reuse=2, **QUICK)
+    with pytest.warns(canvax.HintWarning, match="guidance_steps reads no negative prompt"):
+        emoji("a", negative_prompt="b", guidance_steps=[1] * QUICK["steps"], **QUICK)
+
+
 def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:
     assert len(emoji(np.array(["a cat", "a dog"]), **QUICK)) == 2  # type: ignore[arg-type]
     for prompt in ("红苹果", "красное яблоко", "un café", "सेब"):
@@ -228,7 +282,10 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
         emoji("a", clipskip=1)  # type: ignore[call-arg]
     with pytest.raises(canvax.InputError, match="did you mean 'clip_skip'"):
         canvax.Options(clipskip=1)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match=r"is not an argument of a call; see docs/"):
+    with pytest.raises(
+        canvax.InputError,
+        match=r"is not an argument of a call; it takes prompt, .* fields of canvax\.Options",
+    ):
         emoji("a", qqqq=1)  # type: ignore[call-arg]
     with pytest.raises(canvax.InputError, match="by its place and by its name"):
         emoji("a", "b", steps=1, negative_prompt="c")  # type: ignore[call-arg]

@@ -421,6 +421,11 @@ def test_bad_units(args: list[Any], param: str, said: str) -> None:
     assert (caught.value.param, caught.value.status) in ((param, 422), (param, 400))
 
 
+def test_a_unit_without_a_list() -> None:
+    with pytest.raises(Refused, match="put it into a list"):
+        asked(BODY | {"alwayson_scripts": {"controlnet": {"image": b64(ONE)}}})
+
+
 def test_units_of_a_size_that_is_not_ready() -> None:
     """Nothing is made that large."""
     for size, card, said in (

@@ -202,6 +202,7 @@ def test_openai_models(site: Site) -> None:
         assert told["data"][0].keys() == {"id", "object", "created", "owned_by"}
     assert site.http.get("/v1/models/stub").json()["object"] == "model"
     assert site.http.get("/v1/models/gpt/none").json()["error"]["code"] == "model_not_found"
+    assert "ask for stub" in site.http.get("/v1/models/gpt-9").json()["error"]["message"]
 
 
 def test_openai_sign_of_life_of_sillytavern(site: Site) -> None:

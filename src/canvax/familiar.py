@@ -7,6 +7,7 @@ others get one sentence, their ``answer``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import signature
@@ -40,20 +41,25 @@ def _renamed(names: str, becomes: str) -> dict[str, Familiar]:
 CALL: dict[str, Familiar] = {
     **_renamed("steps sampling_steps num_steps n_steps", "num_inference_steps"),
     **_renamed("cfg cfg_scale guidance scale", "guidance_scale"),
-    **_renamed("n num_images n_samples batch_size", "num_images_per_prompt"),
-    **_renamed("negative uc", "negative_prompt"),
-    **_renamed("scheduler sampler_name", "sampler"),
+    **_renamed("n num_images n_samples num_samples num_outputs n_iter batch_size", "num_images_per_prompt"),
+    **_renamed("negative uc neg_prompt", "negative_prompt"),
+    **_renamed("scheduler sampler_name scheduler_name", "sampler"),
+    **_renamed("random_seed manual_seed", "seed"),
     **_renamed("H", "height"),
     **_renamed("W", "width"),
-    **_renamed("init_image", "image"),
+    **_renamed("init_image input_image img", "image"),
     **_renamed("mask_image", "mask"),
     **_renamed("denoising_strength denoise", "strength"),
     **same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
             "other way round, how much is kept"),
     **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
     **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
+    **same("iterations", "write num_inference_steps=20, or num_images_per_prompt=4 for more images"),
+    **same("output output_path output_dir output_file outpath filename save_path",
+            "a call writes no file: write pipe(prompt).save('cat.png')"),
+    **same("model model_path model_name", "the model is chosen by loading it: pipe = canvax.load('owner/name')"),
     **same("styles style_preset", "canvax has no styles; write their words into the prompt"),
-    **same("strength_model lora_paths lora_scales lora_weights",
+    **same("lora loras strength_model lora_paths lora_scales lora_weights",
             "write pipe.adapters.load('name', file, weight=0.8) before the call"),
     **_renamed("control_image controlnet_image adapter_image", "control"),
     **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
@@ -65,10 +71,12 @@ CALL: dict[str, Familiar] = {
     **same("callback_steps", "options.callback is called after each evaluation of the network"),
     **same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
     **_renamed("hr_scale", "hires"),
+    **_renamed("cfg_rescale rescale_cfg", "guidance_rescale"),
+    **same("upscale upscale_factor", "write hires=2, with hires_strength=0.4; or pipe.upscale(image)"),
     **same("enable_hr hires_fix", "write hires=2, with hires_strength=0.4"),
     **_renamed("subseed", "variation_seed"),
     **_renamed("subseed_strength", "variation_strength"),
-    **same("width_height size resolution", "write height=512, width=512"),
+    **same("width_height size image_size resolution", "write height=512, width=512"),
     **same("rng prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, C))"),
     **same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
 }  # fmt: skip
@@ -283,12 +291,14 @@ FLAX: dict[str, Familiar] = {
 """Names looked for in the module :mod:`canvax.flax_api`."""
 
 
-def answer(name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE) -> str:
-    """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``."""
+def answer(
+    name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE, takes: str = ""
+) -> str:
+    """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``, or what it ``takes``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     public = [one for one in (*known, *table) if not one.startswith("_")]
-    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or f'see {page}'}"
+    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or takes or f'see {page}'}"
 
 
 _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
@@ -323,10 +333,13 @@ Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Cal
 """From a function's own keywords and the others to those to call it with, and what to do with its result."""
 
 
-def accepts(translate: Translate, check: Callable[[str, Any], None] | None = None) -> Callable[[F], F]:
+def accepts(
+    translate: Translate, check: Callable[[str, Any], None] | None = None, table: Mapping[str, Familiar] | None = None
+) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
-    ``check`` is given the name and the value of each argument before that.
+    ``check`` is given the name and the value of each argument before that. Errors name an argument as it was given,
+    where ``table`` knows it under another name.
     """
 
     def decorate(function: F) -> F:
@@ -347,13 +360,25 @@ def accepts(translate: Translate, check: Callable[[str, Any], None] | None = Non
                 if name in own:
                     raise InputError(f"{name} is given twice, by its place and by its name")
                 own[name] = keywords[name]
-            own, finish = translate(own, others)
-            result = inner(**own)
+            try:
+                own, finish = translate(own, others)
+                result = inner(**own)
+            except InputError as error:
+                raise _as_given(error, others, table or {}) from None
             return finish(result) if finish else result
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _as_given(error: InputError, given: Iterable[str], table: Mapping[str, Familiar]) -> InputError:
+    """An error that begins with an argument, under the name that it was given by."""
+    for name in given:
+        own = table[name].becomes if name in table else ""
+        if own and (rest := str(error).removeprefix(own)) != str(error) and not re.match(r"\w", rest):
+            return InputError(f"{name}{rest}")
+    return error
 
 
 def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:

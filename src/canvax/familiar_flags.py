@@ -60,6 +60,12 @@ FLAGS: dict[str, Familiar] = {
 
 _SERVE = {
     **same("m model", "models have no flag here: write canvax serve emoji"),
+    **same("listen server-name", "write --host 0.0.0.0, with --keys FILE or --no-keys"),
+    **same(
+        "api nowebui api-auth",
+        "the APIs are always there, the page without --no-page: leave it out",
+    ),
+    **same("server-port", "write --port"),
     **same("share", "no public address is made; --host 0.0.0.0 --keys FILE opens it to your network"),
 }
 _DRAW = same("i", "write --image FILE --strength 0.6")

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         argv: the arguments, by default those of the process.
         run: the command, by default ``canvax`` with its subcommands.
     """
+    if isinstance(argv, str):
+        raise InputError(f"argv={argv!r:.80} is one text; give a list of words, as in main(['generate', 'a cat'])")
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in takewhile(lambda word: word != "--", arguments)  # what follows is prompts
     report: dict[str, Any] = {}

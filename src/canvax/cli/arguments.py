@@ -28,7 +28,7 @@ from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.errors import InputError, check_utf8, slip
+from canvax.errors import InputError, check_utf8, did_you_mean, slip
 
 COMMANDS = {
     name: name
@@ -154,7 +154,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         meant = _ELSEWHERE.get(word) or slip(word, COMMANDS) or next(begun, f"generate {shlex.quote(words[0])}")
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        parser.error(f"{words[0]!r} is not a flag of canvax alone; a command comes first: canvax generate 'a cat'")
+        near = did_you_mean(words[0], ("--version", "--help"))
+        cure = near or "a command comes first: canvax generate 'a cat'"
+        parser.error(f"{words[0]!r} is not a flag of canvax alone; {cure}")
     arguments = parser.parse_args(words[:end])
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:

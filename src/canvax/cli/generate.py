@@ -71,6 +71,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _summarise(report)
 
 
+_CURLY = "“”„«»‘’"
+"""Quotation marks of word processors, which no shell reads."""
+
+
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
     for word in words:
@@ -98,7 +102,9 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
             HintWarning,
         )
     if len(words) > 1 and not any(" " in word for word in words):
-        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words)}"'
+        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words).strip(_CURLY)}"'
+        if set(_CURLY) & {words[0][0], words[-1][-1]}:
+            told += "; the shell takes “ and ” for letters"
         warn(told, HintWarning)
 
 
@@ -198,7 +204,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
-        parse_dtype(source.dtype)
+        parse_dtype(source.dtype, quantizes=True)
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
         raise InputError("--control without --controlnet: name the network that reads the image")

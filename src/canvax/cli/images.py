@@ -302,12 +302,12 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
             cure = f"a table is read by canvax batch {shlex.quote(name)} -o FOLDER"
             raise InputError(f"--prompt-file {name}: {cure if kind in KINDS else 'save it as .csv for canvax batch'}")
         if kind in _MARKUP:  # whose signs would be parts of prompts
-            raise InputError(
-                f"--prompt-file {name}: {kind} is not read; write a prompt a line, or a JSON object a line"
-            )
+            raise InputError(f"--prompt-file {name}: {kind} is not read; write a prompt or a JSON object a line")
         data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
+        if data[:4] in (b"\x89PNG", b"RIFF") or data[:2] == b"\xff\xd8":
+            raise InputError(f"--prompt-file {name}: is an image; --image or --from-image reads it")
         if b"\0" in data:  # UTF-16 without a mark at its beginning, or no text at all
             raise InputError(f"--prompt-file {name}: has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")

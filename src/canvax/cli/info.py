@@ -49,8 +49,12 @@ _FLAGS = {
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
+    from canvax.images.formats import OTHERS
+
     path = named_path("MODEL|IMAGE", arguments.what)
     is_image = path.suffix.lower() in IMAGE_SUFFIXES
+    if path.suffix.lower() in OTHERS and path.is_file():
+        raise InputError(f"{path}: of images PNG, JPEG and WebP are read; the settings of other kinds are not")
     kind = "an image" if is_image else Source(arguments.what).other_kind()
     is_model = kind not in ("an image", "a LoRA", "a textual inversion")
     for name in (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS:

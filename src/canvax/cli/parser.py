@@ -18,6 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False} | keywords)
+        self._words: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError."""
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(message.removeprefix("argument ").partition(":")[0].split("/")[-1])
             what = action.help if action and action.help else "a value"
             message += f": {what}; one that starts with - is written --flag=VALUE"
+        if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
+            self._refuse_unknown([word for word in self._words if word.startswith("--")])
+        message = re.sub(r"invalid float value: '(\d+(?:\.\d+)?)%'", _percent, message)
         message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
         message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
         raise InputError(f"{message} (see: {self.prog} --help)")
@@ -37,22 +41,11 @@ class Parser(argparse.ArgumentParser):
         Each subcommand reports its own unknown words, because only it can suggest its nearest flag.
         """
         known = argparse.Namespace() if namespace is None else namespace
+        self._words = args or ()
         self._check_once(args or ())
         self._check_hyphens(args or ())
         _, rest = super().parse_known_args(args, known)
-        unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
-        if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-            begun = [flag for flag in flags if len(unknown[0]) > 4 and flag.startswith(unknown[0])]
-            command = (*self.prog.split(), "")[1]
-            if told := known_flag(command, unknown[0], flags):
-                self.error(f"{unknown[0]}: {told}")
-            near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown[0], flags)
-            near = near or near_flag(command, unknown[0], flags)
-            prompts = "prompts" in known or "-p" in self._option_string_actions
-            if not near and prompts and not unknown[0].startswith("--"):
-                near = "a prompt that starts with - goes after --"
-            self.error(f"{unknown[0]!r} is not a flag of {self.prog}" + (near and f"; {near}"))
+        self._refuse_unknown(rest, prompts="prompts" in known)
         if rest and "prompts" not in known:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
@@ -60,6 +53,24 @@ class Parser(argparse.ArgumentParser):
         if rest:
             known.prompts += rest
         return known, []
+
+    def _refuse_unknown(self, words: Sequence[str], *, prompts: bool = False) -> None:
+        """Refuse the first flag among ``words`` that there is not, with what is meant by it."""
+        given = [word.partition("=")[0] for word in words if word.startswith("-")]
+        unknown = next((flag for flag in given if flag not in self._option_string_actions), None)
+        if unknown is None or self._subparsers is not None:
+            return
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        begun = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
+        command = (*self.prog.split(), "")[1]
+        if told := known_flag(command, unknown, flags):
+            self.error(f"{unknown}: {told}")
+        near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown, flags)
+        near = near or near_flag(command, unknown, flags)
+        prompts = prompts or "-p" in self._option_string_actions
+        if not near and prompts and not unknown.startswith("--"):
+            near = "a prompt that starts with - goes after --"
+        self.error(f"{unknown!r} is not a flag of {self.prog}" + (near and f"; {near}"))
 
     def _check_hyphens(self, words: Sequence[str]) -> None:
         """Refuse ``-prompt`` where there is ``--prompt``: argparse would take it for ``-p rompt``."""
@@ -87,3 +98,7 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"{'/'.join(action.option_strings)}: '--' is not a value")
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
+
+
+def _percent(found: re.Match[str]) -> str:
+    return f"'{found[1]}%' is a percentage; write {float(found[1]) / 100:g}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
-from canvax.errors import CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PORT = 7860
 MOST = 1e9
 """Seconds or images; of much more seconds no thread can wait."""
+_LEAST_BODY = 1 << 10
+"""Bytes that a request may have at least."""
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[\w.-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?", re.ASCII)
@@ -59,7 +62,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     names = _names(arguments.models or ["emoji"], source_keywords(arguments))
     if arguments.dtype:
-        parse_dtype(arguments.dtype)
+        parse_dtype(arguments.dtype, quantizes=True)
     check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
     check_ip_adapters(arguments)
@@ -70,12 +73,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         more_hosts=_checked("--allow-host", arguments.allow_host, _NAME)
         or (("*",) if arguments.host in ("0.0.0.0", "::") and keys else ()),
         origins=_checked("--allow-origin", [text.rstrip("/") for text in arguments.allow_origin], _ORIGIN),
-        max_body=byte_count("--max-body", arguments.max_body),
+        max_body=_check_body(arguments.max_body),
         rate=arguments.rate,
         page=not arguments.no_page,
     )
     port = 0 if opens_page and arguments.port is None else arguments.port
-    with _listen(arguments.host, port) as listener:
+    with listen(arguments.host, port) as listener:
         _log_to_stderr(quiet=arguments.quiet)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         journal = Journal(named_path("--journal", arguments.journal)) if arguments.journal else None
@@ -90,7 +93,15 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         engine.start()
         if opens_page:
             threading.Thread(target=_open_page, args=(engine, url, say), daemon=True).start()
-        _serve(app, listener, engine, arguments.drain_seconds, say)
+        answer(app, listener, engine, arguments.drain_seconds, say)
+
+
+def _check_body(text: str) -> int:
+    """The bytes of ``--max-body``, told of where no request fits into them."""
+    count = byte_count("--max-body", text)
+    if count < _LEAST_BODY:
+        warn(f"--max-body {text} is {count} bytes, into which hardly a request fits; write {text}MB", HintWarning)
+    return count
 
 
 def byte_count(flag: str, text: str) -> int:
@@ -202,7 +213,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)
 
 
-def _listen(host: str, port: int | None) -> socket.socket:
+def listen(host: str, port: int | None) -> socket.socket:
     """A socket that is bound, so that a port in use is known before a model is loaded."""
     port = PORT if port is None else port
     if not 0 <= port < 1 << 16:  # which some C libraries take for another port
@@ -256,7 +267,7 @@ def _load(model: str, arguments: argparse.Namespace) -> Any:
     return with_networks(pipe, arguments)
 
 
-def _serve(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
+def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:
     """Answer until a signal, then finish what was accepted; a second signal ends at once."""
     import uvicorn
 

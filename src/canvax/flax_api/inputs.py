@@ -67,14 +67,16 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # as of deleted arrays
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
+    if not np.issubdtype(array.dtype, np.integer):
+        raise InputError(f"{name} has dtype {array.dtype}; token ids are whole numbers, as prepare_inputs makes them")
     one = ", ".join(map(str, prompt))
-    if array.ndim != len(prompt) + (2 if jit else 1) or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != len(prompt) + (2 if jit else 1):
         cure = (
             f"jit=True takes {name} [D, B, {one}] for D devices: shard(prompt_ids)"
             if jit
             else f"jit=False takes {name} [B, {one}] of prepare_inputs; for a device axis pass jit=True"
         )
-        raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; {cure}")
+        raise InputError(f"{name} has shape {array.shape}; {cure}")
     if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
         raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {one}]")
     if not isinstance(array, Tracer):

@@ -17,15 +17,16 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from canvax.checked import checked, shown
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.files import FILE_ENDINGS, check_writable, named_path
+from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
 
 JSON_TEXT = "canvax"
 INFOTEXT = "parameters"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
-_OTHERS = (
+OTHERS = (
     *(".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl"),
     *(".mp4", ".pdf", ".psd", ".svg", ".tga", ".tif", ".tiff", ".webm"),
 )
@@ -65,10 +66,10 @@ def names_file(path: Path, label: str = "") -> bool:
         InputError: it has the ending of another format.
     """
     suffix = path.suffix.lower()
-    if path.name.lower() in (*FORMATS, *_OTHERS) and not path.is_dir():
+    if path.name.lower() in (*FORMATS, *OTHERS) and not path.is_dir():
         told = f"{label} {path}".strip()
         raise InputError(f"{told}: is an ending without a name before it; write NAME{path.name}")
-    if (suffix in _OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
+    if (suffix in OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
         format_of(path, label)
     return suffix in FORMATS and not path.is_dir()
 
@@ -198,17 +199,25 @@ class GeneratedImage(Image.Image):
         self.metadata = state[5] if len(state) > 5 else {}
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own."""
+        """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own; a file is written whole."""
         if not isinstance(format, str | None):
             raise InputError(f"format={shown(format)} is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         kind = str(format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
+        kind = kind or Image.registered_extensions().get(Path(str(name)).suffix.lower(), "")
+        path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
         try:
-            super().save(fp, format, **own | params)
+            if path is None or (path.exists() and not path.is_file()):
+                super().save(fp, format, **own | params)
+            else:
+                with whole(path) as draft, open(draft, "wb") as file:
+                    super().save(file, kind, **own | params)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             told = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
             raise InputError(told) from None
+        except OSError as error:
+            raise CanvaxError(f"{name or shown(fp)} cannot be written ({error.strerror or error})") from None
         except (AttributeError, KeyError, ValueError) as error:  # Pillow's word for another format, and for parameters
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"

@@ -124,7 +124,9 @@ def _from_file(name: str, path: Path) -> Image.Image:
         raise InputError(f"{name}={str(path)!r} is not a PNG, JPEG or WebP") from None
     except InputError:
         raise
-    except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError:
+        raise InputError(f"{name}={str(path)!r} has more than {MOST_PIXELS} pixels; give a smaller one") from None
+    except (OSError, ValueError, SyntaxError, RuntimeError) as error:
         raise InputError(f"{name}={str(path)!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
@@ -132,7 +134,8 @@ def _from_array(name: str, array: np.ndarray) -> Image.Image:
     if 0 in array.shape:
         raise InputError(f"{name} is an array of shape {array.shape}, which is empty; give an image with pixels")
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
-        raise InputError(f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]")
+        told = f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]"
+        raise InputError(f"{told}; of latents pipe.decode makes one")
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.dtype == np.bool_:

@@ -86,9 +86,10 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
     count = len(image) if isinstance(image, list | tuple) else 1
     if not count:
         raise InputError("image=[] holds no image: give a PIL image, a path, an array or a list of these")
-    given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
-    if given is None:
+    if image is None:
         raise InputError("image=None: give a PIL image, a path, an array or a list of these")
+    given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
+    assert given is not None
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
 

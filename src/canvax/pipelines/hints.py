@@ -14,7 +14,7 @@ from canvax.errors import HintWarning, InputError, warn
 from canvax.families.base import Model
 from canvax.pipelines.given import Given
 from canvax.pipelines.request import Request
-from canvax.pipelines.text_to_image import sampler_table
+from canvax.pipelines.text_to_image import sampler_table, work
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.options import SPACINGS
@@ -44,6 +44,13 @@ OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 """Settings of a sampler that say how much of the noise that it adds, and when."""
 
 _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
+_WORDS = re.compile(
+    r"\b(?:AND|BREAK)\b|\(\([^()]{1,80}\)\)|\[\[[^][]{1,80}\]\]|\[[^][|]{0,80}:\d*\.?\d+\]|\[[^][|]{1,80}(?:\|[^][|]{1,80})+\]"
+)
+"""What A1111 reads as more than words, beside weights."""
+_COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
+_CHOICE = re.compile(r"\{[^{}|]{1,80}(?:\|[^{}|]{1,80})+\}")
+"""What extensions for prompts at random take one word of."""
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
 _FLAG = re.compile(r"(?:^|\s)--[a-z][a-z_-]+(?=[\s=]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
@@ -147,7 +154,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     words = (words_of(prompt, syntax) for prompt in prompts)
     added = {name for tokenizer in model.tokenizers.values() for name in tokenizer.added}
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
-    if unknown := [word for word in strange if word not in added]:
+    known = {part for name in added for part in name.lower().split()}
+    if unknown := [word for word in strange if word not in known]:
         more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
         yield (
             f"{model.name} has never seen: {', '.join(unknown[:LISTED])}{more}; "
@@ -159,6 +167,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield (
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
+    if request.options.reuse > 1 and work(model, request)[1] is None:
+        yield f"reuse={request.options.reuse} in so few steps: the first two compute everything, so it changes nothing"
     for needed, names in idle(model, request):
         yield f"{', '.join(names)} without {needed}: changes nothing"
     wording = sorted(request.options.changed().keys() & {"prompt_syntax", "clip_skip"})
@@ -183,7 +193,10 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     elif _goes_on(request):
         yield "latents are those of a run that denoising_end stopped, and begin this one as noise; add denoising_start="
     if not request.guided and not request.embedded and any(request.negatives):
-        yield f"a guidance scale of {request.guidance:g} reads no negative prompt; give more than 1, or leave it out"
+        scale = f"a guidance scale of {request.guidance:g}"
+        if request.options.guidance_steps:
+            scale = "guidance_steps"
+        yield f"{scale} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     if flag := _first(_FLAG, prompts):
@@ -207,6 +220,12 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
     if syntax == "plain" and (weight := _first(_WEIGHT, prompts)):
         yield f"{weight} is read as text; prompt_syntax='a1111' reads it as a weight"
+    elif syntax == "plain" and (words := _first(_WORDS, (prompt for prompt in prompts if not prompt.isupper()))):
+        yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
+    elif syntax == "plain" and (weight := _first(_COMPEL, prompts)):
+        yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
+    if choice := _first(_CHOICE, prompts):
+        yield f"{choice} is read as text: nothing chooses among such words; give a list of prompts, one for each image"
 
 
 def _usual(model: Model) -> str:

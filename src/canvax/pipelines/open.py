@@ -47,7 +47,7 @@ def open_model(
     configs, before weights are fetched. ``overrides`` are parts that the caller gives.
     """
     if dtype is not None:
-        dtype = parse_dtype(dtype)
+        dtype = parse_dtype(dtype, quantizes=True)
     check_kind(quantize)
     check_precision(precision)
     size_limit()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
-from canvax.familiar import ASSIGNED, ATTRIBUTES, Both, accepts, answer
+from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.models.beside import ADAPTERS
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
@@ -35,7 +35,7 @@ from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
-from canvax.pipelines.translate import translate_call, translate_load
+from canvax.pipelines.translate import GIVEN, place_of, translate_call, translate_load
 from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
@@ -80,12 +80,14 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(answer(name, ATTRIBUTES, dir(type(self)), "an attribute of a pipeline"))
+        known = () if (place := place_of(name)) else dir(type(self))
+        raise AttributeError(answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
         if name != "params" and (name not in ("model", "programs", "safety_checker", "_fitting") or name in vars(self)):
-            raise AttributeError(f"cannot be set: {answer(name, ASSIGNED, [], 'an attribute that can be set')}")
+            said = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
+            raise AttributeError(f"cannot be set: {said}")
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +167,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         assert pipe.params is not None
         return Both(cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params)
 
-    @accepts(translate_call, refuse_tracers)
+    @accepts(translate_call, refuse_tracers, GIVEN)
     def __call__(
         self,
         prompt: str | Sequence[str] | Conditions,
@@ -352,7 +354,7 @@ def _load_again(
     return pipe
 
 
-@accepts(translate_load, refuse_tracers)
+@accepts(translate_load, refuse_tracers, LOAD)
 def load(
     model: str | Path = "emoji",
     *,

@@ -27,7 +27,9 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "canvax": __version__,
     }
     if request.given and request.given.fingerprints:
-        shared |= {"strength": request.given.strength, "steps_run": request.given.steps - request.given.skipped}
+        shared["strength"] = request.given.strength
+        if request.options.denoising_end == 1:
+            shared["steps_run"] = request.given.steps - request.given.skipped
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
     if request.image_prompts:

@@ -29,6 +29,20 @@ _LOAD += ("precision", "safety_checker", "progress", "controlnet", "vae", "predi
 _SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
+GIVEN = CALL | {
+    "prompt_embeds": Familiar(becomes="prompt['text']"),
+    "pooled_prompt_embeds": Familiar(becomes="prompt['pooled']"),
+    "negative_prompt_embeds": Familiar(becomes="negative_prompt['text']"),
+    "negative_pooled_prompt_embeds": Familiar(becomes="negative_prompt['pooled']"),
+}
+"""What errors of a call name otherwise than its caller."""
+
+
+def place_of(name: str) -> str:
+    """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
+    if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
+        return f"it is an argument of a call: pipe(prompt, {name}=...)"
+    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 
 def translate_call(
@@ -49,9 +63,10 @@ def translate_call(
     for name in left:
         if name in _OWN or name in _SPECIAL:
             continue
-        if name in _LOAD:
+        if name in _LOAD and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
-        raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call"))
+        takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
+        raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (timesteps := left.get("timesteps")) is not None:
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
@@ -182,7 +197,8 @@ def loader(table: Mapping[str, Familiar], own: Sequence[str], kind: str, page: s
             if not any(value is harmless for harmless in HARMLESS.get(name, ())):
                 if name in HARMLESS and name not in table:
                     raise InputError(f"{name}={value!r}: canvax has none; leave it out ({page})")
-                raise InputError(answer(name, table, [*own, *HARMLESS], kind, page))
+                takes = f"it takes {', '.join(own)}"
+                raise InputError(answer(name, table, [*own, *HARMLESS], kind, page, takes))
         return own_keywords, None
 
     return translate

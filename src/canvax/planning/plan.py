@@ -258,7 +258,7 @@ def plan(
         up = -(-batch // axes["data"]) * axes["data"]
         raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
     check_count("steps", steps)
-    computed = parse_dtype(aim.chip.half if dtype is None else dtype).name
+    computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
     networks = architecture(model, **source)
     (tall, wide), factor = networks.native_size, networks.vae.factor

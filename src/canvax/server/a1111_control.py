@@ -95,6 +95,8 @@ class Script(Struct):
     """What a script of AUTOMATIC1111 is given."""
 
     args: Annotated[list[Unit | bool | float | str | list[Any] | None], Meta(max_length=100)] = []
+    image: Any = None
+    """Of a unit that stands here, and not in ``args``."""
 
 
 Scripts = dict[Text, Script]
@@ -131,6 +133,8 @@ def units_of(scripts: Scripts | None) -> list[Unit]:
             if script.args:
                 raise _refused("alwayson_scripts", f"{name[:60]!r} is not offered by this server; leave it out")
             continue
+        if script.image is not None:
+            raise _refused("alwayson_scripts", 'controlnet is a unit itself; put it into a list: {"args": [{...}]}')
         if not all(isinstance(one, Unit | None) for one in script.args):
             raise _refused("alwayson_scripts", "the args of controlnet are units, each an object")
         found += [one for one in script.args if isinstance(one, Unit) and one.enabled is not False]

@@ -62,7 +62,7 @@ class Keys:
                 if line := _COMMENT.sub("", line).strip():
                     _add(found, line, f"--keys {file}, line {number}")
             if not found:
-                raise InputError(f"--keys {file}: holds no key; write lines such as alice:a-long-secret")
+                raise InputError(f"--keys {file}: holds no key; write lines such as alice:a-secret-of-16-characters")
         for part in os.environ.get("CANVAX_KEYS", "").split(","):
             if part.strip():
                 _add(found, part.strip(), "CANVAX_KEYS")

@@ -137,7 +137,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         for card in engine.models():
             if card.id == name:
                 return json_answer(_described(card))
-        raise Refused(404, "model_not_found", f"the model {name!r:.200} is not served here", param="model")
+        known = " or ".join(card.id for card in engine.models())
+        said = f"the model {name!r:.200} is not served here; ask for {known}"
+        raise Refused(404, "model_not_found", said, param="model")
 
     found: list[BaseRoute] = []
     for prefix in _PREFIXES:

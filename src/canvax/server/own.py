@@ -384,7 +384,9 @@ def _inspected(data: bytes) -> bytes:
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
         return json.dumps({"settings": settings, "missing": missing, "metadata": one}).encode()
     except InputError as unknown:
-        raise Refused(400, "no_settings", str(unknown)) from None
+        inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
+        cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
+        raise Refused(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Refused(400, "no_settings", "the image: holds settings that cannot be told") from None
 

@@ -38,7 +38,6 @@ MOST_GROUPS = 32
 _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
 _KINDS = {
-    "parts": "prompts joined by AND",
     "method": "options.guidance_method",
     "tuned": "options.pag_scale and options.freeu",
     "clip": "a sampler that clips (clip_sample or thresholding)",
@@ -227,6 +226,11 @@ class Served:
             most = max(key.kinds.chunks for key in keys)
             message = f"prompt: it is longer than the {75 * most} tokens that this server has programs for; shorten it"
             return Refused(400, "prompt_too_long", message, param="prompt")
+        if "parts" in differs:
+            why = "prompts joined by AND" if wanted.kinds.parts > 1 else "the number behind its colon weighs it"
+            cure = "send one of them" if wanted.kinds.parts > 1 else "end it with a word, or set guidance_scale"
+            message = f"prompt: {why}, and this server has no programs for that; {cure}"
+            return Refused(400, "not_compiled", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out"
         param = "image_prompt" if differs == ["image_prompts"] else "options"

@@ -7,6 +7,7 @@ compiled, and images with different adapters are in one batch.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,6 +159,7 @@ class Shelf:
                 entry = before[1] if before and before[0] == changed else self._read(path)
             except (CanvaxError, OSError) as fault:
                 told = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+                told = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", told)
                 raise Refused(400, "adapter_unusable", f"adapters: {told}", param="adapters") from None
             self._entries[path] = changed, entry
             while sum(one.bytes for _, one in self._entries.values()) > KEPT and len(self._entries) > 1:

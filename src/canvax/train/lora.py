@@ -67,7 +67,7 @@ class Lora:
             raise InputError(f"alpha = {self.alpha} must be more than 0")
         check_rate(self.text, self.text_rate)
         parse_dtype(self.save_dtype, "save_dtype")
-        for what, value, known in (("layers", self.layers, LAYERS), ("format", self.names, FORMATS)):
+        for what, value, known in (("layers", self.layers, LAYERS), ("names", self.names, FORMATS)):
             if value not in known:
                 raise InputError(f"{what} = {value!r} is not known; {nearest(str(value), list(known))}")
 

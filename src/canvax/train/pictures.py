@@ -31,6 +31,8 @@ from canvax.images.convert import upright_mask, upright_rgb
 from canvax.pipelines.checks import MAX_SIDE
 from canvax.types import HostArray
 
+_NOT_UTF8 = "{}: {} is not UTF-8 text; save it as UTF-8"
+
 METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
 CAPTION = "text"
@@ -179,6 +181,8 @@ def read_pictures(
     masks = _masks(files, source, rows, frames, size) if masked else None
     texts = [row.pop(caption_column) for row in rows]
     own = [[text] if isinstance(text, str) else list(text) for text in texts]
+    if not any(caption.strip() for told in own for caption in told):
+        warn(f"{source}: all captions are empty, so that pictures are learnt without words", HintWarning)
     return Pictures(pixels, own, rows, frames, control, masks)
 
 
@@ -307,6 +311,8 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
             rows: list[Any] = list(csv.DictReader(io.StringIO(text), strict=True))
         else:
             rows = [_of_json(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(_NOT_UTF8.format(source, table)) from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
@@ -372,7 +378,7 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
         try:
             rows.append({"file_name": name, column: files.read(told).decode("utf-8-sig").strip()})
         except UnicodeDecodeError as error:
-            raise InputError(f"{source}: {told} is not UTF-8: {error}") from error
+            raise InputError(_NOT_UTF8.format(source, told)) from error
     return rows
 
 

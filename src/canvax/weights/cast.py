@@ -51,8 +51,10 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
+def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = False) -> DType:
     """A floating point dtype from itself or from any of its usual names.
+
+    ``quantizes``: whether there is an argument ``quantize`` beside it, of which those who ask for 8 bits are told.
 
     Raises:
         InputError: not float32, bfloat16 or float16.
@@ -67,6 +69,6 @@ def parse_dtype(dtype: DType, argument: str = "dtype") -> DType:
         name = shown(dtype) if name is None else name
         small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
         cure = nearest(str(name), list(dict.fromkeys(_DTYPES.values())))
-        cure = "quantize='int8' or 'float8' keeps large weights in 8 bits" if small else cure
+        cure = "quantize='int8' or 'float8' keeps large weights in 8 bits" if small and quantizes else cure
         raise InputError(f"{argument}={shown(dtype)} is not supported; {cure}")
     return jnp.dtype(_DTYPES[name])

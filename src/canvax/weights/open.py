@@ -126,6 +126,9 @@ def read_config(source: Source, name: str) -> dict[str, Any]:
         CheckpointError, HubError: as ``open_files``.
     """
     path = source.local_folder()
+    if path is not None and not (path / name).exists():
+        inside = ", ".join(sorted(one.name for one in path.iterdir() if one.is_dir())) or "none"
+        raise CheckpointError(f"{source.name}: there is no {name} in it; its folders (subfolder=) are {inside:.200}")
     return read_json((find_commit(source, name).fetch([name]) if path is None else path) / name)
 
 

@@ -32,6 +32,12 @@ _FILES = (".safetensors", ".gguf", *PICKLES)
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 
 
+def _architecture(text: str) -> str:
+    """A key of ``EXAMPLES`` for what people write for it, such as "SD 1.5" or "stable-diffusion-v1-5"."""
+    plain = re.sub(r"[\W_]", "", text.lower()).replace("stablediffusion", "sd").replace("sdv", "sd")
+    return {"sdxlbase": "sdxl", "sdxl10": "sdxl", "sdxlbase10": "sdxl", "sdxlrefiner": "sdxl-refiner"}.get(plain, plain)
+
+
 @placed
 @dataclass(frozen=True)
 class Source:
@@ -163,10 +169,15 @@ class Source:
             raise CheckpointError(f"model = {text!r}: {why}.")
         if self.is_hub_id:
             return None
-        if text in EXAMPLES:
+        if re.match(r"https?://", text):
+            raise CheckpointError(
+                f"model = {text!r:.200}: no address is read but those of repositories on huggingface.co; "
+                "download the file, such as model.safetensors, and give its name."
+            )
+        if (known := _architecture(text)) in EXAMPLES:
             raise CheckpointError(
                 f"model = {text!r} names an architecture without weights, for canvax plan; to generate images, "
-                f"pass a folder or a Hub id, such as {EXAMPLES[text]!r}."
+                f"pass a folder or a Hub id, such as {EXAMPLES[known]!r}."
             )
         hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
