@@ -85,6 +85,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
             use_folder(None)
         if module not in AS_FOR_USERS:
             jax.config.update("jax_disable_most_optimizations", True)
+            environment.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
             # JAX has no public setting for options of all programs but XLA_FLAGS, which holds for all modules.
             environment.setattr(compiler, "get_compile_options", quick_options())
         yield

@@ -425,7 +425,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"sampler": "euler", "sampler_settings": {"s_churn": 5, "s_tmin": 10, "s_tmax": 1}}, "^s_tmin=10 is above"), ({"noise": LATENTS}, "^noise=.{0,90} is not known"),
     ({"callback_on_step_end": lambda *_: {"prompt_embeds": None}}, "^callback_on_step_end returned 'prompt_embeds'"), ({"image": "data:image/png;base64,AAAA"}, "^image='data:.*data URL"),
     ({"image": canvax.Result([], LATENTS, LATENTS, [], {}, 0, [])}, "^image=Result.*such as result.images.0."), ({"image_strength": 0.6}, "strength=0.6"), ({"timestep_spacing": "even"}, "spacing='trailing'"),
-    ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"W": 65}, "width=65"), ({"prompt": LATENTS}, "prompt={'text': array}"),
+    ({"guidance_steps": [1, 2]}, "guidance_steps"), ({"W": 65}, "^W=65"), ({"prompt": LATENTS}, "prompt={'text': array}"),
     *(({"nope": 1}, "nope"), ({"cross_attention_kwargs": {}}, "LoRA"), ({"output_type": "pt"}, "output_type"), ({"generator": 5}, "generator")),
 ]  # fmt: skip
 
@@ -618,7 +618,7 @@ ELSEWHERE: list[tuple[str, str]] = [
     ("train lora . -o m --num_train_epochs 3", "write --steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
     ("train lora --pretrained_model_name_or_path emoji --train_data_dir x", "write --model"), ("serve --listen", "write --host 0.0.0.0"),
     ("generate x --strength 75%", "'75%' is a percentage; write 0.75"), ("--verison", "did you mean '--version'"), ("generate x -m https://civitai.com/models/4384", "download the file"),
-    ("convert emoji m --dtype int8", "choose one of 'float32', 'bfloat16', 'float16'"), ("train lora . -o m --lr -1", "lr|caption"),
+    ("convert emoji m --dtype int8", "choose one of 'float32', 'bfloat16', 'float16'"), ("train lora . -o m --lr -1", "--learning-rate=-1 is not in"),
     ("serve -m emoji", "write canvax serve emoji"), ("serve --share", "no public address"), ("ui --share", "no public address"),
     ("upscale x.png -i y.png", "-i' is not a flag of canvax upscale"),
     ("generate x --vae-tiling --steps 1", "expected one argument: decode in tiles, in less memory; auto"), ("generate x \u2014-steps 1", "begins with a dash that is no hyphen; write --steps"),

@@ -22,6 +22,7 @@ from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import translate_call, translate_load
+from canvax.train.lora import Lora
 from canvax.weights.cast import parse_dtype
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
@@ -107,7 +108,7 @@ def test_what_a_callback_cannot_return(emoji: canvax.StableDiffusion, returned: 
 @pytest.mark.parametrize("name", sorted(CALL))
 def test_every_argument_of_a_call_has_an_answer(name: str) -> None:
     if target := CALL[name].becomes:
-        value = 0.5 if target.startswith(("control_", "variation_str")) else 7
+        value = 0.5 if target.startswith(("control_", "variation_str", "guidance_r")) else 7
         kept = canvax.Options(variation_seed=3) if target == "variation_strength" else None
         own = translate_call({"options": kept}, {name: value})[0]  # an argument of the call, or a field of its options
         assert own.get(target, getattr(own["options"], target, None)) == value
@@ -203,7 +204,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "a folder that is not there": (
         lambda _: FlaxDDIMScheduler.from_pretrained("emoji", subfolder="schedular"), "folders .* are .*scheduler"),
     "a line for the command": (lambda _: main("generate x"), "give a list of words"),
-    "names of a LoRA": (lambda _: canvax.train.Lora(names="a1111"), "^names = 'a1111'"),
+    "names of a LoRA": (lambda _: Lora(names="a1111"), "^names = 'a1111'"),
     "8 bits where there are none": (lambda _: canvax.convert("emoji", "m", dtype="fp8"), "'float16'"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip
@@ -212,7 +213,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", SENTENCES)
 def test_sentences(emoji: canvax.StableDiffusion, case: str) -> None:
     run, said = SENTENCES[case]
-    with pytest.raises((canvax.InputError, AttributeError, ImportError, TypeError), match=said):
+    with pytest.raises((canvax.CanvaxError, AttributeError, ImportError, TypeError), match=said):
         run(emoji)
 
 

@@ -71,7 +71,10 @@ class Run:
 
 
 class Carried(NamedTuple):
-    """An image between batches: how far it is, and all that a batch holds of it, [1, ...] each, on the host."""
+    """An image between batches: how far it is, and all that a batch holds of it, [1, ...] each.
+
+    On the host, but for what is from a batch of one image, which may be on its devices.
+    """
 
     flight: InFlight
     run: Run
@@ -204,26 +207,30 @@ class Batch:
         runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]
         self._check_clip(runs[0].table, [run.table for run in runs])
         flights = {slot: self._suited(image.flight) for slot, image in images.items()}
-        if self._flight is None:
+        if self.latents[0] == 1:  # as it is: it may be on the devices already
+            (host,) = flights.values()
+        elif self._flight is None:
             some = next(iter(flights.values()))
             host = jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), some)
         else:
             host = jax.tree.map(np.array, jax.device_get(self._flight))
-        for slot, flight in flights.items():
+        for slot, flight in flights.items() if self.latents[0] > 1 else ():
             _write(host, slot, flight)
-            self._runs[slot] = replace(images[slot].run)
+        self._runs = [replace(images[slot].run) if slot in images else run for slot, run in enumerate(self._runs)]
         self._flight = put_all(host, over_batch(self._programs.mesh))
 
     def carried(self) -> dict[int, Carried]:
         """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
         if self._flight is None:
             return {}
-        host = jax.device_get(self._flight)
+        alone = self.latents[0] == 1  # nothing is cut out of its arrays, and they do not change
+        host = self._flight if alone else jax.device_get(self._flight)
         later = jax.device_get(dict(self._later))
         found = {}
         for slot, run in enumerate(self._runs):
             if run is not None:
-                flight, texts = _at(host, slot), {row: _at(one, slot) for row, one in later.items()}
+                flight = host if alone else _at(host, slot)
+                texts = {row: _at(one, slot) for row, one in later.items()}
                 found[slot] = Carried(flight, replace(run, later=texts or run.later))
         return found
 
@@ -392,7 +399,7 @@ def _at(host: Any, slot: int) -> Any:
 
 def _write(host: InFlight, slot: int, image: InFlight) -> None:
     """Put one image among arrays on the host."""
-    jax.tree.map(lambda whole, single: whole.__setitem__(slot, single[0]), host, image)
+    jax.tree.map(lambda whole, single: whole.__setitem__(slot, np.asarray(single)[0]), host, image)
 
 
 def filled(array: HostArray, batch: int) -> HostArray:

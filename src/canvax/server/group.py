@@ -341,6 +341,7 @@ def _with_known(flight: Any, kinds: Kinds) -> Any:
     """With a mask by which all is generated, for an image that has none."""
     if not kinds.known or flight.known is not None:
         return flight
-    latents = flight.state[:, 0]
-    whole = Known(np.ones((*latents.shape[:3], 1), np.float32), np.zeros_like(latents), np.zeros(1, bool))
+    _, _, height, width, channels = flight.state.shape
+    empty = np.zeros((1, height, width, channels), np.float32)
+    whole = Known(np.ones((1, height, width, 1), np.float32), empty, np.zeros(1, bool))
     return flight._replace(known=whole)
