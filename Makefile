@@ -31,15 +31,16 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The same and the slow ones; the pages; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own count.
-test-all: test-slow
-	$(MAKE) docs
+# The linters, the pages and the TPU's compiler, side by side, since each uses one processor; the same tests and the slow
+# ones; the browser; the newest Python and JAX. Each ends with its own count.
+test-all: .venv/test-$(REFERENCE) .venv/docs .venv/tpu
+	$(MAKE) -j 2 lint docs test-tpu
+	$(MAKE) test-slow
 	$(MAKE) test-page
 	$(MAKE) test-newest
-	$(MAKE) test-tpu
 
 # Every test, on this Python.
-test-slow: .venv/test-$(REFERENCE) lint
+test-slow: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST) -m ""
 
 # Bad inputs and faults, each with its answer.

@@ -23,7 +23,7 @@ os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home fo
 # makes it. A program that comes from it counts as compiled (canvax.compile.monitor): tests of recompiling see it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix="canvax-compiled-", ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{compiled.name}/jax"
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault(
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0"

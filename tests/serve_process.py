@@ -73,8 +73,13 @@ class Served:
 
 @contextmanager
 def serving(*arguments: str, cwd: Path, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """``canvax serve`` on a free port with the model in the package; killed in the end if it still runs."""
-    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | dict(environment or {})
+    """``canvax serve`` on a free port with the model in the package; killed in the end if it still runs.
+
+    Servers share their programs, as those of one machine do: each would take ten seconds to compile.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    variables["CANVAX_CACHE_DIR"] = os.environ["JAX_COMPILATION_CACHE_DIR"] + "-programs"
+    variables |= environment or {}
     words = arguments if arguments[:1] == ("ui",) else ("serve", "--port", "0", *arguments)
     command = [sys.executable, "-m", "canvax", *words]
     process = subprocess.Popen(command, cwd=cwd, env=variables, stderr=subprocess.PIPE, text=True)

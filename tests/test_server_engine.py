@@ -173,6 +173,21 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
     assert [len(group._new_batch(images)._batches) for images in group.batches] == ([1, 1] if free else [1, 2, 1, 2])
 
 
+def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine) -> None:
+    asked = sample("emoji", PIPE.model, 64, 64)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1,), lanes=2)
+    group.compile(PIPE.params or {})
+    group.timings.row, group._lanes = {1: 0.05, 2: 0.09}, {1: 1, 2: 2}
+    jobs = [Job(Ask("a red apple", seed=i), "emoji", asked.pictures(), cancel=lambda job: None) for i in range(2)]
+    one, two = (asked.item(job, job.pictures[0]) for job in jobs)
+    group.seat([one], 2)
+    group.step()
+    assert group.timings.row[2] == 0.09
+    group.seat([one, two], 2)
+    group.step()
+    assert group.timings.row[2] != 0.09
+
+
 def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:
     told = engine._metrics.text
     job = engine.submit(Ask("a red apple", steps=60, n=3, seed=1))
@@ -547,7 +562,7 @@ def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
         finished([engine.submit(Ask("a red apple", steps=50, n=4))])
         turn = time.perf_counter() - began
         began = time.perf_counter()
-        many = [engine.submit(Ask("a red apple", steps=50, seed=i, client="many")) for i in range(10_000)]
+        many = [engine.submit(Ask("a red apple", steps=50, seed=i, n=4, client="many")) for i in range(2_500)]
         accepting = (time.perf_counter() - began) / len(many)
         began = time.perf_counter()
         finished([engine.submit(Ask("a lemon", steps=5, client="other"))])

@@ -16,7 +16,7 @@ import pytest
 from tests.serve_process import serving
 from tests.server_stub import drawn
 
-SECONDS = float(os.environ.get("CANVAX_SOAK", "60"))
+SECONDS = float(os.environ.get("CANVAX_SOAK", "30"))
 GROWTH = 1.05
 """Of the memory between the first half and the end: caches fill in the beginning."""
 

@@ -254,7 +254,6 @@ LORAS = [
     ("velocity", Lora(rank=4, layers="transformer", text=True, text_rate=1e-3)),
     ("sd", Lora(rank=2, alpha=1.0, layers="all", text=True)),
     ("xl", Lora(rank=4, alpha=2.0, text=True, text_rate=5e-4)),
-    ("xl", Lora(rank=3, layers="all")),
 ]
 
 

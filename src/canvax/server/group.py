@@ -260,7 +260,8 @@ class Group:
             if item is not None:
                 ran = max(ran, before[slot] - self._batch.left(slot))
                 item.picture.step = len(item.table) - self._batch.left(slot)
-        if any(item.request.guided or item.request.embedded for item in self.seated):
+        full = len(self.seated) == len(self._seats) or self._lanes[len(self._seats)] == 1  # a lane without work is fast
+        if full and any(item.request.guided or item.request.embedded for item in self.seated):
             self.timings.learn_row(len(self._seats), took / ran)
         finished = []
         for slot in done:
