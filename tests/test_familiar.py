@@ -195,6 +195,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "as loaded": (lambda _: canvax.load("emoji", torch_dtype="nope"), "^torch_dtype='nope'"),
     "set on the pipeline": (lambda pipe: setattr(pipe, "guidance_scale", 3), r"pipe\(prompt, guidance_scale="),
     "read from the pipeline": (lambda pipe: pipe.steps, r"it is an argument of a call: pipe\(prompt, steps=...\)"),
+    "the model itself": (lambda pipe: setattr(pipe, "model", "sdxl"), "cannot be set: .*chosen by loading it"),
     "of the model": (lambda pipe: setattr(pipe, "dtype", "float16"), r"canvax.load\(model, dtype=...\)"),
     "an architecture": (lambda _: canvax.load("SD 1.5"), "such as 'stable-diffusion-v1-5/"),
     "an address": (lambda _: canvax.load("https://civitai.com/models/4384"), "download the file"),

@@ -103,7 +103,7 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
         )
     if len(words) > 1 and not any(" " in word for word in words):
         told = f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words).strip(_CURLY)}"'
-        if set(_CURLY) & {words[0][0], words[-1][-1]}:
+        if words[0][:1] in tuple(_CURLY) or words[-1][-1:] in tuple(_CURLY):
             told += "; the shell takes “ and ” for letters"
         warn(told, HintWarning)
 

@@ -100,7 +100,7 @@ def _check_body(text: str) -> int:
     """The bytes of ``--max-body``, told of where no request fits into them."""
     count = byte_count("--max-body", text)
     if count < _LEAST_BODY:
-        warn(f"--max-body {text} is {count} bytes, into which hardly a request fits; write {text}MB", HintWarning)
+        warn(f"--max-body {text} is {count} bytes, into which hardly a request fits; 32MB is usual", HintWarning)
     return count
 
 

@@ -206,8 +206,8 @@ class GeneratedImage(Image.Image):
         kind = str(format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
         kind = kind or Image.registered_extensions().get(Path(str(name)).suffix.lower(), "")
-        path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
         try:
+            path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
             if path is None or (path.exists() and not path.is_file()):
                 super().save(fp, format, **own | params)
             else:
@@ -218,7 +218,7 @@ class GeneratedImage(Image.Image):
             raise InputError(told) from None
         except OSError as error:
             raise CanvaxError(f"{name or shown(fp)} cannot be written ({error.strerror or error})") from None
-        except (AttributeError, KeyError, ValueError) as error:  # Pillow's word for another format, and for parameters
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow, of a format
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"
             ) from None

@@ -42,6 +42,8 @@ def place_of(name: str) -> str:
     """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
+    if name in CALL:
+        return CALL[name].answer
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 

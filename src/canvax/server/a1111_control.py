@@ -133,7 +133,7 @@ def units_of(scripts: Scripts | None) -> list[Unit]:
             if script.args:
                 raise _refused("alwayson_scripts", f"{name[:60]!r} is not offered by this server; leave it out")
             continue
-        if script.image is not None:
+        if script.image is not None and not script.args:
             raise _refused("alwayson_scripts", 'controlnet is a unit itself; put it into a list: {"args": [{...}]}')
         if not all(isinstance(one, Unit | None) for one in script.args):
             raise _refused("alwayson_scripts", "the args of controlnet are units, each an object")
