@@ -31,13 +31,14 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The linters, the pages and the TPU's compiler, side by side, since each uses one processor; the same tests and the slow
-# ones; the browser; the newest Python and JAX. Each ends with its own count.
-test-all: .venv/test-$(REFERENCE) .venv/docs .venv/tpu
-	$(MAKE) -j 2 lint docs test-tpu
+# The linters and the pages, side by side, since each uses one processor; the same tests and the slow ones; the browser;
+# the newest Python and JAX; the TPU's compiler. Each ends with its own count.
+test-all: .venv/test-$(REFERENCE) .venv/docs
+	$(MAKE) -j 2 lint docs
 	$(MAKE) test-slow
 	$(MAKE) test-page
 	$(MAKE) test-newest
+	$(MAKE) test-tpu
 
 # Every test, on this Python.
 test-slow: .venv/test-$(REFERENCE)

@@ -106,7 +106,7 @@ def test_alone(bench: Bench, small: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["text", "unet", "picture"])
+@pytest.mark.parametrize("part", ["unet", "picture"])
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
     pytest.importorskip("diffusers")

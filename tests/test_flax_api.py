@@ -343,7 +343,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "params": ({"params": {"unet": {}}}, "text_encoder, unet, vae"),
     "large ids": ({"prompt_ids": np.full((D, B, 77), 10**6)}, "the id 1000000, and text_encoder knows 0.."),
     "negative ids": ({"neg_prompt_ids": np.full((D, B, 77), -1)}, "neg_prompt_ids has the id -1"),
-    "no ids": ({"prompt_ids": "a fox"}, "prompt_ids has shape"),
+    "no ids": ({"prompt_ids": "a fox"}, "prompt_ids has dtype <U5; token ids are whole numbers"),
     "ragged ids": ({"prompt_ids": [[1], [1, 2]]}, "prompt_ids is not an array"),
     "complex latents": ({"latents": np.zeros((D, *LATENTS), complex)}, "complex128"),
     "no latents": ({"latents": "zeros"}, "latents is not an array"),

@@ -218,14 +218,19 @@ def test_doubling_inside_the_convolution(platform: str) -> None:
     np.testing.assert_allclose(got, want, atol=5e-5)
 
 
+AT_A_TIME = ("all", "an image", "rows of an image", "rows that do not come out even")
+"""Sums of a convolution by its taps or tiles."""
+
+
 def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: common.Padding) -> jax.Array:
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=numbers)
 
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
-@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("doubled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "doubled"])
+@pytest.mark.parametrize(
+    ("at_a_time", "doubled"), [*((one, False) for one in AT_A_TIME), pytest.param("all", True, marks=pytest.mark.slow)]
+)
 def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
     from canvax.parallel.mesh import make_mesh, over_batch
@@ -275,8 +280,10 @@ def check_on_a_cpu(
 
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
-@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("at_a_time", "dtype"),
+    [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
+)
 def test_convolution_of_a_doubled_image_on_a_cpu(
     dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,8 +301,10 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
 
 
 @pytest.mark.parametrize("devices", ONE_OR_TWO)
-@pytest.mark.parametrize("at_a_time", ["all", "an image", "rows of an image", "rows that do not come out even"])
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("at_a_time", "dtype"),
+    [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
+)
 def test_convolution_by_tiles_on_a_cpu(
     dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,7 @@ def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path,
         ({"rank": 5000}, "rank = 5000 is more than 1024"),
         ({"alpha": 0.0}, "alpha"),
         ({"layers": "atention"}, "did you mean 'attention'"),
-        ({"names": "a1111"}, "format"),
+        ({"names": "a1111"}, "names"),
         ({"save_dtype": "fp9"}, "fp9"),
     ],
 )

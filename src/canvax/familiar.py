@@ -372,11 +372,16 @@ def accepts(
     return decorate
 
 
-def _as_given(error: InputError, given: Iterable[str], table: Mapping[str, Familiar]) -> InputError:
+def _as_given(error: InputError, given: Mapping[str, Any], table: Mapping[str, Familiar]) -> InputError:
     """An error that begins with an argument, under the name that it was given by."""
     for name in given:
         own = table[name].becomes if name in table else ""
-        if own and (rest := str(error).removeprefix(own)) != str(error) and not re.match(r"\w", rest):
+        if (
+            own
+            and own not in given
+            and (rest := str(error).removeprefix(own)) != str(error)
+            and not re.match(r"\w", rest)
+        ):
             return InputError(f"{name}{rest}")
     return error
 
