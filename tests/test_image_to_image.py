@@ -316,7 +316,7 @@ def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDi
 
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
     Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
-    with pytest.raises(canvax.InputError, match="which is too many|more than [0-9]+ pixels; give a smaller one"):
+    with pytest.raises(canvax.InputError, match=r"which is too many|more than \d+ pixels; give a smaller one"):
         draw(emoji, image=tmp_path / "huge.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "huge.png").read_bytes()[:200])
     Image.new("RGB", (64, 64)).save(tmp_path / "a.gif")

@@ -376,13 +376,8 @@ def _as_given(error: InputError, given: Mapping[str, Any], table: Mapping[str, F
     """An error that begins with an argument, under the name that it was given by."""
     for name in given:
         own = table[name].becomes if name in table else ""
-        if (
-            own
-            and own not in given
-            and (rest := str(error).removeprefix(own)) != str(error)
-            and not re.match(r"\w", rest)
-        ):
-            return InputError(f"{name}{rest}")
+        if own and own not in given and re.match(rf"{re.escape(own)}(?!\w)", str(error)):
+            return InputError(name + str(error).removeprefix(own))
     return error
 
 
