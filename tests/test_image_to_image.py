@@ -331,7 +331,7 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusio
         ("two.png", "is animated; save one"),
         ("two.webp", "is animated; save one"),
         ("print.jpg", r"\(CMYK\); convert it"),
-        ("cut.png", "decompression"),
+        ("cut.png", "pixels; give a smaller one"),
     ):
         with pytest.raises(canvax.InputError, match=message):
             draw(emoji, image=tmp_path / name)
