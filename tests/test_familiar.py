@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import canvax
+import canvax.train
 from canvax.cli import main
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
-from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline
+from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, shard
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import translate_call, translate_load
@@ -205,6 +206,8 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "a folder that is not there": (
         lambda _: FlaxDDIMScheduler.from_pretrained("emoji", subfolder="schedular"), "folders .* are .*scheduler"),
     "a line for the command": (lambda _: main("generate x"), "give a list of words"),
+    "a task of training": (lambda _: canvax.train.__getattr__("dreambooth"), "canvax train dreambooth FOLDER"),
+    "text to split": (lambda _: shard("a cat"), "pipeline.prepare_inputs makes one"),
     "names of a LoRA": (lambda _: Lora(names="a1111"), "^names = 'a1111'"),
     "8 bits where there are none": (lambda _: canvax.convert("emoji", "m", dtype="fp8"), "'float16'"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),

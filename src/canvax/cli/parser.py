@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         message = re.sub(r"invalid float value: '(\d+(?:\.\d+)?)%'", _percent, message)
+        message = re.sub(r"invalid float value: '(-?\d*),(\d+)'", r"'\1,\2' has a comma; write \1.\2", message)
         message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
         message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
         raise InputError(f"{message} (see: {self.prog} --help)")

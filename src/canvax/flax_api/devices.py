@@ -59,7 +59,8 @@ def shard(tree: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         if not hasattr(leaf, "ndim"):
-            raise InputError(f"shard: {shown(leaf)} is not an array")
+            cure = "; of text pipeline.prepare_inputs makes one" if isinstance(leaf, str) else ""
+            raise InputError(f"shard: {shown(leaf)} is not an array{cure}")
         if leaf.ndim == 0 or leaf.shape[0] % devices:
             raise InputError(
                 f"shard: an array of shape {leaf.shape} cannot be split over {devices} devices; make its first axis a "

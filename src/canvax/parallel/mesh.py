@@ -103,9 +103,10 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
             raise InputError(f"model={model} does not divide {devices} devices; use one of {divisors}")
         return devices // model
     if data * model != devices:
+        some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
         raise InputError(
             f"data={data}, model={model} is a mesh of {data * model} devices, and there are {devices}; leave data out "
-            "to use them all, or name the devices, as in make_mesh(jax.devices()[:2])"
+            f"to use them all{some}"
         )
     return data
 

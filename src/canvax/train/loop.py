@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.checked import check_function, checked, shown
-from canvax.errors import CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.kernels.target import compiled_on
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
@@ -194,6 +194,8 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         state = load_state(path, state)
     else:
         steps = -(-plan.steps // plan.chunk) * plan.chunk
+        if steps != plan.steps and plan.minutes is None:
+            warn(f"steps={plan.steps} becomes {steps}, a multiple of chunk={plan.chunk}", HintWarning)
         if plan.minutes is not None:
             steps = _steps_in(plan, program, state, data, samples)
     done = int(state.step)

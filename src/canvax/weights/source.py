@@ -156,7 +156,7 @@ class Source:
             raise CheckpointError(f"model = {text[:80]!r} cannot be a folder's name ({reason}).") from None
         if is_folder:
             return path
-        if text.lower().endswith(PICKLES):
+        if text.lower().endswith(PICKLES) and is_file:
             raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
         if is_file:
             kind = _other_kind(path) or "no safetensors file"
