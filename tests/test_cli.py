@@ -665,3 +665,9 @@ def test_a_sampler_that_is_no_text(generate: Run) -> None:
     Path("odd.jsonl").write_text('{"prompt": "a cat", "sampler": ["euler"]}\n')
     code, _, err = generate("--prompt-file", "odd.jsonl")
     assert (code, "sampler=['euler'] is not text" in err) == (BAD_INPUT, True)
+
+
+def test_a_folder_of_loras_that_no_prompt_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prompt, told in (("a lemon", True), ("a lemon <lora:x>", False)):
+        main(["generate", prompt, "-m", "nope", "--lora-dir", str(tmp_path)])
+        assert ("--lora-dir without <lora:name:0.8>" in capsys.readouterr().err) == told
