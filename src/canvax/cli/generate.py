@@ -104,8 +104,9 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
             HintWarning,
         )
     if len(words) > 1 and not any(" " in word for word in words):
-        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{" ".join(words).strip(_CURLY)}"'
-        if words[0][:1] in tuple(_CURLY) or words[-1][-1:] in tuple(_CURLY):
+        one = " ".join(words)
+        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{one.strip(_CURLY)}"'
+        if one != one.strip(_CURLY):
             told += "; the shell takes “ and ” for letters"
         warn(told, HintWarning)
 

@@ -16,6 +16,7 @@ from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
+from canvax.images.formats import FORMATS, OTHERS
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
@@ -25,7 +26,6 @@ from canvax.weights.source import Source, tell_of_idle_cache
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes of image files, whose metadata is read."""
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,11 +49,10 @@ _FLAGS = {
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
-    from canvax.images.formats import OTHERS
-
     path = named_path("MODEL|IMAGE", arguments.what)
-    is_image = path.suffix.lower() in IMAGE_SUFFIXES
-    if path.suffix.lower() in OTHERS and path.is_file():
+    suffix = path.suffix.lower()
+    is_image = suffix in FORMATS
+    if suffix in OTHERS and path.is_file():
         raise InputError(f"{path}: of images PNG, JPEG and WebP are read; the settings of other kinds are not")
     kind = "an image" if is_image else Source(arguments.what).other_kind()
     is_model = kind not in ("an image", "a LoRA", "a textual inversion")

@@ -207,15 +207,12 @@ class Batch:
         runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]
         self._check_clip(runs[0].table, [run.table for run in runs])
         flights = {slot: self._suited(image.flight) for slot, image in images.items()}
-        if self.latents[0] == 1:  # as it is: it may be on the devices already
-            (host,) = flights.values()
-        elif self._flight is None:
-            some = next(iter(flights.values()))
-            host = jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), some)
+        if self.latents[0] == 1:
+            (host,) = flights.values()  # as it is: it may be on the devices already
         else:
-            host = jax.tree.map(np.array, jax.device_get(self._flight))
-        for slot, flight in flights.items() if self.latents[0] > 1 else ():
-            _write(host, slot, flight)
+            host = self._on_host(next(iter(flights.values())))
+            for slot, flight in flights.items():
+                _write(host, slot, flight)
         self._runs = [replace(images[slot].run) if slot in images else run for slot, run in enumerate(self._runs)]
         self._flight = put_all(host, over_batch(self._programs.mesh))
 
@@ -317,6 +314,12 @@ class Batch:
         """The state of all slots [B, K, h, w, C] float32 on the devices; slot 0 of K is x."""
         assert self._flight is not None
         return self._flight.state
+
+    def _on_host(self, like: InFlight) -> InFlight:
+        """What is in flight, to write to; where nothing is, zeros for images such as ``like``."""
+        if self._flight is not None:
+            return jax.tree.map(np.array, jax.device_get(self._flight))
+        return jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), like)
 
     def _suited(self, flight: InFlight) -> InFlight:
         """What an image without guidance brings into a batch with it: the prompt in place of the negative one."""

@@ -203,9 +203,10 @@ class GeneratedImage(Image.Image):
         if not isinstance(format, str | None):
             raise InputError(f"format={shown(format)} is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
-        kind = str(format or FORMATS.get(Path(str(name)).suffix.lower(), "")).upper().replace("JPG", "JPEG")
+        suffix = Path(str(name)).suffix.lower()
+        kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")
         own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
-        kind = kind or Image.registered_extensions().get(Path(str(name)).suffix.lower(), "")
+        kind = kind or Image.registered_extensions().get(suffix, "")
         try:
             path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
             if path is None or (path.exists() and not path.is_file()):

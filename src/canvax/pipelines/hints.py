@@ -193,9 +193,7 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     elif _goes_on(request):
         yield "latents are those of a run that denoising_end stopped, and begin this one as noise; add denoising_start="
     if not request.guided and not request.embedded and any(request.negatives):
-        scale = f"a guidance scale of {request.guidance:g}"
-        if request.options.guidance_steps:
-            scale = "guidance_steps"
+        scale = "guidance_steps" if request.options.guidance_steps else f"a guidance scale of {request.guidance:g}"
         yield f"{scale} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"

@@ -133,11 +133,11 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"object": "list", "data": [_described(card) for card in engine.models()]})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        for card in engine.models():
+        name, cards = request.path_params["name"], engine.models()
+        for card in cards:
             if card.id == name:
                 return json_answer(_described(card))
-        known = " or ".join(card.id for card in engine.models())
+        known = " or ".join(card.id for card in cards)
         said = f"the model {name!r:.200} is not served here; ask for {known}"
         raise Refused(404, "model_not_found", said, param="model")
 

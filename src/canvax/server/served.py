@@ -227,8 +227,9 @@ class Served:
             message = f"prompt: it is longer than the {75 * most} tokens that this server has programs for; shorten it"
             return Refused(400, "prompt_too_long", message, param="prompt")
         if "parts" in differs:
-            why = "prompts joined by AND" if wanted.kinds.parts > 1 else "the number behind its colon weighs it"
-            cure = "send one of them" if wanted.kinds.parts > 1 else "end it with a word, or set guidance_scale"
+            why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
+            if wanted.kinds.parts > 1:
+                why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Refused(400, "not_compiled", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)

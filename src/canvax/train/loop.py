@@ -194,10 +194,10 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         state = load_state(path, state)
     else:
         steps = -(-plan.steps // plan.chunk) * plan.chunk
-        if steps != plan.steps and plan.minutes is None:
-            warn(f"steps={plan.steps} becomes {steps}, a multiple of chunk={plan.chunk}", HintWarning)
         if plan.minutes is not None:
             steps = _steps_in(plan, program, state, data, samples)
+        elif steps != plan.steps:
+            warn(f"steps={plan.steps} becomes {steps}, a multiple of chunk={plan.chunk}", HintWarning)
     done = int(state.step)
     _cut_log(session.folder / LOG, done)
     facts = facts_of(plan, samples) | {**session.about, "total": steps}
