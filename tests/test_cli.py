@@ -27,6 +27,7 @@ from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
 from canvax.familiar_flags import FLAGS
 from canvax.images.metadata import read_metadata, save_image
+from canvax.pipelines import display
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
 from canvax.weights.source import BUNDLED
@@ -136,6 +137,15 @@ def test_batch_size_does_not_change_images(generate: Run) -> None:
         generate("a cat", "a dog", "a bird", "-s", 1, "-b", size, "-o", f"by{size}", *FAST)
     for name in os.listdir("by1"):
         assert np.abs(pixels(f"by1/{name}").astype(int) - pixels(f"by2/{name}")).max() <= 1
+
+
+def test_a_log_has_a_line_now_and_then(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "of 6 images" not in generate("a cat", "-n", "6", "-b", "2", "--steps", "2")[2]
+    monkeypatch.setattr(display, "SELDOM", 1e-9)
+    err = generate("a cat", "-n", "6", "-b", "2", "--steps", "2")[2]
+    assert "\ngenerating: 4 of 6 images, " in err
+    assert "\r" not in err
+    assert "\ndenoising: 1 of 2 evaluations, " in generate("a cat", "--steps", "2")[2]
 
 
 def test_an_image_tells_how_to_generate_it_again(generate: Run, run: Run) -> None:
@@ -265,7 +275,7 @@ def test_hints(generate: Run) -> None:
     assert "<lora:x:1> is read as text" in err
     assert "<lora:ink:1 is read as text, since its > is missing" in err
     assert "(cat:1.5) is read as text" in err
-    assert "mask_mode without a mask: changes nothing" in err
+    assert "--mask-mode without a mask: changes nothing" in err
 
 
 def test_emoji_name_their_concepts(generate: Run, run: Run) -> None:
@@ -299,8 +309,8 @@ def test_warnings_are_one_line(generate: Run) -> None:
         (("x", "--steps", "5000"), "steps=5000"),
         (("x", "--steps", "many"), "--steps"),
         (("x", "--sampler", "Eular a"), "did you mean 'Euler a'"),
-        (("x", "-g", "nan"), "guidance_scale=nan"),
-        (("x", "-g", "inf"), "guidance_scale=inf"),
+        (("x", "-g", "nan"), "-g nan is not a finite number"),
+        (("x", "-g", "inf"), "-g inf is not"),
         (("x", "--eta", "2"), "eta=2.0"),
         (("x", "--eta", "0.5", "--sampler", "euler"), "eta=0.5"),
         (("x", "--sigmas", "karas"), "did you mean 'karras'"),
@@ -664,7 +674,7 @@ def test_no_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_sampler_that_is_no_text(generate: Run) -> None:
     Path("odd.jsonl").write_text('{"prompt": "a cat", "sampler": ["euler"]}\n')
     code, _, err = generate("--prompt-file", "odd.jsonl")
-    assert (code, "sampler=['euler'] is not text" in err) == (BAD_INPUT, True)
+    assert (code, "--sampler=['euler'] is not text" in err) == (BAD_INPUT, True)
 
 
 def test_a_folder_of_loras_that_no_prompt_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,9 +88,9 @@ def open_regular(path: Path) -> FileIO:
         descriptor = os.open(path, flags)
     except ValueError as error:  # a name with a null byte
         raise OSError(EINVAL, str(error), str(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(EINVAL, "it is not a regular file", str(path))
+        raise OSError(EINVAL, "it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file", str(path))
     return open(descriptor, "rb", buffering=0)
 
 

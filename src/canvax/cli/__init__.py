@@ -16,6 +16,7 @@ from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
+from canvax.cli.wording import in_flags
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -76,7 +77,13 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
 
 def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
     chosen = parse(arguments)
-    import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+    show = warnings.showwarning
+    warnings.showwarning = lambda told, *more: show(in_flags(str(told), chosen.flags), *more)  # type: ignore[assignment]
+    try:
+        import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+    except CanvaxError as error:
+        error.args = (in_flags(str(error), chosen.flags),)
+        raise
 
 
 def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:

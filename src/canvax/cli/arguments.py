@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from canvax._version import __version__
 from canvax.cli.generate_arguments import (
     Once,
-    action_of,
     add_batch,
     add_control,
     add_controlnet,
@@ -22,12 +21,12 @@ from canvax.cli.generate_arguments import (
     add_quantize,
     add_source,
     add_upscale,
-    as_written,
 )
 from canvax.cli.parser import Parser
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
+from canvax.cli.wording import actions_of, as_written, flags_of
 from canvax.errors import InputError, check_utf8, did_you_mean, slip
 
 COMMANDS = {
@@ -135,7 +134,7 @@ _TEXTS = (
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. Words after ``--`` are prompts, whatever they start with.
+    """Parse a command line. Words after ``--`` are prompts, whatever they start with; ``flags`` has each flag's name.
 
     Raises:
         InputError: an argument is unknown or malformed.
@@ -158,19 +157,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         cure = near or "a command comes first: canvax generate 'a cat'"
         parser.error(f"{words[0]!r} is not a flag of canvax alone; {cure}")
     arguments = parser.parse_args(words[:end])
+    actions = actions_of(parser, arguments)
     for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
-                needed = action_of(parser, arguments, name).required
-                cure = "give it a value" if needed else "leave it out, or give it a value"
+                cure = "give it a value" if actions[name].required else "leave it out, or give it a value"
                 fault = "has a NUL character" if value.strip() else f"is empty; {cure}"
-                raise InputError(f"{as_written(parser, arguments, words, name)} {fault}")
+                raise InputError(f"{as_written(actions[name], words)} {fault}")
             if isinstance(value, str) and name in _TEXTS:
-                check_utf8(as_written(parser, arguments, words, name), value)
+                check_utf8(as_written(actions[name], words), value)
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
+    arguments.flags = flags_of(actions, words)
     return arguments
 
 

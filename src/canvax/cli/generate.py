@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -306,8 +305,7 @@ def _generate_all(
     several = len(requests) > size
     fits = not several and arguments.batch_size is not None
     progress: bool | str = not arguments.quiet and ("programs" if several else True)
-    shown = several and bool(progress) and sys.stderr is not None and sys.stderr.isatty()
-    bar = progress_bar(len(requests), description="generating", unit="image", shown=shown)
+    bar = progress_bar(len(requests), description="generating", unit="image", shown=several and bool(progress))
     for batch in batches(requests, size):
         age = process_age()
         result = generate_batch(pipe, batch, len(batch) if fits else size, progress, callback)

@@ -414,18 +414,3 @@ def source_keywords(arguments: Any) -> dict[str, Any]:
     """What the flags of ``add_source`` say, as keywords of ``canvax.load``; without ``variant`` where it is no flag."""
     names = ("revision", "variant", "token", "cache_dir", "local_files_only")
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-
-
-def as_written(parser: argparse.ArgumentParser, arguments: argparse.Namespace, words: list[str], name: str) -> str:
-    """What a user calls an argument: the flag that was written, or what the help calls a word without one."""
-    action = action_of(parser, arguments, name)
-    written = [flag for flag in action.option_strings if any(word.partition("=")[0] == flag for word in words)]
-    return (written or [*action.option_strings, str(action.metavar or name)])[0]
-
-
-def action_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str) -> argparse.Action:
-    """The argument of a command, or of a command under it, that sets ``name``."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return action_of(action.choices[getattr(arguments, action.dest)], arguments, name)
-    return next(one for one in parser._actions if one.dest == name)

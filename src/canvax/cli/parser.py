@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -28,10 +29,9 @@ class Parser(argparse.ArgumentParser):
             message += f": {what}; one that starts with - is written --flag=VALUE"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
-        message = re.sub(r"invalid float value: '(\d+(?:\.\d+)?)%'", _percent, message)
-        message = re.sub(r"invalid float value: '(-?\d*),(\d+)'", r"'\1,\2' has a comma; write \1.\2", message)
-        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number, such as 20", message)
-        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number, such as 7.5", message)
+        if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            action = self._option_string_actions.get(found[1].split("/")[-1])
+            message = f"argument {found[1]}: {_no_number(found[2], found[3], action and action.metavar)}"
         raise InputError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(  # type: ignore[override]
@@ -101,5 +101,21 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
 
-def _percent(found: re.Match[str]) -> str:
-    return f"'{found[1]}%' is a percentage; write {float(found[1]) / 100:g}"
+_EXAMPLES = {
+    "int": {"PIXELS": "512", "SEED": "7", "N": "2"},
+    "float": {"PIXELS": "4", "G": "7.5", "X": "0.8", "RATE": "0.0001"},
+}
+"""Numbers of each kind, by what the help calls them."""
+
+_LIKE_A_NUMBER = re.compile(r"'([+-]?\d*[.,]?\d+(?:e[+-]?\d+)?)\s*(%|[a-z]*)'", re.IGNORECASE)
+
+
+def _no_number(kind: str, quoted: str, name: object) -> str:
+    """What to write in place of a text that is no number of a kind: the number that was meant, or such a one."""
+    what = "a whole number" if kind == "int" else "a number"
+    if found := _LIKE_A_NUMBER.fullmatch(quoted):
+        number = re.sub(r",(?=\d{3}$)", "", found[1]) if kind == "int" else found[1].replace(",", ".")
+        meant = math.nan if "," in number else float(number) / (100 if found[2] == "%" else 1)
+        if math.isfinite(meant) and (kind == "float" or meant == int(meant)):
+            return f"{quoted} is not {what}; write {int(meant) if kind == 'int' else f'{meant:.10g}'}"
+    return f"{quoted} is not {what}, such as {_EXAMPLES[kind].get(str(name), '10')}"

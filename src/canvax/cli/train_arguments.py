@@ -162,7 +162,7 @@ def _plan(parser: argparse.ArgumentParser, *, steps: str, rate: str) -> None:
     parser.add_argument(
         "--accumulate", "--gradient-accumulation-steps", type=int, metavar="N", help="batches of a training step (1)"
     )
-    parser.add_argument("--learning-rate", "--lr", type=float, metavar="X", help=f"learning rate ({rate})")
+    parser.add_argument("--learning-rate", "--lr", type=float, metavar="RATE", help=f"learning rate ({rate})")
     parser.add_argument(
         "--warmup", "--lr-warmup-steps", type=int, metavar="N", help="steps of linear warm-up of the learning rate (0)"
     )
@@ -211,7 +211,7 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
 def _text_encoder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-encoder", "--train-text-encoder", action="store_true", help="train text encoders too")
     parser.add_argument(
-        "--text-lr", "--text-encoder-lr", type=float, metavar="X", help="their learning rate (the same)"
+        "--text-lr", "--text-encoder-lr", type=float, metavar="RATE", help="their learning rate (the same)"
     )
 
 

@@ -70,9 +70,7 @@ def convert(
     if single and output.is_dir():
         raise InputError(f"output = {str(output)!r} is a folder; choose another name")
     if single and os.path.lexists(output) and not overwrite:
-        raise InputError(
-            f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True (--overwrite)"
-        )
+        raise InputError(f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True")
     check_writable(f"output = {str(output)!r:.80}", output.parent if single else output)
     path, origin = named_path("model", model), Source(model, **source)
     tell_of_idle_cache(origin.cache_dir, model)

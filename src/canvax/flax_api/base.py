@@ -152,7 +152,7 @@ class FlaxPipeline:
         return self.model.save(save_directory, weights, overwrite=overwrite)
 
     @classmethod
-    @accepts(loader(FLAX_LOAD, FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    @accepts(loader(FLAX_LOAD, FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,

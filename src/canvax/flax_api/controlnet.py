@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_flag
-from canvax.familiar import FLAX_LOAD, FLAX_PAGE, Both, accepts
+from canvax.familiar import FLAX_CALL, FLAX_LOAD, FLAX_PAGE, Both, accepts
 from canvax.families.controls import check_family, controlnet_config
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.devices import host_device, on_host
@@ -64,7 +64,7 @@ class FlaxControlNetModel:
         return self.files.config or {}
 
     @classmethod
-    @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
     @checked
     def from_pretrained(
         cls,
@@ -218,7 +218,7 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         count = len(image) if isinstance(image, list | tuple) else 1
         return prepare_images("image", image, count, step=CONTROL_STEP)
 
-    @accepts(translate_call)
+    @accepts(translate_call, table=FLAX_CALL)
     def __call__(
         self,
         prompt_ids: Any,

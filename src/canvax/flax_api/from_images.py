@@ -8,7 +8,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_flag
-from canvax.familiar import accepts
+from canvax.familiar import FLAX_CALL, accepts
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.images import prepare_images
 from canvax.flax_api.inputs import Call
@@ -38,7 +38,7 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
         ids = self._ids(prompt)
         return ids, 2 * prepare_images("image", image, len(ids)) - 1
 
-    @accepts(translate_call)
+    @accepts(translate_call, table=FLAX_CALL)
     def __call__(
         self,
         prompt_ids: Any,
@@ -120,7 +120,7 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
             )
         return ids, np.where(masks < 0.5, images, np.float32(0)), masks
 
-    @accepts(translate_call)
+    @accepts(translate_call, table=FLAX_CALL)
     def __call__(
         self,
         prompt_ids: Any,

@@ -33,7 +33,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
 
     XL = False
 
-    @accepts(translate_call)
+    @accepts(translate_call, table=FLAX_CALL)
     def __call__(
         self,
         prompt_ids: Any,
@@ -82,7 +82,7 @@ class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
 
     XL = True
 
-    @accepts(translate_call)
+    @accepts(translate_call, table=FLAX_CALL)
     def __call__(
         self,
         prompt_ids: Any,

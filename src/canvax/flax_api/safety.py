@@ -76,7 +76,7 @@ class FlaxStableDiffusionSafetyChecker:
     _used: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE))
+    @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
     @checked
     def from_pretrained(
         cls,

@@ -14,6 +14,10 @@ import jax
 from canvax.compile.aot import Build
 from canvax.errors import to_stderr
 
+SELDOM = 30.0
+"""Seconds between two lines about the same work where nobody watches, as in a log."""
+
+_IN_A_LOG = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} so far, {remaining} left"
 _LINES = {"loading": "loading the programs:", "compiling": "compiling (once for each size and batch):"}
 
 
@@ -29,7 +33,7 @@ def summary(pipe: Any) -> str:
 
 def _can_draw_bars() -> bool:
     """Whether somebody watches: a bar in a log is a line for each of its states."""
-    return sys.stderr.isatty() or in_notebook()
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
@@ -38,12 +42,27 @@ def in_notebook() -> bool:
 
 
 def progress_bar(total: int, *, description: str, unit: str, shown: bool) -> Any:
-    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is installed."""
+    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is installed; in a log a line ``SELDOM``."""
     if in_notebook() and find_spec("ipywidgets"):
         from tqdm.auto import tqdm
     else:
         from tqdm import tqdm  # late: importing canvax stays quick
-    return tqdm(total=total, desc=description, unit=unit, disable=not shown, file=sys.stderr)
+    where: dict[str, Any] = {"file": sys.stderr}
+    if not _can_draw_bars():
+        where = {"file": _Log(), "delay": SELDOM, "mininterval": SELDOM, "miniters": 1}
+        where |= {"bar_format": _IN_A_LOG, "leave": False}
+    return tqdm(total=total, desc=description, unit=unit, disable=not shown, **where)
+
+
+class _Log:
+    """A file for tqdm where each state of a bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            to_stderr(f"{line}\n")
+
+    def flush(self) -> None:
+        pass
 
 
 class Display:
@@ -56,7 +75,7 @@ class Display:
     def __init__(self, *, shown: bool | str) -> None:
         # A process without a terminal may have no stderr at all.
         self.shown = bool(shown) and sys.stderr is not None
-        self._with_bar = self.shown and shown is True and _can_draw_bars()
+        self._with_bar = self.shown and shown is True
         self.builds: list[Build] = []
         self.compile_seconds = 0.0
         """Seconds in which programs were on their way."""
@@ -112,7 +131,7 @@ class Bar:
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._bar = progress_bar(total, description="denoising", unit="evaluation", shown=shown)
-        self._shown = shown
+        self._interval = self.INTERVAL if shown and _can_draw_bars() else self.UNSEEN
         self._steps_per_second: float | None = None
         self._began = time.perf_counter()
 
@@ -120,8 +139,7 @@ class Bar:
         """Steps to do before the next update."""
         if self._steps_per_second is None:
             return 1
-        interval = self.INTERVAL if self._shown else self.UNSEEN
-        return max(1, min(left, int(self._steps_per_second * interval)))
+        return max(1, min(left, int(self._steps_per_second * self._interval)))
 
     def advance(self, steps: int) -> None:
         """``steps`` more are done."""

@@ -71,7 +71,8 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     choices = [spec.label for spec in SAMPLERS]
     choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
-    raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices)}")
+    told = did_you_mean(str(name), choices) or f"{nearest(str(name), choices)}: canvax samplers lists them"
+    raise InputError(f"sampler={name!r} is not known; {told}")
 
 
 def _plain(name: str) -> str:

@@ -127,9 +127,9 @@ def all_begin(names: Collection[str], starts: tuple[str, ...]) -> bool:
     return bool(names) and all(name.startswith(starts) and "motion_modules." not in name for name in names)
 
 
-def are_words(names: Collection[str]) -> bool:
-    """Whether these are names of a textual inversion's arrays: words, where names of weights say a place with dots."""
-    return bool(names) and not any("." in name for name in names)
+def are_words(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether these arrays are a textual inversion: vectors named by words; names of weights have dots."""
+    return bool(shapes) and all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items())
 
 
 def is_adapters(name: str) -> bool:

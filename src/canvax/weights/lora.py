@@ -356,7 +356,7 @@ def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
         raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
     if all_begin(names, OF_A_UNET) and not adapts:
         raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
-    if are_words(names):
+    if are_words({entry.name: entry.shape for entry in entries}):
         raise CheckpointError(
             f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r}), or --embedding FILE"
         )

@@ -131,7 +131,7 @@ def save_checkpoint(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"folder = {str(folder)!r} is a file; choose another name.")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        told = "is not empty; choose another one, or pass overwrite=True (--overwrite)."
+        told = "is not empty; choose another one, or pass overwrite=True."
         raise InputError(f"folder = {str(folder)!r} {told}")
     _check_parts([part.name for part in components], params, configs)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
@@ -256,7 +256,7 @@ def _shards(arrays: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
 def _refuse_existing(targets: Sequence[Path]) -> None:
     existing = [target for target in targets if target.exists()]
     if existing:
-        raise InputError(f"{existing[0]} exists already; choose another folder, or pass overwrite=True (--overwrite).")
+        raise InputError(f"{existing[0]} exists already; choose another folder, or pass overwrite=True.")
 
 
 def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any]) -> None:

@@ -218,4 +218,4 @@ def _other_kind(path: Path) -> str | None:
     for kind, starts in _BEGINNINGS.items():
         if any(name.startswith(starts) for name in names) and not any(name.startswith("model.") for name in names):
             return kind
-    return "a textual inversion" if are_words(names) else None
+    return "a textual inversion" if are_words({entry.name: entry.shape for entry in entries}) else None
