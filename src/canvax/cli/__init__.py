@@ -26,6 +26,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _LISTING = (["samplers"], ["info"], ["cache"])
 """Commands whose work is done however much of it is read."""
 
+_OF_OTHERS = ("batch", "serve", "ui")
+"""Commands whose images are asked for in rows and requests, which say ``mask_mode`` themselves."""
+
 Command = Callable[[list[str], dict[str, Any]], None]
 """Runs arguments and fills a dict, the report, as it goes, so that the report is of use after a failure too."""
 
@@ -77,8 +80,9 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
 
 def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
     chosen = parse(arguments)
-    show = warnings.showwarning
-    warnings.showwarning = lambda told, *more: show(in_flags(str(told), chosen.flags), *more)  # type: ignore[assignment]
+    if chosen.command not in _OF_OTHERS:
+        show = warnings.showwarning
+        warnings.showwarning = lambda told, *more: show(in_flags(str(told), chosen.flags), *more)  # type: ignore
     try:
         import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
     except CanvaxError as error:
