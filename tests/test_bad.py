@@ -543,10 +543,10 @@ COMMANDS: list[tuple[str, str]] = [
     ("compile emoji --batch 0", "batch"), ("compile emoji --batch x", "batch"), ("compile emoji --batch 1000000000", "batch"), ("compile emoji --size 7x7", "7"),
     ("compile emoji --size x", "size"), ("compile emoji --size 64", "size"), ("compile nope", "nope"), ("compile emoji --dtype nope", "dtype"),
     ("info", "what|argument|required"), ("info nope.png", "nope.png"), ("info nope", "nope"), ("info emoji -W 64", "memory"), ("info emoji --memory -W 7", "7|width"),
-    ("info emoji --memory -b 0", "batch"), ("plan", "required|model|target"), ("plan emoji", "target"), ("plan emoji --target nope", "nope"), ("plan emoji --target here", "--rate"),
+    ("info emoji --memory -b 0", "-b 0 is|batch"), ("plan", "required|model|target"), ("plan emoji", "target"), ("plan emoji --target nope", "nope"), ("plan emoji --target here", "--rate"),
     ("plan emoji --target tpu-v5e:0x2", "0x2"), ("plan emoji --target tpu-v5e:2x2 --steps 0", "steps"), ("plan emoji --target tpu-v5e:2x2 --size 7x7", "7"),
-    ("plan emoji --target tpu-v5e:2x2 -b 0", "batch"), ("plan emoji --target tpu-v5e:2x2 --dtype x", "dtype"), ("plan emoji --target tpu-v5e:2x2 --mesh x", "mesh"),
-    ("bench nope", "nope"), ("bench emoji --steps 0", "steps"), ("bench emoji --rounds 0", "rounds"), ("bench emoji -b 0", "batch"), ("bench emoji --size x", "size"),
+    ("plan emoji --target tpu-v5e:2x2 -b 0", "-b 0 is|batch"), ("plan emoji --target tpu-v5e:2x2 --dtype x", "dtype"), ("plan emoji --target tpu-v5e:2x2 --mesh x", "mesh"),
+    ("bench nope", "nope"), ("bench emoji --steps 0", "steps"), ("bench emoji --rounds 0", "rounds"), ("bench emoji -b 0", "-b 0 is|batch"), ("bench emoji --size x", "size"),
     ("train", "finetune|train|usage"), ("train nope", "nope"), ("train finetune nope -m emoji -o m", "nope"), ("train finetune . -m nope -o m", "nope|image|picture|caption"),
     ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
     ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
@@ -554,7 +554,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan emoji --target here --rate 1e12", "rate"), ("plan emoji --target here --rate 1 --steps 0", "steps"),
     ("batch . -o b", "folder"), ("batch x.png -o b", r"\.png"), ("generate x --lora none/none.safetensors", "no such file"), ("generate x -m none/none.safetensors", "no such file"),
     ("generate x -o x.gif", r"\.gif"), ("generate x -o -", "stdout"), ("generate x --outpaint left=8,left=16", "twice"), ("generate x --width 512x512", "whole number"),
-    ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "seed_size"),
+    ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "--seed-size="),
     ("generate x --cfg 7,5", "'7,5' is not a number; write 7.5"), ("generate x --image http://127.0.0.1:9/x.png", "download"), ("serve --keys /dev/zero", "regular"),
     ("serve --warm 7x7:1", "width"), ("serve --chunks 9", "chunks"), ("serve --mesh x", "mesh"), ("serve --dtype int3", "dtype"), ("ui --no-page", "no-page"),
     ("serve emoji nope/nope/nope", "nope/nope/nope"), ("cache clear --older-than inf", "older-than"),
@@ -568,8 +568,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("generate x --image-strength 1", "write --strength"), ("batch https://x/y.jsonl -o b", "download"), ("serve --memory 1", "memory"),
     ("generate x --vae nope", "vae='nope'"), (f"generate x --vae {'v' * 5000}", "vae="), (f"info {'a' * 4000}/{'b' * 4000}", "name"), ("info ~nobody-here/x", "name"),
     ("samplers --steps 5", "--steps goes with"), ("samplers curves -o x.png", "--output goes with"), ("--nope --also", "'--nope' is not a flag"),
-    ("generate x --seed-size 63 64", "seed_size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "guidance_steps has 3"),
-    ("generate x -b 99999999999", "--batch-size"), ("generate x --mesh data=0", "mesh"), ("generate x --distributed --coordinator a:1 --num-processes 0 --process-id 0", "num_processes=0 is"),
+    ("generate x --seed-size 63 64", "--seed-size=63"), ("generate x --preview a.png -o a.png", "--preview"), ("generate x --guidance-steps 1,2,3 --steps 2", "--guidance-steps has 3"),
+    ("generate x -b 99999999999", "--batch-size"), ("generate x --mesh data=0", "mesh"), ("generate x --distributed --coordinator a:1 --num-processes 0 --process-id 0", "--num-processes=0 is"),
     ("generate x --distributed --coordinator a:99999 --num-processes 1 --process-id 0", "coordinator='a:99999'"),
     (f"generate x --lora {__file__}:abc", "'abc' is not a weight"), ("generate x --lora a.safetensors --lora a.safetensors:0.5", "no such file|twice"), ("serve --lora-rank 0", "--lora-rank without"),
     ("serve --lora-places 3", "--lora-places without"), (f"batch {__file__[:-3]}.txt -o x.png", r"x\.png"), ("train controlnet . -o m --hint-channels 0", "hint|caption"),
@@ -577,7 +577,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("compile emoji --variant x", "variant"), ("compile emoji --batch 99999999999", "--batch"), ("info emoji -W 0", "--width"), ("train lora . -o m.png", "ends a file"),
     ("generate x \u2013steps 2", "^canvax: error: '\u2013steps' begins with a dash"), ("generate -prompt x", "'-prompt' has one hyphen; write --prompt"), ("generate x --guid 3", "did you mean '--guidance-scale'"), ("generate x -output y", "write --output"),
     ("generate x -o .png", "an ending without a name"), ("train lora . -o m --ema=99.9", "^canvax: error: --ema=99.9"), ("batch nope.jsonl -o b --ray local --share 0/4", "needs ray|nope.jsonl"),
-    (f"upscale {__file__}", "image"), (f"upscale {__file__} {__file__}", "no place for another file; a prompt goes with -p"), ("train lora . -o m --save-dtype int8", "save_dtype='int8'"), ("pull emoji", "did you mean: canvax info"), ("generate x --CFG 7", "did you mean '--cfg'"), ("generate x --lora-scales 1", "write --lora FILE:0.8"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
+    (f"upscale {__file__}", "image"), (f"upscale {__file__} {__file__}", "no place for another file; a prompt goes with -p"), ("train lora . -o m --save-dtype int8", "--save-dtype='int8'"), ("pull emoji", "did you mean: canvax info"), ("generate x --CFG 7", "did you mean '--cfg'"), ("generate x --lora-scales 1", "write --lora FILE:0.8"), ("generate x --process-id 3", "distributed"), ("generate x --from-image a --model", "model|argument"), ("generate x --original-size 5", "original-size|SDXL|original_size"),
 ]  # fmt: skip
 
 
@@ -796,7 +796,7 @@ def test_the_scheduler_is_of_the_class_in_the_index(model: Path) -> None:
 # Folders to train on
 
 PICTURES: dict[str, tuple[Callable[[], Any], list[str], str]] = {
-    "a column of .txt": (lambda: Path("d/0.txt").write_text("a cat"), ["--caption-column", "words"], "caption_column='words'"),
+    "a column of .txt": (lambda: Path("d/0.txt").write_text("a cat"), ["--caption-column", "words"], "--caption-column='words'"),
     "two tables": (lambda: [Path("d/metadata.csv").write_text("file_name,text\n0.png,a\n"), Path("d/metadata.jsonl").write_text('{"file_name": "0.png", "text": "a"}')], [], "both .*metadata"),
     "a comma": (lambda: Path("d/metadata.csv").write_text("file_name,text\n0.png,a cat, on a mat\n"), [], "row 1 has more cells"),
     "an open quote": (lambda: Path("d/metadata.csv").write_text('file_name,text\n0.png,"a cat\n'), [], "metadata.csv cannot be read"),

@@ -363,7 +363,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
     ("words", "message"),
     [
         (["lora", "{p}", "--rank", "0"], "rank=0"),
-        (["lora", "{p}", "--layers", "some"], "layers = 'some' is not known"),
+        (["lora", "{p}", "--layers", "some"], "--layers 'some' is not known"),
         (["lora", "{p}", "--network-dimm", "8"], "did you mean '--network-dim'"),
         (["dreambooth", "{p}"], "--instance-prompt"),
         (["textual-inversion", "{p}", "--token", "<x>"], "--initializer"),
