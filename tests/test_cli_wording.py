@@ -20,6 +20,7 @@ SAID = {
     "pass token=... or set HF_TOKEN": "pass --token or set HF_TOKEN",
     "pass local_files_only=True": "pass --local-files-only",
     "model = 'emojy': there is none": "--model 'emojy': there is none",
+    "mesh 'data=4,model=1' is one of 4 devices": "--mesh 'data=4,model=1' is one of 4 devices",
     "the model's own mask= is": "the model's own --mask is",
 }
 SAME = (
@@ -57,6 +58,15 @@ def test_others_stay(flags: dict[str, str], said: str) -> None:
         (["generate", "a cat", "--width", "64px"], "'64px' is not a whole number; write 64"),
         (["generate", "a cat", "--seed", "1e400"], "is not a whole number, such as 7"),
         (["generate", "a cat", "--mask-blur", "wide"], "'wide' is not a number, such as 4"),
+        (["generate", "a cat", "--mesh", "data=9"], "--mesh 'data=9,model=1' is one of 9 devices, and there are 8"),
+        (["generate", "a cat", "--hf-token", "x"], "near it is --token"),
+        (["generate", "a cat", "--grid-size", "2"], "near it is --grid"),
+        (["generate", "a cat", "--stop-at-clip-layer", "2"], "write --clip-skip=1"),
+        (["generate", "a cat", "--enable-hr"], "write --hires=2, with --hires-strength=0.4"),
+        (["generate", "a cat", "-o", "cat.pgn"], "cat.pgn: .pgn is no format here; did you mean .png?"),
+        (["generate", "a cat", "-m", "x.safetensors.crdownload"], "there is no such"),
+        (["serve", "emoji", "--api-key", "x"], "write --keys FILE"),
+        (["train", "lora", ".", "-o", "x", "--lr-num-cycles", "2"], "AdamW trains"),
         (["generate", "a cat", "--image", "."], "--image='.' cannot be read (it is a folder)"),
         (["generate", "a cat", "-m", "./nowhere"], "-m './nowhere': there is no such folder"),
     ],

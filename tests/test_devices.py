@@ -227,9 +227,9 @@ def test_collectives_are_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": 3}, "data=3, model=1 is a mesh of 3 devices, and there are 8"),
-        ({"data": 4, "model": 4}, "data=4, model=4 is a mesh of 16 devices"),
-        ({"model": 3}, "model=3 does not divide 8 devices; use one of 1, 2, 4, 8"),
+        ({"data": 3}, "mesh 'data=3,model=1' is one of 3 devices, and there are 8"),
+        ({"data": 4, "model": 4}, "mesh 'data=4,model=4' is one of 16 devices"),
+        ({"model": 3}, "mesh 'model=3': 3 does not divide 8 devices; use one of 1, 2, 4, 8"),
         ({"model": 0}, "model=0"),
         ({"data": 2.0}, "data=2.0"),
         ({"devices": []}, "devices is empty"),
@@ -276,7 +276,7 @@ def test_mesh() -> None:
     assert mesh_of(None).shape == {"data": 8, "model": 1}
     assert mesh_of("model=4").shape == {"data": 2, "model": 4}
     assert mesh_of("data=2").devices.tolist() == [[jax.devices()[0]], [jax.devices()[1]]]
-    with pytest.raises(canvax.InputError, match="mesh of 16 devices, and there are 8"):
+    with pytest.raises(canvax.InputError, match="is one of 16 devices, and there are 8"):
         mesh_of("data=8,model=2")
     with pytest.raises(canvax.InputError, match="'batch'"):
         check_mesh(Mesh(np.asarray(jax.devices()), ("batch",)))

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 import canvax
-from canvax.familiar import flax_tables
 from canvax.familiar_flags import tables
+from canvax.familiar_flax import flax_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -82,4 +82,4 @@ def test_the_table_of_names_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "coming-from-diffusers.md").read_text(encoding="utf-8")
     assert page.endswith(f"## All names\n\n{tables()}"), "write it anew: canvax.familiar_flags.tables()"
     page = (ROOT / "docs" / "migrating-from-diffusers-flax.md").read_text(encoding="utf-8")
-    assert page.endswith(f"## All names\n\n{flax_tables()}"), "write it anew: canvax.familiar.flax_tables()"
+    assert page.endswith(f"## All names\n\n{flax_tables()}"), "write it anew: canvax.familiar_flax.flax_tables()"

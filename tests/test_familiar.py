@@ -109,8 +109,11 @@ def test_what_a_callback_cannot_return(emoji: canvax.StableDiffusion, returned: 
 @pytest.mark.parametrize("name", sorted(CALL))
 def test_every_argument_of_a_call_has_an_answer(name: str) -> None:
     if target := CALL[name].becomes:
-        value = 0.5 if target.startswith(("control_", "variation_str", "guidance_r")) else 7
-        kept = canvax.Options(variation_seed=3) if target == "variation_strength" else None
+        fraction = ("control_", "variation_str", "guidance_r", "eta", "hires_str")
+        others = {"guidance_interval": (0.1, 0.9), "hires_prompt": "a dog", "hires_sampler": "euler"}
+        value = others.get(target, 0.5 if target.startswith(fraction) else 7)
+        kept = {"variation_strength": canvax.Options(variation_seed=3)}.get(target)
+        kept = canvax.Options(hires=2.0) if target.startswith("hires_") else kept
         own = translate_call({"options": kept}, {name: value})[0]  # an argument of the call, or a field of its options
         assert own.get(target, getattr(own["options"], target, None)) == value
         assert target not in vars(own["options"]) or target not in own
@@ -210,6 +213,23 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "text to split": (lambda _: shard("a cat"), "pipeline.prepare_inputs makes one"),
     "names of a LoRA": (lambda _: Lora(names="a1111"), "^names = 'a1111'"),
     "8 bits where there are none": (lambda _: canvax.convert("emoji", "m", dtype="fp8"), "'float16'"),
+    "a curve for a sampler": (
+        lambda pipe: pipe("a", sampler_name="euler", scheduler="karras"), "^scheduler='karras' is a sigma schedule"),
+    "both as given": (lambda pipe: pipe("a", batch_size=2, n_iter=3), "^n_iter=3 and batch_size=2 both say num_images"),
+    "of A1111's API": (lambda pipe: pipe("a", CLIP_stop_at_last_layers=2), "write clip_skip=1"),
+    "words in common": (lambda pipe: pipe("a", mask_growth=2), "near it are mask, mask_mode, mask_blur, mask_fill"),
+    "nothing in common": (lambda pipe: pipe("a", wibble=2), "it takes prompt, .* mask_fill, .* hires, "),
+    "another module's name": (lambda _: canvax.set_seed(1), r"pipe\(prompt, seed=1\)"),
+    "another module's class": (lambda _: canvax.WanPipeline, "one pipeline for all tasks"),
+    "nobody's name": (lambda _: canvax.wibble, "it has Cancelled, .*load, "),
+    "a list for an image": (
+        lambda pipe: pipe("a", **QUICK).images.save("a.png"), r"result.images\[0\].save; result.save"),
+    "a result for an image": (lambda pipe: pipe("a", **QUICK).show(), r"write result.images\[0\].show"),
+    "of torch": (lambda pipe: pipe.eval(), "there is nothing to switch"),
+    "nobody's attribute": (lambda pipe: pipe.wibble, "it has adapters, .*with_ip_adapter"),
+    "two lists for a table": (lambda pipe: pipe.adapters.set(["ink"], [0.5]), r"adapters.set\(\{'ink': 0.5\}\)"),
+    "a folder of an adapter": (lambda pipe: pipe.with_ip_adapter("a/b", subfolder="models"), "a part of the name"),
+    "a slip in an ending": (lambda pipe: pipe("a", **QUICK).save("a.pgn"), "did you mean .png"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip
 
@@ -289,7 +309,7 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
         canvax.Options(clipskip=1)  # type: ignore[call-arg]
     with pytest.raises(
         canvax.InputError,
-        match=r"is not an argument of a call; it takes prompt, .* fields of canvax\.Options",
+        match=r"is not an argument of a call; it takes prompt, .* clip_skip, ",
     ):
         emoji("a", qqqq=1)  # type: ignore[call-arg]
     with pytest.raises(canvax.InputError, match="by its place and by its name"):

@@ -540,6 +540,13 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("a")
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         open_files(Source(tmp_path / "notes.txt"))
+    (tmp_path / "model.safetensors.crdownload").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="is a download that has not finished"):
+        open_files(Source(tmp_path / "model.safetensors.crdownload"))
+    (tmp_path / "models" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "models" / "checkpoints" / "dream.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"Pass the file of a model in it, such as .*dream\.safetensors"):
+        open_files(Source(tmp_path / "models"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="is a GGUF file"):
         open_files(Source(tmp_path / "model.gguf"))

@@ -88,13 +88,15 @@ def __getattr__(name: str) -> Any:
     if name == "errors":  # canvax.errors.HintWarning, before anything else was used
         return import_module("canvax.errors")
     if name not in _HOMES:
+        if name.startswith("_"):
+            raise AttributeError(f"module 'canvax' has no attribute {name!r}")
         from canvax.errors import did_you_mean
-        from canvax.familiar import missing_class
+        from canvax.familiar_module import missing_class
 
         if (answer := missing_class(name)) is not None:
             raise ImportError(answer)  # of an AttributeError `from canvax import NAME` would tell nothing
-        near = did_you_mean(name, __all__) if not name.startswith("_") else ""
-        raise AttributeError(f"module 'canvax' has no attribute {name!r}" + (near and f"; {near}"))
+        told = did_you_mean(name, __all__) or f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'canvax' has no attribute {name!r}; {told}")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

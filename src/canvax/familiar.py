@@ -13,7 +13,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
-from canvax.checked import placed, refuse_deleted
+from canvax.checked import placed, refuse_deleted, shown
 from canvax.errors import InputError, did_you_mean
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -34,58 +34,131 @@ def same(names: str, answer: str) -> dict[str, Familiar]:
     return {name: Familiar(answer) for name in names.split()}
 
 
-def _renamed(names: str, becomes: str) -> dict[str, Familiar]:
+def renamed_to(names: str, becomes: str) -> dict[str, Familiar]:
+    """Another name for several, parted by spaces."""
     return {name: Familiar(becomes=becomes) for name in names.split()}
 
 
 CALL: dict[str, Familiar] = {
-    **_renamed("steps sampling_steps num_steps n_steps", "num_inference_steps"),
-    **_renamed("cfg cfg_scale guidance scale", "guidance_scale"),
-    **_renamed("n num_images n_samples num_samples num_outputs n_iter batch_size", "num_images_per_prompt"),
-    **_renamed("negative uc neg_prompt", "negative_prompt"),
-    **_renamed("scheduler sampler_name scheduler_name", "sampler"),
-    **_renamed("random_seed manual_seed", "seed"),
-    **_renamed("H", "height"),
-    **_renamed("W", "width"),
-    **_renamed("init_image input_image img", "image"),
-    **_renamed("mask_image", "mask"),
-    **_renamed("denoising_strength denoise", "strength"),
+    **renamed_to("steps sampling_steps num_steps n_steps sample_steps ddim_steps diffusion_steps inference_steps "
+            "num_iterations", "num_inference_steps"),
+    **renamed_to("cfg cfg_scale guidance scale txt_cfg cfg_weight unconditional_guidance_scale", "guidance_scale"),
+    **renamed_to("n num_images n_images n_samples num_samples num_outputs n_iter batch_size "
+            "batch_count", "num_images_per_prompt"),
+    **renamed_to("positive positive_prompt prompts text text_prompt", "prompt"),
+    **renamed_to("negative uc neg_prompt negative_prompts negative_text", "negative_prompt"),
+    **renamed_to("scheduler sampler_name scheduler_name sampler_index sampler_type sampling_method sample_method "
+            "scheduler_type", "sampler"),
+    **renamed_to("random_seed manual_seed noise_seed seed_value random_state", "seed"),
+    **renamed_to("H image_height img_height", "height"),
+    **renamed_to("W image_width img_width", "width"),
+    **renamed_to("init_image input_image img init_img init_images images", "image"),
+    **renamed_to("mask_image mask_img inpaint_mask", "mask"),
+    **renamed_to("denoising_strength denoise prompt_strength noise_strength", "strength"),
     **same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
             "other way round, how much is kept"),
     **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
     **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
     **same("iterations", "write num_inference_steps=20, or num_images_per_prompt=4 for more images"),
-    **same("output output_path output_dir output_file outpath filename save_path",
+    **same("output output_path output_dir output_file outpath filename save_path outdir save save_to save_dir "
+            "file_path "
+            "filename_prefix save_images",
             "a call writes no file: write pipe(prompt).save('cat.png')"),
-    **same("model model_path model_name", "the model is chosen by loading it: pipe = canvax.load('owner/name')"),
-    **same("styles style_preset", "canvax has no styles; write their words into the prompt"),
-    **same("lora loras strength_model lora_paths lora_scales lora_weights",
+    **same("model model_path model_name ckpt ckpt_name checkpoint sd_model_checkpoint unet_name", "the model is "
+            "chosen by loading it: pipe = canvax.load('owner/name')"),
+    **same("styles style style_preset", "canvax has no styles; write their words into the prompt"),
+    **same("lora loras strength_model strength_clip lora_name lora_path lora_paths lora_scales lora_weight "
+            "lora_weights "
+            "lora_strength",
             "write pipe.adapters.load('name', file, weight=0.8) before the call"),
-    **_renamed("control_image controlnet_image adapter_image", "control"),
-    **_renamed("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
-    **_renamed("control_guidance_start guidance_start", "control_start"),
-    **_renamed("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
-    **same("ip_adapter_scale ip_adapter_masks", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
+    **renamed_to("control_image controlnet_image adapter_image", "control"),
+    **renamed_to("controlnet_conditioning_scale adapter_conditioning_scale control_weight control_strength "
+            "controlnet_scale controlnet_strength controlnet_weight", "control_scale"),
+    **renamed_to("control_guidance_start guidance_start start_percent", "control_start"),
+    **renamed_to("control_guidance_end guidance_end adapter_conditioning_factor end_percent", "control_end"),
+    **same("ip_adapter_scale ip_adapter_masks ip_adapter_strength ip_adapter_weight reference_image "
+            "style_image", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
     **same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's, "
             "pipe.adapters.set({'name': 0.8}), or an image's, adapters={'name': 0.8}"),
     **same("callback_steps", "options.callback is called after each evaluation of the network"),
     **same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
-    **_renamed("hr_scale", "hires"),
-    **_renamed("cfg_rescale rescale_cfg", "guidance_rescale"),
+    **renamed_to("hr_scale hires_scale", "hires"),
+    **renamed_to("hr_second_pass_steps", "hires_steps"),
+    **renamed_to("hr_sampler_name", "hires_sampler"),
+    **renamed_to("hr_prompt", "hires_prompt"),
+    **renamed_to("hires_denoise hrf_strength", "hires_strength"),
+    **same("hr_upscaler", "write hires_method='pixel' or 'latent'"),
+    **same("hr_resize_x hr_resize_y firstphase_width firstphase_height", "write width= and height= of the first pass, "
+            "and hires=2 for how many times larger the second is"),
+    **same("hr_negative_prompt hr_scheduler hr_checkpoint_name", "the second pass has that of the first"),
+    **renamed_to("cfg_rescale rescale_cfg", "guidance_rescale"),
     **same("upscale upscale_factor", "write hires=2, with hires_strength=0.4; or pipe.upscale(image)"),
-    **same("enable_hr hires_fix", "write hires=2, with hires_strength=0.4"),
-    **_renamed("subseed", "variation_seed"),
-    **_renamed("subseed_strength", "variation_strength"),
-    **same("width_height size image_size resolution", "write height=512, width=512"),
-    **same("rng prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, C))"),
+    **same("enable_hr hires_fix hrf_enabled", "write hires=2, with hires_strength=0.4"),
+    **renamed_to("subseed", "variation_seed"),
+    **renamed_to("subseed_strength variation_amount", "variation_strength"),
+    **same("width_height size image_size resolution aspect_ratio aspect ar dims", "write height=512, width=512"),
+    **same("rng rng_key prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, "
+            "C))"),
+    **renamed_to("ddim_eta", "eta"),
+    **renamed_to("x_T diffusion_noise latent_image", "latents"),
+    **renamed_to("cfg_interval", "guidance_interval"),
+    **renamed_to("pag pag_weight", "pag_scale"),
+    **same("CLIP_stop_at_last_layers clip_stop_at_last_layers stop_at_clip_layer", "write clip_skip=1: so "
+            "many "
+            "last layers are left out, one less than A1111 counts"),
+    **same("inpainting_fill masked_content", "write mask_fill='original', 'fill', 'noise' or 'nothing'"),
+    **same("inpaint_full_res inpaint_full_res_padding", "write padding_mask_crop=32, pixels around the mask"),
+    **same("inpainting_mask_invert mask_invert invert_mask", "white in the mask is generated; give mask=255 - mask"),
+    **same("mask_blur_x mask_blur_y", "write mask_blur=4"),
+    **same("restore_faces face_restoration", "canvax restores no faces"),
+    **same("override_settings script_name script_args alwayson_scripts", "what they say is arguments of the call, such "
+            "as clip_skip=1"),
+    **same("refiner refiner_checkpoint refiner_model refiner_steps refiner_switch_at refine high_noise_frac "
+            "start_at_step "
+            "end_at_step add_noise return_with_leftover_noise", "write denoising_end=0.8, and give result.latents "
+            "to the "
+            "second call or pipeline with denoising_start=0.8"),
+    **same("vae_name sd_vae", "it belongs to the model: canvax.load(model, vae=...)"),
+    **same("control_net control_net_name", "it belongs to the model: canvax.load(model, controlnet=...)"),
+    **same("seamless seamless_x seamless_y", "canvax makes no seamless textures"),
+    **same("quality response_format user moderation background", "it belongs to the server's API: docs/serving.md"),
+    **same("stylize chaos weird niji sref cref", "it is Midjourney's; guidance_scale= and variation_strength= are "
+            "near"),
+    **same("image_url mask_url", "no address is fetched: open the image, and write image=photo"),
+    **same("apply_watermark", NO_WATERMARK),
+    **same("disable_safety_checker enable_safety_checker nsfw_filter nsfw",
+            "canvax.load(model, safety_checker=True) decides; without it there is none"),
+    **same("original_width original_height target_width target_height crop_x crop_y crop_w crop_h",
+            "write original_size=(h, w), target_size=(h, w) or crops_coords_top_left=(0, 0)"),
+    **same("verbose show_progress progress_bar disable_progress_bar quiet", "write progress=False"),
+    **same("callback_fn on_step step_callback", "write callback=function, which is called with a canvax.Step"),
+    **same("return_type as_numpy as_pil return_latents", "write output_type='np', or read result.pixels and "
+            "result.latents"),
+    **same("fp16 half bf16 mixed_precision", "it belongs to the model: canvax.load(model, dtype='bfloat16')"),
+    **same("jit pmap parallel replicate shard", "a call compiles and uses all devices by itself: leave it out"),
+    **same("prompt_ids neg_prompt_ids attention_mask conditioning unconditional_conditioning encoded_text",
+            "give the text; or what pipe.encode gives, as prompt= and negative_prompt="),
+    **same("tiled tile_size tile_overlap vae_tiling", "write tiling='on'; large images are decoded in tiles by "
+            "themselves"),
+    **same("deepcache token_merging token_merging_ratio tome hypertile", "write reuse=2, which saves more"),
+    **same("align_your_steps ays schedule schedule_type noise_schedule karras", "write sigmas='ays', 'karras', ..."),
+    **same("s_churn s_tmin s_tmax s_noise rho sigma_min sigma_max solver_order algorithm_type",
+            "write sampler_settings={'s_noise': 1.003}; canvax samplers lists what each has"),
+    **same("skip_steps t_enc t_start", "write strength=0.6, how much of the run is done"),
+    **same("dynamic_thresholding", "write guidance_method='threshold'"),
+    **same("weight weights prompt_weight prompt_weights", "weights stand in the prompt: prompt_syntax='a1111', and "
+            "(word:1.2)"),
+    **same("image_guidance_scale image_cfg_scale", NOT_HERE.format("InstructPix2Pix")),
+    **same("prompt_3 negative_prompt_3 skip_guidance_layers", NOT_HERE.format("Stable Diffusion 3")),
+    **same("true_cfg_scale joint_attention_kwargs", NOT_HERE.format("FLUX")),
     **same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
 }  # fmt: skip
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
 LOAD: dict[str, Familiar] = {
-    **_renamed("torch_dtype weights_dtype", "dtype"),
-    **_renamed("use_auth_token", "token"),
-    **_renamed("pretrained_model_name_or_path model_id", "model"),
+    **renamed_to("torch_dtype weights_dtype", "dtype"),
+    **renamed_to("use_auth_token", "token"),
+    **renamed_to("pretrained_model_name_or_path model_id", "model"),
     **same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
     **same("unet text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
@@ -98,7 +171,7 @@ LOAD: dict[str, Familiar] = {
             "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
     **same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
     **same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
-    **_renamed("controlnets control_net t2i_adapter", "controlnet"),
+    **renamed_to("controlnets control_net t2i_adapter", "controlnet"),
     **same("ip_adapter", "write canvax.load(model).with_ip_adapter(file)"),
     **same("add_watermarker", NO_WATERMARK),
 }  # fmt: skip
@@ -116,19 +189,31 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 """Arguments of ``canvax.load`` that ask for what canvax does anyway, and with which values."""
 
 ATTRIBUTES: dict[str, Familiar] = {
-    **same("to cuda cpu half float", "weights are placed and cast while loading: drop this line, or write dtype= and "
+    **same("to cuda cpu half float double bfloat16 fp16 bf16 xpu to_empty", "weights are placed and cast while "
+            "loading: drop this line, or write dtype= and "
             "mesh= in canvax.load"),
     **same("enable_attention_slicing disable_attention_slicing enable_xformers_memory_efficient_attention "
             "disable_xformers_memory_efficient_attention set_use_memory_efficient_attention_xformers",
             "attention never holds all its scores: drop this line"),
     **same("enable_vae_tiling disable_vae_tiling", "pass tiling='on' to a call; large images are tiled by themselves"),
     **same("enable_vae_slicing disable_vae_slicing", "batches are decoded in parts by themselves: drop this line"),
-    **same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
+    **same("eval requires_grad_ zero_grad no_grad share_memory fuse_qkv_projections unfuse_qkv_projections",
+            "there is nothing to switch: drop this line"),
+    **same("train training", "canvax train lora, dreambooth, finetune ... train: docs/training.md"),
+    **same("parameters named_parameters buffers modules children state_dict",
+            "weights are pipe.params, arrays by component and name"),
+    **same("load_state_dict load_config", "give weights to a call, pipe(prompt, params=weights)"),
+    **same("get_timesteps prepare_latents prepare_extra_step_kwargs prepare_mask_latents decode_latents upcast_vae "
+            "forward",
+            "docs/under-the-pipeline.md has the steps of a run as functions"),
+    **same("enable_model_cpu_offload enable_sequential_cpu_offload enable_group_offload "
+            "maybe_free_model_hooks", "canvax keeps a model on its devices; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
     **same("enable_freeu disable_freeu", "pass freeu=(b1, b2, s1, s2) to a call"),
-    **same("load_lora_weights load_lora_into_unet load_lora_adapter load_attn_procs",
+    **same("load_lora_weights load_lora_into_unet load_lora_adapter load_attn_procs load_lora add_lora",
             "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
-    **same("set_adapters set_lora_device", "write pipe.adapters.set({'name': 0.8}), which leaves the others out"),
+    **same("set_adapters set_lora_device set_lora", "write pipe.adapters.set({'name': 0.8}), which leaves the "
+            "others out"),
     **same("enable_lora_hotswap",
             "write pipe.adapters.beside(rank=16) and pipe.adapters.load('name', file, beside=True)"),
     **same("fuse_lora unfuse_lora", "adapters are merged into the weights, and come out to the "
@@ -136,31 +221,45 @@ ATTRIBUTES: dict[str, Familiar] = {
     **same("unload_lora_weights delete_adapters disable_lora enable_lora", "write pipe.adapters.remove('name'), or "
             "pipe.adapters.remove() for all; pipe.adapters.set({}) lets them rest"),
     **same("get_active_adapters get_list_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
-    **same("load_textual_inversion", "write pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
+    **same("load_textual_inversion load_embedding add_embedding", "write "
+            "pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
     **same("unload_textual_inversion", "write pipe.adapters.remove('word')"),
-    **same("load_ip_adapter", "write pipe = pipe.with_ip_adapter(file), or ('owner/name/folder/file.safetensors')"),
+    **same("load_ip_adapter ip_adapter", "write pipe = pipe.with_ip_adapter(file), or "
+            "('owner/name/folder/file.safetensors')"),
     **same("set_ip_adapter_scale", "the strength is in the call: image_prompt=canvax.ImagePrompt(photo, scale=0.6)"),
     **same("unload_ip_adapter", "a call without image_prompt uses none; pipe.with_ip_adapter(None) has none"),
     **same("prepare_ip_adapter_image_embeds encode_image_embeds", "pass the image: image_prompt=photo; or "
             "image_prompt=canvax.ImagePrompt(embeds=array)"),
     **same("set_progress_bar_config progress_bar", "pass progress=False to a call"),
     **same("encode_prompt", "pipe.encode(prompt) gives the conditions of a prompt"),
-    **same("from_single_file", "canvax.load('model.safetensors') reads one: docs/loading.md#single-files"),
-    **same("from_ckpt", "canvax.load('model.safetensors') reads one: docs/loading.md#single-files"),
-    **same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
+    **same("from_single_file from_ckpt", "canvax.load('model.safetensors') reads one: docs/loading.md#single-files"),
+        **same("scheduler set_scheduler set_sampler", "the sampler is chosen in each call: sampler='Euler', or the "
+            "name of a diffusers class"),
     **same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on, configs "
             "pipe.model.unet and so on; docs/under-the-pipeline.md calls the networks"),
     **same("feature_extractor image_encoder", "pipe.safety_checker prepares images by itself"),
     **same("watermark", NO_WATERMARK),
-    **same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
+    **same("samplers schedulers list_samplers", "canvax.samplers.SAMPLERS lists them, and canvax samplers"),
+    **same("load_controlnet add_controlnet set_controlnet", "write pipe = pipe.with_controlnet(net)"),
+    **same("unload delete close free clear", "write del pipe, which frees its memory"),
+    **same("disable_safety_checker run_safety_checker", "canvax.load(model, safety_checker=True) decides"),
+    **same("warmup warm_up", "write pipe.compile(512, 512)"),
+    **same("set_seed", "write pipe(prompt, seed=1)"),
+    **same("save_image show display history", "a call gives a result: result = pipe(prompt); result.save('cat.png')"),
+    **same("interrogate caption", "canvax does not describe images"),
+    **same("tokenize", "pipe.model.tokenizers has the tokenizers"),
+    **same("name_or_path", "pipe.model.name"),
+    **same("components config configuration settings get_options", "pipe.model holds configs, tokenizers and the "
+            "noise schedule"),
     **same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
     **same("vae_scale_factor", "pipe.model.vae.factor"),
     **same("push_to_hub", "write pipe.save(folder), then huggingface_hub.upload_folder"),
     **same("jit apply init", "the pipeline compiles by itself; docs/under-the-pipeline.md has its functions"),
-    **same("generate txt2img text2img text_to_image", "call the pipeline: pipe('a red apple')"),
+    **same("generate txt2img text2img text_to_image run predict sample infer inference", "call the pipeline: "
+            "pipe('a red apple')"),
     **same("img2img", "call the pipeline: pipe('a fox', image=photo, strength=0.6)"),
     **same("inpaint", "call the pipeline: pipe('a fox', image=photo, mask=mask)"),
-    **_renamed("save_pretrained", "save"),
+    **renamed_to("save_pretrained", "save"),
 }  # fmt: skip
 """Attributes and methods of a pipeline."""
 
@@ -171,125 +270,6 @@ ASSIGNED: dict[str, Familiar] = {
 }
 """What is assigned to a pipeline."""
 
-CLASSES = {
-    "StableDiffusionPipeline": "write canvax.load(model)",
-    "StableDiffusionXLPipeline": "write canvax.load(model)",
-    "DiffusionPipeline": "write canvax.load(model)",
-    "AutoPipelineForText2Image": "write canvax.load(model)",
-    **dict.fromkeys(
-        ("from_pretrained", "pipeline", "Pipeline", "generate", "txt2img", "text2img", "text_to_image"),
-        "write pipe = canvax.load(model), then pipe(prompt)",
-    ),
-    **{name: ATTRIBUTES[name].answer for name in ("img2img", "inpaint")},
-    **dict.fromkeys(
-        ("StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline", "AutoPipelineForImage2Image"),
-        "write canvax.load(model), and image= and strength= in the call",
-    ),
-    **dict.fromkeys(
-        ("StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline", "AutoPipelineForInpainting"),
-        "write canvax.load(model), and image= and mask= in the call",
-    ),
-    **dict.fromkeys(
-        (
-            "StableDiffusionControlNetPipeline",
-            "StableDiffusionControlNetImg2ImgPipeline",
-            "StableDiffusionControlNetInpaintPipeline",
-            "StableDiffusionXLControlNetPipeline",
-            "StableDiffusionAdapterPipeline",
-            "ControlNetModel",
-            "T2IAdapter",
-        ),
-        "write canvax.load(model, controlnet=...), and control= in the call",
-    ),
-    "AutoencoderKL": "canvax.models.vae has its functions; docs/under-the-pipeline.md calls them",
-    "UNet2DConditionModel": "canvax.models.unet has its functions; docs/under-the-pipeline.md calls them",
-    "FluxPipeline": NOT_HERE.format("FLUX"),
-    "StableDiffusion3Pipeline": NOT_HERE.format("Stable Diffusion 3"),
-}
-"""Names looked for in the module ``canvax``; those that start with Flax are in ``canvax.flax_api``."""
-
-
-FLAX_CALL: dict[str, Familiar] = {
-    **_renamed("steps", "num_inference_steps"),
-    **_renamed("cfg_scale guidance", "guidance_scale"),
-    **_renamed("negative_prompt_ids negative_ids", "neg_prompt_ids"),
-    **_renamed("rng key", "prng_seed"),
-    **same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
-    **same("negative_prompt neg_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
-    **same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
-            "device"),
-    **same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
-    **same("image strength noise", "FlaxStableDiffusionImg2ImgPipeline has it, and canvax.load(model)"),
-    **same("mask masked_image", "FlaxStableDiffusionInpaintPipeline has it, and canvax.load(model) for any model"),
-    **same("controlnet_conditioning_scale", "FlaxStableDiffusionControlNetPipeline has it, and canvax.load(model, "
-            "controlnet=...)"),
-    **same("sampler scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
-    **same("prompt_2 original_size crops_coords_top_left target_size callback callback_steps clip_skip "
-            "guidance_rescale eta", "canvax.load(model) has it, and needs no device axis"),
-}  # fmt: skip
-"""Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
-
-FLAX_LOAD: dict[str, Familiar] = {
-    **{name: entry for name, entry in LOAD.items() if not entry.becomes
-       and name not in ("from_pt", "use_memory_efficient_attention")},
-    **same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
-    **same("load_in_8bit load_in_4bit quantization_config", "canvax.load(model, quantize='int8') has it"),
-    **_renamed("torch_dtype weights_dtype", "dtype"),
-    **_renamed("use_auth_token", "token"),
-    **_renamed("model model_id", "pretrained_model_name_or_path"),
-    **same("unet vae text_encoder text_encoder_2 tokenizer tokenizer_2 transformer", "load the whole model and put "
-            "edited weights into params"),
-    **same("quantize mesh precision", "canvax.load(model) has it"),
-    **same("controlnet", "FlaxStableDiffusionControlNetPipeline takes it, and canvax.load(model, controlnet=...)"),
-    **same("jit", "it is an argument of a call: pipeline(..., jit=True)"),
-}  # fmt: skip
-"""Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
-
-FLAX_ATTRIBUTES: dict[str, Familiar] = {
-    **same("init_weights init init_with_output bind", "weights come from from_pretrained; training is in "
-            "docs/training.md"),
-    **same("to cuda cpu", "params go to the devices, not the pipeline: params = replicate(params); and their dtype is "
-            "that of from_pretrained, dtype=jnp.bfloat16"),
-    **same("to_bf16 to_fp16 to_fp32", "write dtype= in from_pretrained, or jax.tree.map(lambda x: "
-            "x.astype(jnp.bfloat16), params)"),
-    **same("components register_modules", "unet, vae, text_encoder, tokenizer and scheduler are attributes"),
-    **same("config", "pipeline.unet.config and so on; pipeline.model.files.index is model_index.json"),
-    **same("dtype", "the dtype is that of params"),
-    **same("text_encoder_2 tokenizer_2", "this model has one text encoder"),
-    **same("safety_checker feature_extractor", "the pipeline has it, pipeline.safety_checker"),
-    **same("progress_bar set_progress_bar_config", "there is none: drop this line"),
-    **same("prepare_text_inputs", "write prepare_inputs"),
-    **same("prepare_image_inputs controlnet", "FlaxStableDiffusionControlNetPipeline has it"),
-    **same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
-    **same("push_to_hub", "write save_pretrained(folder, params), then huggingface_hub.upload_folder"),
-    **same("load_lora_weights", "pipe = canvax.load(model) has it, which keeps its weights: pipe.adapters.load"),
-    **same("load_textual_inversion", "pipe = canvax.load(model) has it: pipe.adapters.load_embedding"),
-    **same("enable_xformers_memory_efficient_attention enable_attention_slicing",
-            "attention never holds all its scores: drop this line"),
-    **same("get_velocity common", "canvax.samplers has the noise schedule: pipeline.model.scheduler.schedule"),
-    **same("timesteps init_noise_sigma", "the state has it: scheduler.set_timesteps(state, steps, latents.shape)"),
-    **same("batch_decode decode encode_plus", "pipeline.model.tokenizers has the tokenizers; backend.decode(ids)"),
-}  # fmt: skip
-"""Attributes of a pipeline of :mod:`canvax.flax_api`, its parts and its schedulers."""
-
-_PARAMS = "FlaxStableDiffusionPipeline.from_pretrained gives pipeline.{0} and params['{0}']"
-_STATE = "write pipe(prompt, sampler='{}') with pipe = canvax.load(model)"
-
-FLAX: dict[str, Familiar] = {
-    **same("FlaxUNet2DConditionModel", _PARAMS.format("unet")),
-    **same("FlaxAutoencoderKL", _PARAMS.format("vae")),
-    **same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
-    **same("CLIPTokenizer", "pipeline.tokenizer is one"),
-    **same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
-    **same("FlaxLMSDiscreteScheduler", _STATE.format("LMS")),
-    **same("FlaxKarrasVeScheduler", _STATE.format("Heun Karras")),
-    **same("FlaxScoreSdeVeScheduler", _STATE.format("Euler a")),
-    **same("FlaxModelMixin FlaxSchedulerMixin FlaxKarrasDiffusionSchedulers", "there is no such base class"),
-    **same("CLIPImageProcessor CLIPFeatureExtractor", "pipeline.feature_extractor is one"),
-    **same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
-}  # fmt: skip
-"""Names looked for in the module :mod:`canvax.flax_api`."""
-
 
 def answer(
     name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE, takes: str = ""
@@ -298,7 +278,30 @@ def answer(
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     public = [one for one in (*known, *table) if not one.startswith("_")]
-    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or takes or f'see {page}'}"
+    told = did_you_mean(name, public) or akin(name, known) or takes or f"see {page}"
+    return f"{name[:80]!r} is not {kind}; {told}"
+
+
+_SYNONYMS = {"inpaint": "mask", "inpainting": "mask", "hr": "hires", "cfg": "guidance", "scheduler": "sampler"}
+_SYNONYMS |= {"ckpt": "model", "checkpoint": "model", "denoise": "strength", "denoising": "strength", "dir": "folder"}
+_COMMON = {"use", "enable", "disable", "set", "get", "num", "max", "min", "from", "with", "the", "type", "name", "no"}
+
+
+def akin(name: str, choices: Iterable[str]) -> str:
+    """The question for an unknown ``name`` that shares words with choices; empty where it shares none."""
+    wanted = _words(name)
+    first = _words(re.split(r"(?<=\w)[_-]", name)[0])
+    known = {one: _words(one) for one in choices if not one.startswith("_")}
+    shared = {one: (len(wanted & words), bool(first & words)) for one, words in known.items() if wanted & words}
+    best = [one for one, score in shared.items() if score == max(shared.values())]
+    near = sorted(best, key=lambda one: len(known[one]))[:4]
+    return f"near it {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name in any spelling, and what they mean in canvax."""
+    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return {str(_SYNONYMS.get(word, word)) for word in words if len(word) > 1} - _COMMON
 
 
 _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
@@ -315,17 +318,6 @@ class Both(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name if name.startswith("_") else f"{name}: {_BOTH}")
-
-
-def missing_class(name: str) -> str | None:
-    """What to say of a name that the module ``canvax`` has not; None if it is nothing people know."""
-    if name.startswith("Flax"):
-        if name in FLAX:
-            return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
-        return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
-    if name.endswith("Scheduler"):
-        return f"write sampler={name!r} in a call"
-    return f"{name}: {CLASSES[name]} ({PAGE})" if name in CLASSES else None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -387,26 +379,17 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
     Raises:
         InputError: one thing is given under two names.
     """
-    left = {}
+    left, given = {}, {}
     for name, value in others.items():
         target = table[name].becomes if name in table else ""
         if not target:
             left[name] = value
         elif own.get(target) is not None:
-            raise InputError(f"{name} and {target} are one argument; give it once")
+            first = f"{given.get(target, target)}={shown(own[target])}"
+            raise InputError(f"{name}={shown(value)} and {first} both say {target}; give it once")
         else:
-            own[target] = value
+            own[target], given[target] = value, name
     return left
-
-
-def flax_tables() -> str:
-    """All names of :mod:`canvax.flax_api`, which ``docs/migrating-from-diffusers-flax.md`` ends with."""
-    return as_markdown(
-        ("Names of the module", FLAX, ""),
-        ("Arguments of a call", FLAX_CALL, ""),
-        ("Arguments of `from_pretrained`", FLAX_LOAD, ""),
-        ("Attributes and methods", FLAX_ATTRIBUTES, "."),
-    )
 
 
 def as_markdown(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:

@@ -61,7 +61,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
             return flag + ("=" if found["sign"] and flag.startswith("--") else " ")
         if found["all"]:
             return flag
-        begins = not found.start() and re.match(": | without ", message[found.end() :])
+        begins = not found.start() and re.match(": | without | '", message[found.end() :])
         return flag if "_" in name or begins else found[0]
 
     return _NAMES.sub(told, message)

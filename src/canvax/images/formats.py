@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from canvax.checked import checked, shown
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, slip
 from canvax.files import FILE_ENDINGS, check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
@@ -71,6 +71,9 @@ def names_file(path: Path, label: str = "") -> bool:
         raise InputError(f"{told}: is an ending without a name before it; write NAME{path.name}")
     if (suffix in OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
         format_of(path, label)
+    if (near := slip(suffix[1:], [one[1:] for one in FORMATS])) and suffix not in FORMATS and not path.exists():
+        told = f"{label} {path}".strip()
+        raise InputError(f"{told}: {suffix} is no format here; did you mean .{near}? A folder of this name ends with /")
     return suffix in FORMATS and not path.is_dir()
 
 

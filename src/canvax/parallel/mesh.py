@@ -100,14 +100,12 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise InputError(f"model={model} does not divide {devices} devices; use one of {divisors}")
+            raise InputError(f"mesh 'model={model}': {model} does not divide {devices} devices; use one of {divisors}")
         return devices // model
     if data * model != devices:
         some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
-        raise InputError(
-            f"data={data}, model={model} is a mesh of {data * model} devices, and there are {devices}; leave data out "
-            f"to use them all{some}"
-        )
+        there = f"there {'is' if devices == 1 else 'are'} {devices}; leave it out to use them all{some}"
+        raise InputError(f"mesh 'data={data},model={model}' is one of {data * model} devices, and {there}")
     return data
 
 

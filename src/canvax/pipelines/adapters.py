@@ -238,7 +238,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return tuple(words)
 
     @placed
-    def set(self, weights: Mapping[str, float | Mapping[str, Any]]) -> None:
+    def set(self, weights: Mapping[str, float | Mapping[str, Any]], *others: Any) -> None:
         """Give adapters these weights, and all others none; they stay loaded.
 
         A weight is a number, or a table of numbers by part of the model: ``{"text_encoder": 0.5, "unet": {"down": 0.8,
@@ -248,8 +248,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is no such adapter, or no such part in it.
         """
-        if not isinstance(weights, Mapping):
-            raise InputError(f"weights={weights!r:.80} is not a table of weights by name: {{'style': 0.8}}")
+        if others or not isinstance(weights, Mapping):
+            pair = (weights, *others) if isinstance(weights, list | tuple) else ()
+            such = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
+            told = f"weights={weights!r:.80} is not a table of weights by name"
+            raise InputError(f"{told}; write pipe.adapters.set({such or {'style': 0.8}})")
         for name in weights:
             self._check_known(name)
         loaded, changed, before = {}, set(), self._loaded

@@ -49,6 +49,8 @@ _WORDS = re.compile(
 )
 """What A1111 reads as more than words, beside weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
+_CONJUNCTION = re.compile(r"[)\"\w]\.(?:and|blend|swap)\([^()]{0,80}\)")
+"""What compel reads of several prompts, and canvax does not."""
 _CHOICE = re.compile(r"\{[^{}|]{1,80}(?:\|[^{}|]{1,80})+\}")
 """What extensions for prompts at random take one word of."""
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
@@ -222,6 +224,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
     elif syntax == "plain" and (weight := _first(_COMPEL, prompts)):
         yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
+    if joined := _first(_CONJUNCTION, prompts):
+        yield f"{joined[1:]} is read as text; mix the arrays that pipe.encode gives of each prompt"
     if choice := _first(_CHOICE, prompts):
         yield f"{choice} is read as text: nothing chooses among such words; give a list of prompts, one for each image"
 

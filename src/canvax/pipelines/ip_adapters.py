@@ -56,6 +56,9 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
         raise InputError(f"{', '.join(unused)} without ip_adapter: give one, or leave it out")
+    if "subfolder" in source:
+        example = "'owner/name/folder/file.safetensors'"
+        raise InputError(f"subfolder={source['subfolder']!r:.80}: the folder is a part of the name, such as {example}")
     return [AdapterSource(os.fspath(name), **source) for name in names]
 
 

@@ -81,7 +81,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         if name.startswith("_"):
             raise AttributeError(name)
         known = () if (place := place_of(name)) else dir(type(self))
-        raise AttributeError(answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place))
+        public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
+        raise AttributeError(
+            answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+import PIL.Image
 
 from canvax.checked import checked
 from canvax.errors import CanvaxError, InputError, nearest
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class _NoImages(list[Any]):
-    """The images of a run that ``denoising_end`` stopped: none, and who asks for one is told why."""
+class _Images(list[Any]):
+    """A list of images that tells who takes it for one, and where there are none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(PIL.Image.Image, name):
+            raise AttributeError(f"'list' object has no attribute {name!r}")
+        more = "; result.save(folder) writes all" if name == "save" else ""
+        raise AttributeError(f"{name}: images is a list; write result.images[0].{name}{more}")
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return []
+        if isinstance(index, slice) or len(self):
+            return super().__getitem__(index)
         raise IndexError(
             f"images[{index}]: there are no images, since denoising_end stopped the run; "
             "go on from result.latents with denoising_start="
@@ -64,8 +71,8 @@ class Result:
     indices: list[int] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.images, list) and not self.images and self.metadata:
-            object.__setattr__(self, "images", _NoImages())
+        if isinstance(self.images, list):
+            object.__setattr__(self, "images", _Images(self.images))
 
     def __getattr__(self, name: str) -> Any:
         """A sentence for the attributes of other libraries' results, which this one has under other names."""
@@ -73,7 +80,9 @@ class Result:
             raise AttributeError(name)
         if name == "nsfw_content_detected":
             raise AttributeError(f"{name}: write result.metadata[0]['nsfw'], which a safety checker writes")
-        known = [one.name for one in fields(self)]
+        if hasattr(PIL.Image.Image, name):
+            raise AttributeError(f"{name}: a result holds several images; write result.images[0].{name}")
+        known = [*(one.name for one in fields(self)), "grid", "save"]
         raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
 
     def __len__(self) -> int:
@@ -89,7 +98,7 @@ class Result:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):  # diffusers' outputs are dicts as well
             raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
-        if isinstance(self.images, _NoImages):
+        if isinstance(self.images, list) and not self.images:
             return self.images[index]
         try:
             return self.images[index]

@@ -14,6 +14,7 @@ from canvax.errors import InputError
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
 from canvax.pipelines.option_checks import check_step_end
 from canvax.pipelines.options import Options, Step, check_options
+from canvax.samplers import find
 
 if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
@@ -57,6 +58,11 @@ def translate_call(
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
     """
+    if isinstance(curve := others.get("scheduler"), str) and {"sampler", "sampler_name"} & {*own, *others}:
+        try:
+            find(curve)
+        except InputError as error:  # which says how a sigma schedule is given
+            raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
     left = renamed(own, others, CALL)
     for name in [name for name in own if name in _OWN]:  # a name for a field of the options
         if name in left:
@@ -67,7 +73,7 @@ def translate_call(
             continue
         if name in _LOAD and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
-        takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
+        takes = f"it takes {', '.join((*_ARGUMENTS, *_OWN))}"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (timesteps := left.get("timesteps")) is not None:

@@ -20,6 +20,7 @@ from canvax.server.a1111_control import Scripts, controlled, units_of
 from canvax.server.answers import encoded, without_none
 from canvax.server.images_in import MOST_PIXELS, colours, image_of_text, white_mask
 from canvax.server.jobs import Ask, Job, ModelCard, Picture, Refused
+from canvax.server.work import MOST_IMAGES
 
 PREVIEWS = 6
 """Of each image: clients ask for one about every second."""
@@ -115,11 +116,15 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
     if units and "padding_mask_crop" in options:
         raise _refused("inpaint_full_res", "true does not go with controlnet, whose image is of the whole; send false")
     steered = controlled(units, card, _size(body, card, image), image)
+    images = (body.batch_size or 1) * (body.n_iter or 1)
+    if images > MOST_IMAGES and body.n_iter:
+        told = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
+        raise _refused("batch_size", f"{told}; send several requests")
     return Ask(
         body.prompt or "",
         negative_prompt=body.negative_prompt or None,
         model=card.id,
-        n=(body.batch_size or 1) * (body.n_iter or 1),
+        n=images,
         width=body.width or None,
         height=body.height or None,
         steps=body.steps,

@@ -165,6 +165,8 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
         choices = _choices(kind, path) if "enum" in said else []
         wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
         said = (_value_at(path, sent) if path else "the body") + wants
+        if said.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
+            said += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
     return Refused(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
 
 

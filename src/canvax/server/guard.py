@@ -132,13 +132,17 @@ class Guard:
             raise Refused(400, "two_lengths", "a request has Content-Length or Transfer-Encoding, not both")
         host = _host(headers.get("host", ""))
         if "*" not in rules.hosts and host not in rules.hosts:
-            raise Refused(421, "wrong_host", "this server is not called that; start it with --allow-host NAME")
+            raise Refused(
+                421,
+                "wrong_host",
+                f"Host={host!r:.80}: this server is not called that; start it with --allow-host {host:.80}",
+            )
         origin = headers.get("origin")
         if origin is not None and origin not in rules.origins and scope["method"] not in _SAFE:
             if origin.partition("://")[2].lower() != headers.get("host", "").lower() or "://" not in origin:
-                raise Refused(403, "wrong_origin", "pages of other sites may not ask; see --allow-origin")
+                raise _wrong_origin(origin)
         elif headers.get("sec-fetch-site") == "cross-site" and scope["method"] not in _SAFE and origin is None:
-            raise Refused(403, "wrong_origin", "pages of other sites may not ask; see --allow-origin")
+            raise _wrong_origin("another site")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
         with suppress(ValueError):
@@ -159,7 +163,9 @@ class Guard:
     def _preflight(self, scope: Scope, headers: Headers) -> Response | None:
         """What a browser asks first, for pages of sites that are allowed."""
         asked = headers.get("access-control-request-method")
-        if scope["method"] == "OPTIONS" and asked and headers.get("origin") in self._rules.origins:
+        if scope["method"] == "OPTIONS" and asked and (origin := headers.get("origin")):
+            if origin not in self._rules.origins:
+                raise _wrong_origin(origin)
             methods = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
             return Response(None, 204, {**methods, "Access-Control-Allow-Headers": _ALLOWED_HEADERS})
         return None
@@ -210,6 +216,11 @@ def _is_public(scope: Scope) -> bool:
     """What browsers and probes read without a key. By the method too: a POST to / generates."""
     path = scope["path"]
     return scope["method"] in ("GET", "HEAD") and (path in _PUBLIC or path.startswith("/static/"))
+
+
+def _wrong_origin(origin: str) -> Refused:
+    said = f"Origin={origin[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
+    return Refused(403, "wrong_origin", said)
 
 
 def _host(header: str) -> str:

@@ -189,7 +189,7 @@ def _other(names: set[str]) -> str | None:
     if any(one.startswith("lllite_") for one in names):
         return "a ControlLLLite, another method than ControlNet; canvax does not have it"
     if _CONTROL_LORA not in names and any("lora_down" in one or "lora_A" in one or ".lora." in one for one in names):
-        return "a LoRA, no ControlNet"
+        return "a LoRA, no ControlNet; pass it to pipe.adapters.load or --lora"
     if any(one.startswith(("first_stage_model.", "model.diffusion_model.")) for one in names) and not any(
         one.startswith(_PREFIX) for one in names
     ):

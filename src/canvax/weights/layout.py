@@ -220,4 +220,7 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
     single = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
     below = sorted(path.parent for path in folder.glob(f"*/{INDEX}")) if folder is not None else []
     cure = f" {below[0].name} in it has one: pass {below[0]}." if below else single
+    if not cure and folder is not None:  # the folder of models of other programs
+        inner = [next(folder.glob(f"{name}/*.safetensors"), None) for name in ("checkpoints", "Stable-diffusion")]
+        cure = next((f" Pass the file of a model in it, such as {one}." for one in inner if one is not None), "")
     return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"

@@ -197,6 +197,9 @@ _PLACES = {
 }
 """Where files of other kinds are read."""
 
+_UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
+"""Endings that browsers and downloaders give to files on their way."""
+
 _BEGINNINGS = {
     "a ControlNet": ("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks."),
     "an IP-Adapter": ("ip_adapter.", "image_proj."),
@@ -208,6 +211,8 @@ def _other_kind(path: Path) -> str | None:
     """What a file is that is no whole model, by the names of its tensors; None for others and for what is damaged."""
     if path.suffix.lower() == ".gguf":
         return "a GGUF file"
+    if path.suffix.lower() in _UNFINISHED:
+        return "a download that has not finished; fetch it whole"
     try:
         entries = open_safetensors(path, plain_names=False) if path.suffix.lower() == ".safetensors" else []
         names = {entry.name for entry in entries}
