@@ -249,7 +249,7 @@ BAD = {
     "did you mean 'steps'": '{"prompt": "a", "stepz": 3}',
     "prompt is missing": '{"seed": 3}',
     "prompt=5 is not text": '{"prompt": 5}',
-    "are one argument": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
+    "both say num_inference_steps": '{"prompt": "a", "steps": 3, "num_inference_steps": 4}',
     "a row is one image": '{"prompt": "a", "n": 2}',
     "UTF-8": '{"prompt": "\\ud800"}',
     "seed='x'": '{"prompt": "a", "seed": "x"}',

@@ -363,7 +363,7 @@ def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> No
         ({"control": edges(1), "reuse": 2}, "control with reuse"),
         ({"control_scale": 0.5}, "control_scale without a control image"),
         ({"control": [None], "control_end": 0.5}, "control_end without a control image"),
-        ({"control": edges(1), "control_image": edges(1)}, "control_image and control are one argument"),
+        ({"control": edges(1), "control_image": edges(1)}, "control_image and control both say control"),
         ({"control": edges(1), "control_scale": 1, "controlnet_conditioning_scale": 1}, "control_scale is given twice"),
     ],
 )
@@ -654,7 +654,7 @@ def test_command_line(
         (["--control-from", "canny"], "without control: name the image"),
         (["--control", "edges.png", "--control-from", "depth"], "'depth' is not a kind"),
         (["--control", "edges.png", "--control-from", "canny,canny"], "one for each of 1"),
-        (["--control", "edges.png", "--control-scale", "much"], "control_scale='much'"),
+        (["--control", "edges.png", "--control-scale", "much"], "--control-scale='much'"),
     ):
         assert main(["generate", "a cat", *words, "-o", "no.png", *fast]) == BAD_INPUT, words
         assert message in capsys.readouterr().err

@@ -45,7 +45,8 @@ CALL: dict[str, Familiar] = {
     **renamed_to("cfg cfg_scale guidance scale txt_cfg cfg_weight unconditional_guidance_scale", "guidance_scale"),
     **renamed_to("n num_images n_images n_samples num_samples num_outputs n_iter batch_size "
             "batch_count", "num_images_per_prompt"),
-    **renamed_to("positive positive_prompt prompts text text_prompt", "prompt"),
+    **renamed_to("positive positive_prompt prompts text_prompt", "prompt"),
+    **same("text caption", "write prompt='a red apple'"),
     **renamed_to("negative uc neg_prompt negative_prompts negative_text", "negative_prompt"),
     **renamed_to("scheduler sampler_name scheduler_name sampler_index sampler_type sampling_method sample_method "
             "scheduler_type", "sampler"),
@@ -385,11 +386,15 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
         if not target:
             left[name] = value
         elif own.get(target) is not None:
-            first = f"{given.get(target, target)}={shown(own[target])}"
-            raise InputError(f"{name}={shown(value)} and {first} both say {target}; give it once")
+            first = _with_value(given.get(target, target), own[target])
+            raise InputError(f"{_with_value(name, value)} and {first} both say {target}; give it once")
         else:
             own[target], given[target] = value, name
     return left
+
+
+def _with_value(name: str, value: Any) -> str:
+    return f"{name}={shown(value)}" if isinstance(value, str | int | float) else name
 
 
 def as_markdown(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:

@@ -107,7 +107,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags |= image_prompt_flags(metadata)
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
-        flags["--prompt-syntax"] = "a1111"  # as --from-image reads it
+        flags["--prompt-syntax"] = "a1111" if "other" in metadata else None  # as --from-image reads it
     options = metadata.get("options")
     if isinstance(options, dict):
         flags |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
@@ -157,7 +157,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append("\nImage prompts are not in the file: put their names in place of PROMPT1, ... (and MASK1, ...).")
     if metadata.get("noise") == "given":
         lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
-    if networks := [name for name in metadata.get("other") or () if name.startswith("<")]:
+    other = metadata.get("other")
+    if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if metadata.get("model") and "canvax" not in metadata:
         lines.append(f"\nIt was generated with {metadata['model']!r}; name your copy of it with --model.")

@@ -73,7 +73,7 @@ def translate_call(
             continue
         if name in _LOAD and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
-        takes = f"it takes {', '.join((*_ARGUMENTS, *_OWN))}"
+        takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (timesteps := left.get("timesteps")) is not None:
