@@ -46,7 +46,6 @@ CALL: dict[str, Familiar] = {
     **renamed_to("n num_images n_images n_samples num_samples num_outputs n_iter batch_size "
             "batch_count", "num_images_per_prompt"),
     **renamed_to("positive positive_prompt prompts text_prompt", "prompt"),
-    **same("text caption", "write prompt='a red apple'"),
     **renamed_to("negative uc neg_prompt negative_prompts negative_text", "negative_prompt"),
     **renamed_to("scheduler sampler_name scheduler_name sampler_index sampler_type sampling_method sample_method "
             "scheduler_type", "sampler"),
