@@ -230,6 +230,9 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "nobody's attribute": (lambda pipe: pipe.wibble, "it has adapters, .*with_ip_adapter"),
     "two lists for a table": (lambda pipe: pipe.adapters.set(["ink"], [0.5]), r"adapters.set\(\{'ink': 0.5\}\)"),
     "a folder of an adapter": (lambda pipe: pipe.with_ip_adapter("a/b", subfolder="models"), "a part of the name"),
+    "a table of networks": (lambda pipe: pipe["unet"], r"weights are pipe.params\['unet'\]"),
+    "a size by place": (lambda pipe: pipe("a", 64, 64), "height=64, width=64"),
+    "noise as an array": (lambda pipe: pipe("a", noise=np.zeros((1, 8, 8, 32))), "an array is given as latents="),
     "a slip in an ending": (lambda pipe: pipe("a", **QUICK).save("a.pgn"), "did you mean .png"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip
@@ -268,12 +271,20 @@ def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
         ("a [cat|dog]", r"\[cat\|dog\] is read"),
         ("((red)) cat", r"\(\(red\)\) is read"),
         ("a red++ cat", r"red\+\+ is read as text; prompt_syntax='compel'"),
+        ('("a cat", "a dog").and()', r"\.and\(\) is read as text; mix the arrays"),
+        (
+            "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: Euler",
+            "'Negative prompt: blurry' in the prompt is read",
+        ),
         ("a {red|green} cat", r"\{red\|green\} is read as text: nothing chooses"),
     ],
 )
 def test_signs_in_a_plain_prompt(emoji: canvax.StableDiffusion, prompt: str, said: str) -> None:
     with pytest.warns(canvax.HintWarning, match=said):
         emoji(prompt, **QUICK)
+    if said[:2] in (r"\(", r"\["):
+        with pytest.warns(canvax.HintWarning, match=said):
+            emoji("a cat", prompt, **QUICK)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "is read", canvax.HintWarning)
         for plain in ("SALT AND PEPPER", "a [small] cat", "C++ on a cat", "a cat (red)", "a cat -- red"):
@@ -323,8 +334,12 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
         emoji.scheduler = 1
     with pytest.raises(ImportError, match=r"write canvax.load\(model\)"):
         from canvax import StableDiffusionPipeline  # noqa: F401
-    with pytest.raises(ImportError, match=r"from canvax.flax_api import FlaxDDIMScheduler"):
+    with pytest.raises(AttributeError, match=r"from canvax.flax_api import FlaxDDIMScheduler"):
         canvax.FlaxDDIMScheduler  # noqa: B018
+    with pytest.raises(ImportError, match="did you mean 'load'"):
+        from canvax import laod  # noqa: F401
+    with pytest.raises(ImportError, match="did you mean 'FlaxPNDMScheduler'"):
+        from canvax.flax_api import FlaxPNDMSchedulr  # noqa: F401
     assert not hasattr(canvax, "a_name_that_nobody_knows")
 
 

@@ -91,12 +91,12 @@ def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module 'canvax' has no attribute {name!r}")
         from canvax.errors import did_you_mean
-        from canvax.familiar_module import missing_class
+        from canvax.familiar_module import missing_class, no_such_name
 
-        if (answer := missing_class(name)) is not None:
-            raise ImportError(answer)  # of an AttributeError `from canvax import NAME` would tell nothing
-        told = did_you_mean(name, __all__) or f"it has {', '.join(__all__)}"
-        raise AttributeError(f"module 'canvax' has no attribute {name!r}; {told}")
+        if (told := missing_class(name)) is None:
+            near = did_you_mean(name, __all__) or f"it has {', '.join(__all__)}"
+            told = f"module 'canvax' has no attribute {name!r}; {near}"
+        raise no_such_name("canvax", name, told)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

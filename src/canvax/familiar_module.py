@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 from canvax.familiar import ATTRIBUTES, FLAX_PAGE, NOT_HERE, PAGE
 from canvax.familiar_flax import FLAX
 
@@ -75,6 +78,12 @@ CLASSES = {
     "StableDiffusion3Pipeline": NOT_HERE.format("Stable Diffusion 3"),
 }
 """Names looked for in the module ``canvax``; those that start with Flax are in ``canvax.flax_api``."""
+
+
+def no_such_name(module: str, name: str, told: str) -> Exception:
+    """The error of a package without a name: of an AttributeError ``from canvax import NAME`` would tell nothing."""
+    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # which asks for it before it looks for a submodule
+    return (ImportError if imports and find_spec(f"{module}.{name}") is None else AttributeError)(told)
 
 
 def missing_class(name: str) -> str | None:

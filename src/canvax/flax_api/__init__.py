@@ -10,6 +10,7 @@ from typing import Any
 
 from canvax.familiar import FLAX_PAGE, answer
 from canvax.familiar_flax import FLAX
+from canvax.familiar_module import no_such_name
 from canvax.flax_api.controlnet import (
     FlaxControlNetModel,
     FlaxControlNetOutput,
@@ -60,9 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names that are not here get a sentence, which only an ImportError carries through ``from ... import``."""
+    """Names that are not here get a sentence."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise (ImportError if name in FLAX else AttributeError)(
-        answer(name, FLAX, __all__, "in canvax.flax_api", FLAX_PAGE)
-    )
+    raise no_such_name(__name__, name, answer(name, FLAX, __all__, "in canvax.flax_api", FLAX_PAGE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +57,8 @@ _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
 _FLAG = re.compile(r"(?:^|\s)--[a-z][a-z_-]+(?=[\s=]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
+_PASTED = re.compile(r"^\s*(?:Negative prompt:|Steps: \d+(?=,)).{0,20}", re.MULTILINE)
+"""How the lines of an A1111 image's settings begin."""
 _OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
 
 
@@ -199,6 +201,14 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         yield f"{scale} reads no negative prompt; give more than 1, or leave it out"
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
+    times, side = request.options.hires, request.height
+    if times > 1 and side * times != (larger := round(side * times / 8) * 8):
+        yield f"hires={times:g} of {side} pixels makes {larger}: sizes are multiples of 8"
+    yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
+
+
+def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: Collection[str]) -> Iterator[str]:
+    """What of the prompts is read as text and hardly meant so; ``added`` are words of textual inversions."""
     if flag := _first(_FLAG, prompts):
         yield f"{flag.strip()} in the prompt is read as text; a setting stands outside of its quotes"
     if network := _first(_NETWORK, prompts):
@@ -208,7 +218,9 @@ def hints(model: Model, request: Request) -> Iterator[str]:
         )
     if network := _first(_OPEN, prompts):
         yield f"{network} is read as text, since its > is missing; write <lora:name:0.8>"
-    texts = [*prompts, *filter(None, dict.fromkeys(request.negatives))]
+    if pasted := _first(_PASTED, prompts):
+        yield f"{pasted.strip()!r} in the prompt is read as text; canvax generate --from-image FILE reads such settings"
+    texts = [*prompts, *negatives]
     found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {one: one.lower().removeprefix("embedding:") for one in found}
     if free := [one for one in found if not {bare[one], bare[one].rpartition(".")[0]} & added]:
@@ -216,13 +228,13 @@ def hints(model: Model, request: Request) -> Iterator[str]:
             f"{free[0]} is read as text: no textual inversion of this name is loaded; "
             "pipe.adapters.load_embedding or --embedding loads one"
         )
-    if network := _first(_NETWORK, filter(None, dict.fromkeys(request.negatives))):
+    if network := _first(_NETWORK, negatives):
         yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
-    if syntax == "plain" and (weight := _first(_WEIGHT, prompts)):
+    if syntax == "plain" and (weight := _first(_WEIGHT, texts)):
         yield f"{weight} is read as text; prompt_syntax='a1111' reads it as a weight"
-    elif syntax == "plain" and (words := _first(_WORDS, (prompt for prompt in prompts if not prompt.isupper()))):
+    elif syntax == "plain" and (words := _first(_WORDS, (text for text in texts if not text.isupper()))):
         yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
-    elif syntax == "plain" and (weight := _first(_COMPEL, prompts)):
+    elif syntax == "plain" and (weight := _first(_COMPEL, texts)):
         yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
     if joined := _first(_CONJUNCTION, prompts):
         yield f"{joined[1:]} is read as text; mix the arrays that pipe.encode gives of each prompt"

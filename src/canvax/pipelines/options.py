@@ -279,7 +279,9 @@ class Options:
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         for name, kind in _CHOICES.items():
             if (value := getattr(self, name)) not in get_args(kind):
-                raise InputError(f"{name}={shown(value)} is not known; {nearest(shown(value), get_args(kind))}")
+                array = name == "noise" and not isinstance(value, str)
+                told = "an array is given as latents=" if array else nearest(shown(value), get_args(kind))
+                raise InputError(f"{name}={shown(value)} is not known; {told}")
         if not (is_number(self.mask_blur) and 0 <= self.mask_blur <= 1000):
             raise InputError(f"mask_blur={self.mask_blur!r} is not in 0..1000 pixels; 4 is usual")
         if (crop := self.padding_mask_crop) is not None and not (is_whole(crop) and 0 <= crop <= 16384):

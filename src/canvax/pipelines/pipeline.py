@@ -93,6 +93,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             raise AttributeError(f"cannot be set: {said}")
         object.__setattr__(self, name, value)
 
+    def __getitem__(self, name: object) -> NoReturn:
+        """A pipeline is no table; its weights are one."""
+        raise InputError(f"pipe[{name!r:.80}]: weights are pipe.params[{name!r:.80}], and images pipe(prompt)[0]")
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices."""
         if self.params is None:
