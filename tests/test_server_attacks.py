@@ -485,8 +485,9 @@ def test_models_are_no_paths(site: Web, tmp_path: Path) -> None:
              "\\\\evil\\share", "~", ".", "stub/../stub", "stub\0", "CON", "x" * 299]  # fmt: skip
     for name in names:
         check_refused("own", site.http.post("/api/jobs", json={"prompt": "x", "model": name}), 404)
-        body = {"prompt": "x", "override_settings": {"sd_model_checkpoint": name}, "model": name[:200]}
-        assert site.http.post("/sdapi/v1/txt2img", json=body).status_code == 200
+        assert site.http.post("/sdapi/v1/txt2img", json={"prompt": "x", "model": name[:200]}).status_code == 200
+        body = {"prompt": "x", "override_settings": {"sd_model_checkpoint": name}}
+        check_refused("a1111", site.http.post("/sdapi/v1/txt2img", json=body), 404)
         answer = site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": name[:200]})
         check_refused("a1111", answer, 404)
         assert site.http.post("/v1/images/generations", json={"prompt": "x", "model": name}).status_code == 200

@@ -62,7 +62,7 @@ CALL: dict[str, Familiar] = {
     **same("iterations", "write num_inference_steps=20, or num_images_per_prompt=4 for more images"),
     **same("output output_path output_dir output_file outpath filename save_path outdir save save_to save_dir "
             "file_path "
-            "filename_prefix save_images",
+            "filename_prefix save_images output_format output_quality output_compression",
             "a call writes no file: write pipe(prompt).save('cat.png')"),
     **same("model model_path model_name ckpt ckpt_name checkpoint sd_model_checkpoint unet_name", "the model is "
             "chosen by loading it: pipe = canvax.load('owner/name')"),

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
@@ -121,7 +122,7 @@ def versions() -> dict[str, str]:
 _ELSEWHERE = {
     "txt2img": "generate", "text2image": "generate", "draw": "generate", "img2img": "generate --image",
     "inpaint": "generate --image --mask", "webui": "ui", "server": "serve", "models": "info", "run": "generate",
-    "pull": "info", "download": "info", "version": "--version",
+    "dream": "generate", "imagine": "generate", "pull": "info", "download": "info", "version": "--version",
 }  # fmt: skip
 """What commands are called in other programs."""
 
@@ -150,7 +151,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         word = words[0].lower()
         begun = (name for name in COMMANDS if len(word) > 1 and name.startswith(word))
-        meant = _ELSEWHERE.get(word) or slip(word, COMMANDS) or next(begun, f"generate {shlex.quote(words[0])}")
+        meant = _ELSEWHERE.get(word) or slip(word, COMMANDS) or next(begun, None)
+        if meant is None:  # a prompt, quoted or not; or a verb before one in quotes
+            prompt = list(takewhile(lambda one: not one.startswith("-"), words))
+            quoted = len(prompt) == 2 and " " in prompt[1]
+            meant = f"generate {shlex.quote(prompt[1] if quoted else ' '.join(prompt))}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         near = did_you_mean(words[0], ("--version", "--help"))

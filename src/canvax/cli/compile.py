@@ -8,7 +8,7 @@ from typing import Any
 from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
-from canvax.errors import check_count
+from canvax.errors import CanvaxError, check_count
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                               "seconds": build.seconds, "bytes": build.size})  # fmt: skip
     if not arguments.json:
         _print(built)
+    if not all(program["cached"] or program["bytes"] for program in built):
+        raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
 
 
 def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:

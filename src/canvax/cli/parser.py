@@ -29,6 +29,8 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(message.removeprefix("argument ").partition(":")[0].split("/")[-1])
             what = action.help if action and action.help else "a value"
             message += f": {what}; one that starts with - is written --flag=VALUE"
+        if message.endswith("expected 2 arguments"):
+            message += f", such as {message.split(':')[0].split('/')[-1].removeprefix('argument ')} 64 64"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):

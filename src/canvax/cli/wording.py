@@ -15,7 +15,7 @@ _NAMES = re.compile(
         (?: (?P<is>\ =\ ) | (?P<all>=True\b|=\.\.\.|=(?=[\s,;:.)]|$)) | (?P<sign>=) | (?![\w.(\[/-]) )""",
     re.VERBOSE,
 )
-_OF_A_LINE = re.compile(r"\b(line|row) \d+: ")
+_OF_A_FILE = re.compile(r"\b(line|row) \d+: |\.json\b")
 _NOT_FLAGS = ("prompt", "prompts", "x", "y")
 
 
@@ -46,11 +46,11 @@ def flags_of(actions: Mapping[str, argparse.Action], words: Sequence[str]) -> di
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:
-    """A message with flags where it names arguments; one about the line of a file stays, since that has such names.
+    """A message with flags where it names arguments; one about what a file says stays, since that has such names.
 
     A name without = after it counts if it has an underscore, or if the message begins with it: "image without ...".
     """
-    if _OF_A_LINE.search(message):
+    if _OF_A_FILE.search(message):
         return message
 
     def told(found: re.Match[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -207,7 +207,7 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
 
 
-def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: Collection[str]) -> Iterator[str]:
+def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[str]) -> Iterator[str]:
     """What of the prompts is read as text and hardly meant so; ``added`` are words of textual inversions."""
     if flag := _first(_FLAG, prompts):
         yield f"{flag.strip()} in the prompt is read as text; a setting stands outside of its quotes"

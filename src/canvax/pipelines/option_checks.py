@@ -55,7 +55,7 @@ def is_whole(value: Any) -> bool:
 def numbers_of(name: str, value: Any) -> Any:
     """A list of numbers, also as text with commas, as a tuple; the name of a curve and None as they are."""
     if isinstance(value, str):
-        if name == "sigmas" and not any(c in "0123456789" for c in value.split(",")[0]):
+        if name == "sigmas" and re.match(r"\s*[a-zA-Z_]", value):
             return value
         value = value.split(",")
     given = value

@@ -94,7 +94,8 @@ _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 def curve_named(name: str) -> str:
     """The curve called `name` in any spelling."""
     if _plain(name) not in _SUFFIXES:
-        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES)}")
+        told = did_you_mean(str(name), NAMES) or f"{nearest(str(name), NAMES)}: canvax samplers curves lists them"
+        raise InputError(f"sigmas={name!r} is not known; {told}")
     return _SUFFIXES[_plain(name)]
 
 

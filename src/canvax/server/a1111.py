@@ -98,6 +98,11 @@ BODIES = {
 """What is sent where, for those who describe the API."""
 
 
+def _not_served(name: str) -> Refused:
+    said = f"sd_model_checkpoint={name[:80]!r} is not served here; /sdapi/v1/sd-models lists those that are"
+    return Refused(404, "model_not_found", said, param="sd_model_checkpoint")
+
+
 @dataclass
 class _Running:
     """A job that a client waits for."""
@@ -149,6 +154,8 @@ class _Desk:
                 f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
             )
             raise Refused(422, "invalid_value", said, param="override_settings")
+        if chosen and self.called(chosen) is None:
+            raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
         job = await submitted(self.engine, await decoding(ask_of, body, card, client))
         self.running[job.id] = running = _Running(job, owner)
@@ -207,10 +214,7 @@ class _Desk:
         if name:
             card = self.called(name)
             if card is None:
-                raise Refused(
-                    404, "model_not_found", f"sd_model_checkpoint={name!r} is not served here; /sdapi/v1/sd-models "
-                    "lists those that are", param="sd_model_checkpoint",
-                )  # fmt: skip
+                raise _not_served(name)
             self.chosen[client] = card.id
         return json_answer({})
 

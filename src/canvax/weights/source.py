@@ -179,7 +179,8 @@ class Source:
                 f"model = {text!r} names an architecture without weights, for canvax plan; to generate images, "
                 f"pass a folder or a Hub id, such as {EXAMPLES[known]!r}."
             )
-        hint = "" if "/" in text or "\\" in text else f" Bundled models: {nearest(text, list(BUNDLED))}"
+        bare = text.rstrip("/")
+        hint = "" if "/" in bare or "\\" in bare else f" Bundled models: {nearest(bare, list(BUNDLED))}"
         raise CheckpointError(f"model = {text!r}: there is no such folder, and it is not a Hub id 'owner/name'.{hint}")
 
 
