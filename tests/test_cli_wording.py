@@ -20,10 +20,13 @@ SAID = {
     "pass token=... or set HF_TOKEN": "pass --token or set HF_TOKEN",
     "pass local_files_only=True": "pass --local-files-only",
     "model = 'emojy': there is none": "--model 'emojy': there is none",
+    "options.prompt_2 means nothing to emoji": "--prompt-2 means nothing to emoji",
+    "safety_checker=True: none (its model_index.json)": "--safety-checker: none (its model_index.json)",
     "mesh 'data=4,model=1' is one of 4 devices": "--mesh 'data=4,model=1' is one of 4 devices",
     "the model's own mask= is": "the model's own --mask is",
 }
 SAME = (
+    "m/scheduler_config.json: prediction_type='x'",
     *("prompts.txt, line 3: height=63", "row 7: width=3", "write data=4,model=2", "--x steps=5,10", "--set norm=2.5"),
     *("canvax.load(model, dtype='x')", "prompt 'strength=3' is text", "the image, the mask and the seed", "a strength"),
     *("nothing=3", "pipe.image = 3", "prompt=3"),

@@ -233,6 +233,10 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "a table of networks": (lambda pipe: pipe["unet"], r"weights are pipe.params\['unet'\]"),
     "a size by place": (lambda pipe: pipe("a", 64, 64), "height=64, width=64"),
     "noise as an array": (lambda pipe: pipe("a", noise=np.zeros((1, 8, 8, 32))), "an array is given as latents="),
+    "as in Flax": (lambda pipe: pipe("a", pipe.params, jax.random.key(0)), "is a model's weights; .* params="),
+    "a helper of Flax": (lambda pipe: pipe.prepare_inputs(["a"]), "give the prompts and images themselves"),
+    "a pair of one": (lambda pipe: list(pipe), "gives one pipeline, whose weights are pipe.params"),
+    "no text": (lambda pipe: pipe("a", negative_prompt=True), "strings; give text, such as 'blurry'$"),
     "a slip in an ending": (lambda pipe: pipe("a", **QUICK).save("a.pgn"), "did you mean .png"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip
@@ -276,6 +280,8 @@ def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
             "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: Euler",
             "'Negative prompt: blurry' in the prompt is read",
         ),
+        ("a cat::2 dog::1", "cat::2 is read as text; prompt_syntax='a1111' weighs"),
+        ("a __animal__ in a hat", "__animal__ is read as text: nothing chooses"),
         ("a {red|green} cat", r"\{red\|green\} is read as text: nothing chooses"),
     ],
 )

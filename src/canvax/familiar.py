@@ -248,6 +248,8 @@ ATTRIBUTES: dict[str, Familiar] = {
     **same("save_image show display history", "a call gives a result: result = pipe(prompt); result.save('cat.png')"),
     **same("interrogate caption", "canvax does not describe images"),
     **same("tokenize", "pipe.model.tokenizers has the tokenizers"),
+    **same("prepare_inputs prepare_image_inputs shard replicate", "give the prompts and images themselves: drop this "
+            "line; canvax.flax_api has it for old scripts"),
     **same("name_or_path", "pipe.model.name"),
     **same("components config configuration settings get_options", "pipe.model holds configs, tokenizers and the "
             "noise schedule"),

@@ -11,11 +11,11 @@ _NAMES = re.compile(
           | \w\([^)]*\)                   # a call of Python
           | --?[\w-]+[ =]\S+              # a flag with its value
         )
-      | (?<![^\s(])(?P<name>[a-z][a-z0-9_]+)\b
+      | (?<![^\s(])(?:options\.)?(?P<name>[a-z][a-z0-9_]+)\b
         (?: (?P<is>\ =\ ) | (?P<all>=True\b|=\.\.\.|=(?=[\s,;:.)]|$)) | (?P<sign>=) | (?![\w.(\[/-]) )""",
     re.VERBOSE,
 )
-_OF_A_FILE = re.compile(r"\b(line|row) \d+: |\.json\b")
+_OF_A_FILE = re.compile(r"\b(line|row) \d+: |\.json: ")
 _NOT_FLAGS = ("prompt", "prompts", "x", "y")
 
 

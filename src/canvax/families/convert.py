@@ -23,7 +23,7 @@ from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType, Params
 from canvax.weights.cast import parse_dtype
-from canvax.weights.entries import is_pickle, open_weight_file
+from canvax.weights.entries import check_head, is_pickle, open_weight_file
 from canvax.weights.layout import PICKLES
 from canvax.weights.load import stored_components
 from canvax.weights.open import open_files
@@ -103,10 +103,11 @@ def _of_a_family(index: Mapping[str, Any]) -> None:
 
 def _is_pickle(path: Path) -> bool:
     with open_weight_file(path) as file:
-        if is_pickle(file.read(64)):
+        if is_pickle(head := file.read(64)):
             return True
     if path.suffix.lower() in PICKLES:
-        raise CheckpointError(f"{path}: is none of the files that torch.save writes")
+        check_head(path, head)
+        raise CheckpointError(f"{path}: is none of the files that torch.save writes; download or save it again")
     return False
 
 

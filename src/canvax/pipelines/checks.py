@@ -51,7 +51,11 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
         raise InputError(f"prompt={told} is neither a string nor a list of strings{embeds}")
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
-        cure = f"; a size is given by name: height={negative}, width={negative}" if isinstance(negative, int) else ""
+        cure = (
+            f"; a size is given by name: height={negative}, width={negative}"
+            if type(negative) is int
+            else "; give text, such as 'blurry'"
+        )
         raise InputError(f"negative_prompt={shown(negative)} is neither a string nor a list of strings{cure}")
     check_length("prompt", prompts)
     check_length("negative_prompt", negatives)

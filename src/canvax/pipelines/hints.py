@@ -57,6 +57,9 @@ _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
 _FLAG = re.compile(r"(?:^|\s)--[a-z][a-z_-]+(?=[\s=]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
+_SHARE = re.compile(r"\w+ ?::-?\d*\.?\d+")
+"""How Midjourney weighs parts of a prompt."""
+_WILDCARD = re.compile(r"(?<!\w)__[a-z][\w/-]{1,40}?__(?!\w)", re.IGNORECASE)
 _PASTED = re.compile(r"^\s*(?:Negative prompt:|Steps: \d+(?=,)).{0,20}", re.MULTILINE)
 """How the lines of an A1111 image's settings begin."""
 _OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
@@ -236,9 +239,11 @@ def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[
         yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
     elif syntax == "plain" and (weight := _first(_COMPEL, texts)):
         yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
+    if share := _first(_SHARE, prompts):
+        yield f"{share} is read as text; prompt_syntax='a1111' weighs words, (cat:1.2), and prompts joined by AND"
     if joined := _first(_CONJUNCTION, prompts):
         yield f"{joined[1:]} is read as text; mix the arrays that pipe.encode gives of each prompt"
-    if choice := _first(_CHOICE, prompts):
+    if choice := _first(_CHOICE, prompts) or _first(_WILDCARD, prompts):
         yield f"{choice} is read as text: nothing chooses among such words; give a list of prompts, one for each image"
 
 

@@ -94,7 +94,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         object.__setattr__(self, name, value)
 
     def __getitem__(self, name: object) -> NoReturn:
-        """A pipeline is no table; its weights are one."""
+        """A pipeline is no table, and no pair; its weights are a table."""
+        if isinstance(name, int):  # pipe, params = canvax.load(model)
+            told = "canvax.load gives one pipeline, whose weights are pipe.params; pipe(prompt)[0] is an image"
+            raise InputError(f"pipe[{name}]: {told}")
         raise InputError(f"pipe[{name!r:.80}]: weights are pipe.params[{name!r:.80}], and images pipe(prompt)[0]")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -174,6 +174,8 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
                 raise InputError(
                     f"{path}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8"
                 )
+            if number == 1 and kind != ".txt" and line.lstrip().startswith("["):
+                raise InputError(f"{path}: is a list; write an object a line, without [ and ] around them")
             if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
                 yield number, _prompt(line) if kind == ".txt" else _object(line)
 
@@ -212,7 +214,7 @@ def _object(line: str) -> Mapping[str, Any] | InputError:
         value = json.loads(line, object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         return InputError(f"is not JSON ({error}); write one object a line")
-    return value if isinstance(value, dict) else InputError(f"{line:.40} is not a JSON object")
+    return value if isinstance(value, dict) else InputError(f"{line:.40} is not a JSON object; write one a line")
 
 
 def _csv_rows(path: Path, file: TextIOWrapper) -> Iterator[Mapping[str, Any] | InputError]:

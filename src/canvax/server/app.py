@@ -93,6 +93,8 @@ def create_app(
             404: f"there is nothing at {path!r:.80}; /openapi.json lists what there is",
             405: f"{request.method:.20} is not for this path; send {methods}",
         }
+        if path == "/" and request.method in ("GET", "HEAD") and not settings.page:
+            said[405] = "this server has no page (--no-page); /openapi.json lists what there is"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         told = Refused(error.status_code, code, said.get(error.status_code, "the request cannot be read"))
         answer = wrong(request.scope["path"])(told, request_id_of(request))
