@@ -344,7 +344,8 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
         fields: dict[str, Any] = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         cure = "write all of it on one line" if line.strip() == "{" else "put text before { if it is a prompt"
-        raise InputError(f"{where}starts with {{ but is not a JSON object ({error}); {cure}") from None
+        fault = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InputError(f"{where}starts with {{ but is not a JSON object ({fault}); {cure}") from None
     entry = {ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
     if len(entry) < sum(value is not None for value in fields.values()):
         names = [ALIASES.get(name, name) for name, value in fields.items() if value is not None]

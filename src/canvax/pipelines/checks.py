@@ -129,7 +129,8 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
 
 def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
-    cure = "; 7.5 is usual, 1 or less switches it off"
+    several = isinstance(scale, list | tuple) or getattr(scale, "ndim", 0)
+    cure = "; one for each step is guidance_steps=" if several else "; 7.5 is usual, 1 or less switches it off"
     found = default if scale is None else check_number("guidance_scale", scale, cure)
     if abs(found) > MOST_GUIDANCE:
         raise InputError(f"guidance_scale={found:g} is beyond {MOST_GUIDANCE}{cure}")
