@@ -237,7 +237,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "a helper of Flax": (lambda pipe: pipe.prepare_inputs(["a"]), "give the prompts and images themselves"),
     "a pair of one": (lambda pipe: list(pipe), "gives one pipeline, whose weights are pipe.params"),
     "no text": (lambda pipe: pipe("a", negative_prompt=True), "strings; give text, such as 'blurry'$"),
-    "a guidance of each step": (lambda pipe: pipe("a", guidance_scale=[3.0, 5.0]), "one for each step is guidance_steps="),
+    "guidance of steps": (lambda pipe: pipe("a", guidance_scale=[3.0, 5.0]), "one for each step is guidance_steps="),
     "a slip in an ending": (lambda pipe: pipe("a", **QUICK).save("a.pgn"), "did you mean .png"),
     "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
 }  # fmt: skip

@@ -121,7 +121,8 @@ CALL: dict[str, Familiar] = {
     **same("vae_name sd_vae", "it belongs to the model: canvax.load(model, vae=...)"),
     **same("control_net control_net_name", "it belongs to the model: canvax.load(model, controlnet=...)"),
     **same("seamless seamless_x seamless_y", "canvax makes no seamless textures"),
-    **same("quality response_format user moderation background", "it belongs to the server's API: docs/serving.md"),
+    **same("quality response_format user moderation background", "it belongs to the server's API, docs/serving.md: "
+            "leave it out"),
     **same("stylize chaos weird niji sref cref", "it is Midjourney's; guidance_scale= and variation_strength= are "
             "near"),
     **same("image_url mask_url", "no address is fetched: open the image, and write image=photo"),

@@ -49,7 +49,8 @@ FLAGS: dict[str, Familiar] = {
             "attention never holds all its scores: leave it out"),
     **same("jpg jpeg webp png format extension ext", "the name chooses: -o cat.png, -o cat.jpg or -o cat.webp"),
     **same("size resolution dims square landscape portrait orientation", "write --width 512 --height 512"),
-    **same("ckpt checkpoint safetensors ckpt-dir", "write --model with a folder in the diffusers layout or a Hub id"),
+    **same("ckpt checkpoint safetensors ckpt-dir", "write --model with a safetensors file, a folder in the "
+            "diffusers layout or a Hub id"),
     **same("v-parameterization v-pred parameterization", "write --prediction-type v_prediction"),
     **same("taesd tae", "write --vae madebyollin/taesd, or taesdxl"),
     **same("no-safety-checker no-nsfw nsfw-filter nsfw disable-nsfw-checker", "no safety checker is used unless "

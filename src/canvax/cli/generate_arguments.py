@@ -274,7 +274,9 @@ def _sdxl(parser: argparse.ArgumentParser) -> None:
 
 def _model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("-m", "--model", metavar="MODEL", help="emoji (the default), a folder, or a Hub id owner/name")
+    group.add_argument(
+        "-m", "--model", metavar="MODEL", help="emoji (the default), a folder, a safetensors file, or a Hub id"
+    )
     group.add_argument(
         "--safety-checker", action="store_true", help="the model's own: images that it refuses become black"
     )

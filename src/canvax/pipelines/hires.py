@@ -64,7 +64,8 @@ def second_pass(model: Model, request: Request) -> Request:
     """
     options = request.options
     if request.given is not None:
-        raise InputError(f"hires={options.hires:g} with an image: call pipe.upscale(image, prompt)")
+        cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
+        raise InputError(f"hires={options.hires:g} with an image: {cure}")
     if options.denoising_start or options.denoising_end < 1:
         raise InputError(f"hires={options.hires:g} with denoising_start or denoising_end: leave one out")
     step = max(8, model.vae.factor)
