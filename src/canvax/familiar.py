@@ -285,13 +285,17 @@ def answer(
     return f"{name[:80]!r} is not {kind}; {told}"
 
 
-_SYNONYMS = {"inpaint": "mask", "inpainting": "mask", "hr": "hires", "cfg": "guidance", "scheduler": "sampler"}
-_SYNONYMS |= {"ckpt": "model", "checkpoint": "model", "denoise": "strength", "denoising": "strength", "dir": "folder"}
+_SYNONYMS: dict[str, str] = {
+    **dict.fromkeys(("inpaint", "inpainting"), "mask"),
+    **dict.fromkeys(("denoise", "denoising"), "strength"),
+    **dict.fromkeys(("ckpt", "checkpoint"), "model"),
+    **{"hr": "hires", "cfg": "guidance", "scheduler": "sampler", "dir": "folder"},
+}
 _COMMON = {"use", "enable", "disable", "set", "get", "num", "max", "min", "from", "with", "the", "type", "name", "no"}
 
 
 def akin(name: str, choices: Iterable[str]) -> str:
-    """The question for an unknown ``name`` that shares words with choices; empty where it shares none."""
+    """Which of ``choices`` share most words with an unknown ``name``; empty where none does."""
     wanted = _words(name)
     first = _words(re.split(r"(?<=\w)[_-]", name)[0])
     known = {one: _words(one) for one in choices if not one.startswith("_")}
@@ -303,8 +307,8 @@ def akin(name: str, choices: Iterable[str]) -> str:
 
 def _words(name: str) -> set[str]:
     """The words of a name in any spelling, and what they mean in canvax."""
-    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-    return {str(_SYNONYMS.get(word, word)) for word in words if len(word) > 1} - _COMMON
+    words: set[str] = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return {_SYNONYMS.get(word, word) for word in words if len(word) > 1} - _COMMON
 
 
 _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
