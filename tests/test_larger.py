@@ -70,7 +70,7 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
         ({"hires": 2, "hires_method": "magic"}, "hires_method='magic' is not known"),
         ({"hires": 2, "hires_sampler": "nothing"}, "nothing"),
         ({"hires": 2, "denoising_end": 0.5}, "leave one out"),
-        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "call pipe.upscale"),
+        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "pipe.upscale.image, prompt. and canvax upscale"),
         ({"hires": 8, "height": 4096, "width": 64}, "more than 16384"),
         ({"variation_strength": 0.5}, "without variation_seed"),
         ({"variation_strength": 2, "variation_seed": 1}, "variation_strength=2 is not in 0..1"),
