@@ -450,7 +450,7 @@ def test_command(base: canvax.StableDiffusion, root: Path, tmp_path: Path, capsy
     for bad, said in (
         (["--ip-image", "photo.png"], "--ip-image without --ip-adapter"),
         ([*named, "--ip-image", "nowhere.png"], "nowhere.png"),
-        ([*named, "--ip-mask", "mask.png"], "ip_mask without ip_image"),
+        ([*named, "--ip-mask", "mask.png"], "--ip-mask without --ip-image"),
         ([*named, *named, "--ip-image", "photo.png"], "1 --ip-image for 2 --ip-adapter"),
         ([*named, "--ip-image", "photo.png", "--ip-mask", "mask.png", "--ip-mask", "none"], "2 --ip-mask for 1"),
         (["--from-image", "a.png"], "name each with --ip-image"),
