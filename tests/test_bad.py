@@ -615,7 +615,7 @@ ELSEWHERE: list[tuple[str, str]] = [
         ("--torch_dtype", "write --dtype"), ("--lora-path", "write --lora FILE"), ("--ar", "write --width"), ("--foo", r"not a flag of canvax generate \(see: canvax generate --help\)"),
         ("--batch_size", "write --batch-size"))),
     ("train lora . -o m --train_data_dir x", "write canvax train TASK FOLDER"), ("train lora . -o m --network_dim 4", "write --network-dim"),
-    ("train lora . -o m --num_train_epochs 3", "write --num-inference-steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
+    ("train lora . -o m --num_train_epochs 3", "write --steps"), ("train finetune . -o m --lora_rank 3", r"not a flag of canvax train finetune \(see"),
     ("train lora --pretrained_model_name_or_path emoji --train_data_dir x", "write --model"), ("serve --listen", "write --host 0.0.0.0"),
     ("generate x --strength 75%", "'75%' is not a number; write 0.75"), ("generate x --strength 0,6", "'0,6' is not a number; write 0.6"), ("convert nothing.ckpt x.safetensors", "there is no such file"),
     ("--verison", "did you mean '--version'"), ("generate x -m https://civitai.com/models/4384", "download the file"),
