@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Images(list[Any]):
-    """A list of images that tells who takes it for one, and where there are none."""
+    """A list of images that tells who takes it for one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(PIL.Image.Image, name):
@@ -32,9 +32,13 @@ class _Images(list[Any]):
         more = "; result.save(folder) writes all" if name == "save" else ""
         raise AttributeError(f"{name}: images is a list; write result.images[0].{name}{more}")
 
+
+class _NoImages(_Images):
+    """The images of a run that ``denoising_end`` stopped: none, and who asks for one is told why."""
+
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) or len(self):
-            return super().__getitem__(index)
+        if isinstance(index, slice):
+            return []
         raise IndexError(
             f"images[{index}]: there are no images, since denoising_end stopped the run; "
             "go on from result.latents with denoising_start="
@@ -72,7 +76,8 @@ class Result:
 
     def __post_init__(self) -> None:
         if isinstance(self.images, list):
-            object.__setattr__(self, "images", _Images(self.images))
+            stopped = not self.images and self.metadata
+            object.__setattr__(self, "images", _NoImages() if stopped else _Images(self.images))
 
     def __getattr__(self, name: str) -> Any:
         """A sentence for the attributes of other libraries' results, which this one has under other names."""
@@ -98,7 +103,7 @@ class Result:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):  # diffusers' outputs are dicts as well
             raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
-        if isinstance(self.images, list) and not self.images:
+        if isinstance(self.images, _NoImages):
             return self.images[index]
         try:
             return self.images[index]
