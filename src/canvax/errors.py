@@ -273,11 +273,11 @@ def did_you_mean(name: str, choices: Sequence[str]) -> str:
     return f"did you mean {near!r}?" if near is not None else ""
 
 
-def nearest(name: str, choices: Sequence[str]) -> str:
-    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near."""
+def nearest(name: str, choices: Sequence[str], lists: str = "") -> str:
+    """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near; ``lists`` lists all."""
     if near := did_you_mean(name, choices):
         return near
-    known = [repr(choice) for choice in dict.fromkeys(choices)]
+    known, more = [repr(choice) for choice in dict.fromkeys(choices)], lists and f": {lists} lists them"
     if len(known) > LISTED:
-        return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more"
-    return "choose one of " + ", ".join(known)
+        return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more{more}"
+    return f"choose one of {', '.join(known)}{more}"

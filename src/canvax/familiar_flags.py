@@ -77,7 +77,7 @@ FLAGS: dict[str, Familiar] = {
 
 _SERVE = {
     **same("m model", "models have no flag here: write canvax serve emoji"),
-    **same("listen server-name", "write --host 0.0.0.0, with --keys FILE or --no-keys"),
+    **same("listen server-name public", "write --host 0.0.0.0, with --keys FILE or --no-keys"),
     **same("api nowebui api-auth", "the APIs are always there, the page without --no-page: leave it out"),
     **same("server-port", "write --port"),
     **same("workers threads", "one process serves, and its models share the devices; for more see docs/scaling.md"),
@@ -96,11 +96,10 @@ _SERVE = {
     **same("no-ui no-browser", "write --no-page; canvax serve opens no browser"),
     **same("ui webui browser", "write canvax ui, which opens the page; canvax serve has it, too"),
     **same("ckpt models model-dir models-dir", "models have no flag here: write canvax serve FOLDER"),
-    **same("bind address ip interface H", "write --host"),
+    **same("bind address ip interface", "write --host"),
     **same("max-size", "write --max-body"),
-    **same("public server_name", "write --host 0.0.0.0, with --keys FILE or --no-keys"),
     **same("log-file daemon background pid pidfile reload", "the shell or the service manager does it: leave it out"),
-    **same("metrics health", "they are always there, at /metrics and /healthz: leave it out"),
+    **same("metrics health", "they are always there, at /metrics and /health: leave it out"),
     **same("share", "no public address is made; --host 0.0.0.0 --keys FILE opens it to your network"),
 }
 _DRAW = same("i", "write --image FILE --strength 0.6")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from canvax.familiar import ATTRIBUTES, FLAX_PAGE, NOT_HERE, PAGE
+from canvax.familiar import ATTRIBUTES, CALL, FLAX_PAGE, NOT_HERE, PAGE
 from canvax.familiar_flax import FLAX
 
 CLASSES = {
@@ -50,7 +50,8 @@ CLASSES = {
     **dict.fromkeys(("upscale", "Upscaler"), "write pipe.upscale(image)"),
     **dict.fromkeys(("serve", "Server", "app"), "write canvax serve, a command: docs/serving.md"),
     **dict.fromkeys(("finetune", "dreambooth", "Trainer"), "write canvax train, a command: docs/training.md"),
-    **dict.fromkeys(("replicate", "shard", "pmap"), "canvax.flax_api has it; canvax.load needs none of it"),
+    "pmap": CALL["pmap"].answer,
+    **dict.fromkeys(("replicate", "shard"), "canvax.flax_api has it; canvax.load needs none of it"),
     **{name: ATTRIBUTES[name].answer for name in ("img2img", "inpaint")},
     **dict.fromkeys(
         ("StableDiffusionImg2ImgPipeline", "StableDiffusionXLImg2ImgPipeline", "AutoPipelineForImage2Image"),

@@ -25,16 +25,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError."""
+        flag = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
+        action = self._option_string_actions.get(flag)
         if message.endswith("expected one argument"):
-            action = self._option_string_actions.get(message.removeprefix("argument ").partition(":")[0].split("/")[-1])
             what = action.help if action and action.help else "a value"
             message += f": {what}; one that starts with - is written --flag=VALUE"
         if message.endswith("expected 2 arguments"):
-            message += f", such as {message.split(':')[0].split('/')[-1].removeprefix('argument ')} 64 64"
+            message += f", such as {flag} 64 64"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
-            action = self._option_string_actions.get(found[1].split("/")[-1])
             message = f"argument {found[1]}: {_no_number(found[2], found[3], action and action.metavar)}"
         raise InputError(f"{message} (see: {self.prog} --help)")
 

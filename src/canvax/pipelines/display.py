@@ -42,7 +42,7 @@ def in_notebook() -> bool:
 
 
 def progress_bar(total: int, *, description: str, unit: str, shown: bool) -> Any:
-    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is installed; in a log a line ``SELDOM``."""
+    """A bar of tqdm's on stderr; in a notebook its own, if what that needs is there; in a log a line now and then."""
     if in_notebook() and find_spec("ipywidgets"):
         from tqdm.auto import tqdm
     else:

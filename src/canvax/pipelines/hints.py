@@ -13,6 +13,7 @@ import numpy as np
 from canvax.errors import HintWarning, InputError, warn
 from canvax.families.base import Model
 from canvax.pipelines.given import Given
+from canvax.pipelines.hires import larger_side
 from canvax.pipelines.request import Request
 from canvax.pipelines.text_to_image import sampler_table, work
 from canvax.prompts import words_of
@@ -205,8 +206,8 @@ def hints(model: Model, request: Request) -> Iterator[str]:
     if request.embedded and any(request.negatives):
         yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
     times, side = request.options.hires, request.height
-    if times > 1 and side * times != (larger := round(side * times / 8) * 8):
-        yield f"hires={times:g} of {side} pixels makes {larger}: sizes are multiples of 8"
+    if times > 1 and side * times != (larger := larger_side(model, side, times)):
+        yield f"hires={times:g} of {side} pixels makes {larger}: sizes are multiples of {max(8, model.vae.factor)}"
     yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
 
 

@@ -30,6 +30,12 @@ STRENGTHS = {"pixel": 0.4, "latent": 0.7}
 """Of the second pass: latents that are made larger stay blurred below 0.55 or so."""
 
 
+def larger_side(model: Model, side: int, times: float) -> int:
+    """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
+    step = max(8, model.vae.factor)
+    return max(step, round(side * times / step) * step)
+
+
 def two_passes(
     model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str], counts: Counts
 ) -> Result:
@@ -68,8 +74,7 @@ def second_pass(model: Model, request: Request) -> Request:
         raise InputError(f"hires={options.hires:g} with an image: {cure}")
     if options.denoising_start or options.denoising_end < 1:
         raise InputError(f"hires={options.hires:g} with denoising_start or denoising_end: leave one out")
-    step = max(8, model.vae.factor)
-    height, width = (max(step, round(side * options.hires / step) * step) for side in (request.height, request.width))
+    height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
         raise InputError(f"hires={options.hires:g} leaves {width} x {height} pixels as they are; 1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:

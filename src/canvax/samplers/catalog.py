@@ -71,8 +71,7 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     choices = [spec.label for spec in SAMPLERS]
     choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
-    told = did_you_mean(str(name), choices) or f"{nearest(str(name), choices)}: canvax samplers lists them"
-    raise InputError(f"sampler={name!r} is not known; {told}")
+    raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices, 'canvax samplers')}")
 
 
 def _plain(name: str) -> str:
@@ -94,8 +93,7 @@ _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 def curve_named(name: str) -> str:
     """The curve called `name` in any spelling."""
     if _plain(name) not in _SUFFIXES:
-        told = did_you_mean(str(name), NAMES) or f"{nearest(str(name), NAMES)}: canvax samplers curves lists them"
-        raise InputError(f"sigmas={name!r} is not known; {told}")
+        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES, 'canvax samplers curves')}")
     return _SUFFIXES[_plain(name)]
 
 

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import InputError
-from canvax.pipelines.display import progress_bar
+from canvax.pipelines.display import SELDOM, progress_bar
 from canvax.scale.output import Output, as_written
 from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_of
 from canvax.scale.work import Made, image_file
 
 WINDOW = 4096
 """Rows that are looked at together, so that those of a size come into one batch."""
-
-_TOLD = 30.0
-"""Seconds between two lines of progress, where nobody watches a terminal."""
 
 _WRITERS = 2
 _MOST_WAITING = 256
@@ -233,7 +230,7 @@ class Shown:
         """``count`` rows more are done."""
         self._done += count
         self._bar.update(count)
-        if self._say and (now := time.perf_counter()) - self._told >= _TOLD:
+        if self._say and (now := time.perf_counter()) - self._told >= SELDOM:
             self._told = now
             left = (self._total - self._done) * tally.seconds / max(self._done, 1)
             self._say(f"{self._done} of {self._total} rows, {tally.images_per_second:.3g} images a second, "

@@ -140,9 +140,9 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin not in rules.origins and scope["method"] not in _SAFE:
             if origin.partition("://")[2].lower() != headers.get("host", "").lower() or "://" not in origin:
-                raise _wrong_origin(origin)
+                raise _wrong_origin("Origin", origin)
         elif headers.get("sec-fetch-site") == "cross-site" and scope["method"] not in _SAFE and origin is None:
-            raise _wrong_origin("another site")
+            raise _wrong_origin("Sec-Fetch-Site", "cross-site")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
         with suppress(ValueError):
@@ -165,7 +165,7 @@ class Guard:
         asked = headers.get("access-control-request-method")
         if scope["method"] == "OPTIONS" and asked and (origin := headers.get("origin")):
             if origin not in self._rules.origins:
-                raise _wrong_origin(origin)
+                raise _wrong_origin("Origin", origin)
             methods = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
             return Response(None, 204, {**methods, "Access-Control-Allow-Headers": _ALLOWED_HEADERS})
         return None
@@ -218,8 +218,8 @@ def _is_public(scope: Scope) -> bool:
     return scope["method"] in ("GET", "HEAD") and (path in _PUBLIC or path.startswith("/static/"))
 
 
-def _wrong_origin(origin: str) -> Refused:
-    said = f"Origin={origin[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
+def _wrong_origin(header: str, value: str) -> Refused:
+    said = f"{header}={value[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
     return Refused(403, "wrong_origin", said)
 
 
