@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from PIL import Image
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.images.grid import make_sheet
+from canvax.models.configs import ClipVisionConfig
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
+from canvax.pipelines.request import Call
+from canvax.pipelines.safety import SafetyChecker
+from canvax.pipelines.start import noise_of
 from canvax.pipelines.tiles import fade, starts
 
 
@@ -50,6 +54,15 @@ def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDi
                  hires_prompt="a red fox", prompt_syntax="a1111")  # fmt: skip
     assert again.compilations == 0
     assert np.abs(again.pixels - larger.pixels).mean() > 1e-3
+
+
+def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffusion) -> None:
+    settings: dict[str, Any] = {"hires": 2, "hires_steps": 2, "num_inference_steps": 2}
+    both = draw(emoji, ["a fox", "a cat"], hires_prompt=["a red fox", "a red cat"], **settings)
+    assert [one["options"]["hires_prompt"] for one in both.metadata] == ["a red fox", "a red cat"]
+    told = both.metadata[1]
+    alone = draw(emoji, told["prompt"], seed=told["seed"], num_inference_steps=2, options=canvax.Options(**told["options"]))
+    np.testing.assert_allclose(alone.latents[0], both.latents[1], atol=1e-4)
 
 
 def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> None:
@@ -107,6 +120,18 @@ def test_variations(emoji: canvax.StableDiffusion) -> None:
     assert ends[1].metadata[0]["options"] == {"variation_seed": 9, "variation_strength": 1.0}
 
 
+def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.StableDiffusion) -> None:
+    """The place in a call changes nothing, and the metadata of each image generates it again."""
+    vary: dict[str, Any] = {"variation_seed": 9, "variation_strength": 0.3}
+    noise = [noise_of(emoji._request(Call("a fox", num_images_per_prompt=n, seed=seed, options=canvax.Options(**vary)),
+                                     None, as_set=True)) for n, seed in ((3, 4), (1, 6))]  # fmt: skip
+    np.testing.assert_array_equal(noise[0][2:], noise[1])
+    result = draw(emoji, num_images_per_prompt=2, **vary)
+    told = result.metadata[1]
+    alone = draw(emoji, seed=told["seed"], **told["options"])
+    np.testing.assert_allclose(alone.latents[0], result.latents[1], atol=1e-4)
+
+
 def test_seed_size(emoji: canvax.StableDiffusion) -> None:
     noise, own = np.zeros((1, 6, 4, 1), np.float32), np.ones((1, 2, 8, 1), np.float32)
     np.testing.assert_array_equal(pasted_in_the_middle(noise, own)[0, :, :, 0].sum(axis=1), [0, 0, 4, 4, 0, 0])
@@ -151,6 +176,36 @@ def test_upscale(emoji: canvax.StableDiffusion) -> None:
     same = upscale(emoji, image, scale=2, strength=0.01, num_inference_steps=100)
     want = image.resize((100, 74), Image.Resampling.LANCZOS)
     assert np.abs(array(same.images[0]) - array(want)).mean() < 12  # hardly changed but by the autoencoder
+
+
+def refusing(emoji: canvax.StableDiffusion, *places: int) -> canvax.StableDiffusion:
+    """A pipeline with a safety checker that refuses these images, counted over all calls."""
+    numbers = count()
+
+    class Refuses(SafetyChecker):
+        def flags(self, pixels: np.ndarray) -> list[bool]:
+            return [next(numbers) in places for _ in pixels]
+
+    return canvax.StableDiffusion(emoji.model, emoji.programs, emoji.params, Refuses(ClipVisionConfig(), {}))
+
+
+@pytest.mark.parametrize(("places", "refused"), [((), False), ((0,), True), ((3,), True), ((5,), True)])
+def test_an_upscaled_image_is_refused_with_any_of_its_tiles(
+    places: tuple[int, ...], refused: bool, emoji: canvax.StableDiffusion
+) -> None:
+    result = upscale(refusing(emoji, *places), Image.new("RGB", (60, 30)), scale=3, batch=2)
+    assert result.metadata[0]["nsfw"] is refused
+    assert result.images[0].metadata["nsfw"] is refused
+
+
+def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.StableDiffusion) -> None:
+    checked = refusing(emoji, 0, 1)
+    stopped = draw(checked, denoising_end=0.5, num_images_per_prompt=2)
+    assert list(stopped.images) == []
+    assert len(stopped.metadata) == 2
+    assert np.abs(stopped.latents).max() > 0
+    rest = draw(checked, denoising_start=0.5, num_images_per_prompt=2, latents=stopped.latents)
+    assert [one["nsfw"] for one in rest.metadata] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,10 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
 
 
 def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
-    """From one noise to another along the sphere, image by image [B, h, w, C]: in between it is noise as well."""
+    """From one noise to another along the sphere, image by image [B, h, w, C]: in between it is noise as well.
+
+    ``other`` may be [1, h, w, C], the same for all images.
+    """
     a, b = (array.astype(np.float64).reshape(len(array), -1) for array in (noise, other))
     cosine = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
     angle = np.arccos(np.clip(cosine, -1, 1))[:, None]

@@ -149,8 +149,8 @@ class Options:
         control_mode: "balanced"; "guess", which needs no prompt: the network acts on the prompt's half of guidance
             alone, and its outer layers less; "prompt", where the prompt matters more: outer layers less; "control",
             where the image matters more: both.
-        variation_seed: another seed, towards whose noise the noise goes by ``variation_strength``; image i uses
-            ``variation_seed + i``.
+        variation_seed: another seed, the same for all images; their noise goes towards its noise by
+            ``variation_strength``.
         variation_strength: 0..1: 0 is the noise of ``seed``, 1 that of ``variation_seed``.
         seed_size: (height, width) whose noise the seed gives, put in the middle: keeps the composition
             at another size.

@@ -6,6 +6,7 @@ from typing import Any
 
 from canvax._version import __version__
 from canvax.families.base import Model
+from canvax.pipelines.checks import check_second
 from canvax.pipelines.given import entry
 from canvax.pipelines.request import Request
 
@@ -75,9 +76,10 @@ def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]
 
 
 def _options_of_images(request: Request) -> list[dict[str, Any]]:
-    """The options of each image: of a list of second prompts, its own."""
+    """The options of each image: of a list of prompts, its own."""
     changed = request.options.changed()
     second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
+    second["hires_prompt"] = check_second("hires_prompt", request.options.hires_prompt, request.prompts, 1)
     return [
         changed | {name: values[i] for name, values in second.items() if name in changed}
         for i in range(len(request.prompts))

@@ -74,7 +74,12 @@ class SafetyChecker:
         return pixels * kept(flags), flags
 
     def __call__(self, result: Result) -> Result:
-        """``result`` with what is refused in black, and the answer for each image in its metadata."""
+        """``result`` with what is refused in black, and the answer for each image in its metadata.
+
+        A run that ``denoising_end`` stopped has no images, and is returned as it is.
+        """
+        if not len(result.pixels):
+            return result
         pixels, flags = self.blacken(result.pixels)
         records = [{**own, "nsfw": flag} for own, flag in zip(result.metadata, flags, strict=True)]
         images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(pixels), records, strict=True)]

@@ -11,7 +11,7 @@ from canvax.compile.programs import Programs
 from canvax.denoise import Known, Tuning
 from canvax.families.base import Model
 from canvax.images.masks import as_floats
-from canvax.noise import image_seeds, initial_noise, pasted_in_the_middle, slerp
+from canvax.noise import initial_noise, pasted_in_the_middle, slerp
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
@@ -37,9 +37,7 @@ def noise_of(request: Request) -> HostArray:
     if not options.variation_strength:
         return noise(request.seeds)
     assert options.variation_seed is not None
-    return slerp(
-        noise(request.seeds), noise(image_seeds(options.variation_seed, len(request.seeds))), options.variation_strength
-    )
+    return slerp(noise(request.seeds), noise([options.variation_seed]), options.variation_strength)
 
 
 def keeps(model: Model, request: Request) -> bool:

@@ -63,6 +63,8 @@ def upscaled(
             tiles.add(i, pixels)
         results.append(result)
     pixels, record = tiles.pixels()[None], tiles.recorded(results[0].metadata[0])
+    if "nsfw" in record:
+        record["nsfw"] = any(told["nsfw"] for result in results for told in result.metadata)
     timings = {name: sum(result.timings[name] for result in results) for name in results[0].timings}
     return replace(
         results[0],

@@ -254,7 +254,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "seed": one.seed,
         "all_seeds": [picture.seed for picture in pictures],
         "subseed": subseed,
-        "all_subseeds": [subseed if subseed == -1 else subseed + picture.index for picture in pictures],
+        "all_subseeds": [subseed] * len(pictures),
         "subseed_strength": ask.options.get("variation_strength", 0),
         "width": one.width,
         "height": one.height,

@@ -212,10 +212,7 @@ class Checked(NamedTuple):
 
     def item(self, job: Job, picture: Picture) -> Item:
         """One image of it, with its own seeds."""
-        options = self.request.options
-        if options.variation_seed is not None:
-            options = replace(options, variation_seed=(options.variation_seed + picture.index) % 2**64)
-        request = replace(self.request, seeds=[picture.seed], options=options)
+        request = replace(self.request, seeds=[picture.seed])
         rows = len(self.table)
         count = min(job.ask.previews, rows - 1)
         previews = tuple(sorted({round(rows * (i + 1) / (count + 1)) for i in range(count)}))
