@@ -199,6 +199,36 @@ def test_the_folders_above_a_local_model_stay_out(tmp_path: Path, monkeypatch: p
     assert read_metadata(save_image(tmp_path / "b.png", picture(), METADATA | {"model": "a/b"}))["model"] == "a/b"
 
 
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
+@pytest.mark.parametrize(
+    "path", ["/home/ada/files/ink.safetensors", "~/files/ink.safetensors", "../files/ink.safetensors"]
+)
+def test_the_folders_above_other_local_files_stay_out(tmp_path: Path, path: str, ending: str) -> None:
+    """Also of files that are not there any more; what is on the Hub keeps its name."""
+    ink = {"file": path, "weight": 0.5, "sha256": "0" * 64}
+    told: dict[str, Any] = {
+        "adapters": {"ink": ink, "clay": {**ink, "file": "ada/clay/a.safetensors"}},
+        "embeddings": {"wool": path, "<yarn>": "ada/yarn"},
+        "controlnet": [path, "ada/edges"],
+        "ip_adapter": [path],
+        "vae": path,
+        "scheduler": {"_name_or_path": path},
+    }
+    for metadata in (METADATA | told, {"grid": [METADATA | told]}):
+        file = save_image(tmp_path / f"{len(metadata)}.{ending}", picture(), metadata)
+        assert not any("files".encode(code) in file.read_bytes() for code in ("utf-8", "utf-16-be"))
+    read = read_metadata(tmp_path / f"{len(METADATA | told)}.{ending}")
+    assert read["adapters"]["ink"] == ink | {"file": "./ink.safetensors"}
+    assert read["adapters"]["clay"]["file"] == "ada/clay/a.safetensors"
+    assert read["embeddings"] == {"wool": "./ink.safetensors", "<yarn>": "ada/yarn"}
+    assert read["controlnet"] == ["./ink.safetensors", "ada/edges"]
+
+
+def test_the_name_of_a_local_model_has_no_folder_in_infotext(tmp_path: Path) -> None:
+    path = save_image(tmp_path / "a.png", picture(), METADATA | {"model": "/home/ada/sd"})
+    assert b"Model: sd," in path.read_bytes()
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "eps"])
 def test_only_regular_files_of_known_formats_are_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.png"

@@ -33,7 +33,7 @@ from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, Wanted
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of
 from canvax.server.book import Book
-from canvax.server.control import cards
+from canvax.server.control import cards, publicly
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Ask, ControlCard, Job, ModelCard, Picture, PromptImage, Refused, Status
 from canvax.server.journal import Journal
@@ -445,6 +445,14 @@ def test_units_and_only_masked() -> None:
     with pytest.raises(Refused, match="inpaint_full_res"):
         asked(body, ImageToImage)
     assert asked(body | {"inpaint_full_res": False}, ImageToImage).control
+
+
+def test_metadata_has_no_folders() -> None:
+    told = {"model": "/srv/ada/sd", "vae": "/srv/ada/vae", "controlnet": ["/srv/ada/net", "/srv/bob/net"]}
+    told |= {"adapters": {"ink": {"file": "/srv/ada/ink.safetensors"}}, "embeddings": {"wool": "/srv/ada/wool"}}
+    found = publicly(told)
+    assert "/srv" not in str(found)
+    assert found["controlnet"] == ["net", "net-2"]
 
 
 def test_lists(server: tuple[httpx.Client, ImageEngine]) -> None:

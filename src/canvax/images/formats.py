@@ -94,27 +94,30 @@ def new_image(label: str, name: Any) -> Path:
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as it goes into files: of local models and networks the last part of the name alone, ``./name``.
+    """Metadata as it goes into files: of local models, networks and adapters only the last part of the path.
 
-    The folders above it are nobody's business but the owner's.
+    It is written as ``./name``. The folders above it are private.
     """
     if "grid" in metadata:
         return {**metadata, "grid": [written(one) for one in metadata["grid"]]}
-    found = dict(metadata)
-    for name in ("model", "vae"):
-        if name in found:
-            found[name] = _without_folders(found[name])
-    for name in ("controlnet", "ip_adapter"):
-        if isinstance(names := found.get(name), list):
-            found[name] = [_without_folders(one) for one in names]
-    return found
+    return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
 
 
-def _without_folders(name: Any) -> Any:
-    """What a model or network is called outside of this machine: of a local one the last part."""
-    if isinstance(name, str) and (os.path.isabs(name) or os.path.exists(os.path.expanduser(name))):
-        return f"./{os.path.basename(os.path.normpath(name))}"
-    return name
+_LOCAL = ("model", "vae", "scheduler", "controlnet", "ip_adapter", "adapters", "embeddings")
+"""Entries of metadata that can hold paths."""
+
+
+def _without_folders(value: Any) -> Any:
+    """``value``, where each local path in it is ``./`` and its last part. The names of Hub repositories stay."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(inner) for inner in value]
+    if isinstance(value, str) and (
+        os.path.isabs(value) or value.startswith(("~", "./", "../")) or os.path.exists(os.path.expanduser(value))
+    ):
+        return f"./{os.path.basename(os.path.normpath(value))}"
+    return value
 
 
 def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

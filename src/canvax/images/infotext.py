@@ -67,8 +67,8 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
     model = str(metadata.get("model") or "")
-    # The folders above a local model are nobody's business but the owner's.
-    local = os.path.isabs(model) or os.path.isdir(model)
+    # The folders above a local model are private.
+    local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
     yield "Eta", options.get("eta")
     if options.get("clip_skip"):

@@ -17,6 +17,7 @@ from PIL import Image
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried, Texts
 from canvax.families.base import Model
+from canvax.images.formats import written
 from canvax.models.controlled import Control
 from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.models.t2i_adapter import T2IAdapter
@@ -150,6 +151,7 @@ def public_names(sources: Sequence[str]) -> list[str]:
 
 
 def publicly(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of an image, with the names of ``public_names``."""
+    """Metadata of an image without the folders of local files; networks have the names of ``public_names``."""
+    metadata = written(metadata)
     named = [name for name in ("controlnet", "ip_adapter") if name in metadata]
     return metadata | {name: public_names(metadata[name]) for name in named}
