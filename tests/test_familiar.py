@@ -71,6 +71,24 @@ def test_generators_and_dtypes_of_torch() -> None:
         translate_call({"seed": 1}, {"generator": used})
 
 
+def test_timesteps_leave_the_settings_of_the_sampler() -> None:
+    times, noise = {"timesteps": [900, 500, 100]}, {"s_noise": 1.1}
+    for given in ({"sampler_settings": noise}, {"sampler_settings": ["s_noise=1.1"]}):
+        own, _ = translate_call({}, times | given)
+        assert own["options"].settings == times | noise
+    own, _ = translate_call({"options": canvax.Options(sampler_settings=noise)}, times)
+    assert own["options"].settings == times | noise
+    for options, others in (
+        (None, {"sampler_settings": times}),
+        (canvax.Options(sampler_settings=times), {}),
+        (canvax.Options(sampler_settings=noise), {"sampler_settings": {"s_churn": 1}}),
+    ):
+        with pytest.raises(canvax.InputError, match="sampler_settings"):
+            translate_call({"options": options}, others | times)
+    with pytest.raises(canvax.InputError, match="sampler_settings"):
+        translate_call({"options": canvax.Options(sampler_settings=noise)}, {"sampler_settings": {"s_churn": 1}})
+
+
 @pytest.mark.parametrize("kind", ["returned", "in place", "diffusers"])
 def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> None:
     """Half of every latent on the way, with the same programs."""

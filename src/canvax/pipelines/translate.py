@@ -76,10 +76,6 @@ def translate_call(
         takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
     changes = {name: value for name, value in left.items() if name in _OWN}
-    if (timesteps := left.get("timesteps")) is not None:
-        listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
-        settings = {"timesteps": listed}
-        changes["sampler_settings"] = {**check_options(own.get("options")).settings, **settings}
     if (callback := left.get("callback_on_step_end")) is not None:
         if (changes.get("callback") or check_options(own.get("options")).callback) is not None:
             raise InputError("callback and callback_on_step_end are one argument; give it once")
@@ -112,7 +108,13 @@ def translate_call(
         if own.get("image_prompt") is not None:
             raise InputError("image_prompt and ip_adapter_image are one argument; give it once")
         own["image_prompt"] = prompts
-    own["options"] = with_changes(own.get("options"), changes)
+    options = with_changes(own.get("options"), changes)
+    if (timesteps := left.get("timesteps")) is not None:
+        if "timesteps" in options.settings:
+            raise InputError("timesteps is given twice, as an argument and in sampler_settings; give it once")
+        listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
+        options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
+    own["options"] = options
     return own, None if output == "pil" else partial(as_output, output=output)
 
 
@@ -153,7 +155,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
         InputError: a field is given in both.
     """
     options = check_options(options)
-    twice = options.given() & changes.keys() - {"sampler_settings"}
+    twice = options.given() & changes.keys()
     if twice:
         raise InputError(f"{min(twice)} is given twice, as an argument and in options; give it once")
     return dataclasses.replace(options, **changes)
