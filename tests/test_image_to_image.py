@@ -14,10 +14,13 @@ from PIL import Image
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.compile.monitor import counting
 from canvax.denoise import Known, _keep
 from canvax.images.given import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.request import Call, make_request
+from canvax.pipelines.text_to_image import text_to_image
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
 
@@ -312,6 +315,18 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
 def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.InputError, match=message):
         draw(emoji, **{"image": half()} | changes)
+
+
+def test_several_processes_refuse_renoised_masks_before_anything_compiles(
+    emoji: canvax.StableDiffusion, apple: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = canvax.Options(mask_blend="renoised", progress=False)
+    request = make_request(emoji.model, Call("a cat", image=apple, mask=Image.new("L", (64, 64), 255), options=options))
+    monkeypatch.setattr("canvax.parallel.multihost.is_spread", lambda mesh: True)
+    monkeypatch.setattr(type(emoji.programs), "ready", lambda *_: pytest.fail("programs were made"))
+    assert emoji.params is not None
+    with counting() as counts, pytest.raises(canvax.InputError, match="mask_blend"):
+        text_to_image(emoji.model, emoji.programs, emoji.params, request, str, counts)
 
 
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffu
     both = draw(emoji, ["a fox", "a cat"], hires_prompt=["a red fox", "a red cat"], **settings)
     assert [one["options"]["hires_prompt"] for one in both.metadata] == ["a red fox", "a red cat"]
     told = both.metadata[1]
-    alone = draw(emoji, told["prompt"], seed=told["seed"], num_inference_steps=2, options=canvax.Options(**told["options"]))
+    alone = draw(
+        emoji, told["prompt"], seed=told["seed"], num_inference_steps=2, options=canvax.Options(**told["options"])
+    )
     np.testing.assert_allclose(alone.latents[0], both.latents[1], atol=1e-4)
 
 
@@ -306,6 +309,26 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()
+
+
+def test_variations_do_not_depend_on_the_batch_size(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are the same, and the command that info prints for the last one generates it again."""
+    words = ["generate", "a fox", "-n", "3", "-s", "4", "--steps", "4", "--variation-seed", "9", "-q"]
+    for size in ("1", "2"):
+        assert main([*words, "--variation-strength", "0.6", "-b", size, "-o", f"by-{size}"]) == 0
+    last = sorted(Path("by-2").iterdir())[-1]
+    capsys.readouterr()
+    assert main(["info", str(last)]) == 0
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert main([*again[1:], "-q", "-o", "again.png"]) == 0
+    assert main(["generate", "--from-image", str(last), "-q", "-o", "from.png"]) == 0
+    alone = sorted(Path("by-1").iterdir())[-1]
+    with Image.open(last) as one, Image.open(alone) as other:
+        assert np.abs(array(one) - array(other)).max() <= 1
+        assert (np.abs(array(one) - array(other)) > 0).mean() < 0.01
+        for path in ("again.png", "from.png"):
+            with Image.open(path) as image:
+                np.testing.assert_array_equal(array(image), array(other))
 
 
 def test_preview(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,9 @@ def text_to_image(
     Where several processes generate together, each returns the images of its own devices.
     """
     began, clock = time.perf_counter(), Clock()
-    mesh, count = programs.mesh, len(request.prompts)
+    mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
+    if spread and keeps(model, request) and request.options.mask_blend == "renoised":
+        raise InputError("mask_blend='renoised' with several processes: use 'denoised'")
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
@@ -66,7 +68,7 @@ def text_to_image(
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
-        denoise(batch, request, table, display, spread=multihost.is_spread(mesh), keep=keep)
+        denoise(batch, request, table, display, spread=spread, keep=keep)
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
         pixels = np.zeros((0, request.height, request.width, 3), np.float32)
@@ -169,8 +171,6 @@ def denoise(
             bar.advance(left - batch.rows_left)
             display.stepped()
             if keep is not None:
-                if spread:
-                    raise InputError("mask_blend='renoised' with several processes: use 'denoised'")
                 latents = own_rows(batch.state, count)[1][:, 0]
                 batch.replace(keep(latents, total - batch.rows_left))
             if callback:

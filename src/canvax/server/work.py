@@ -66,6 +66,8 @@ NOT_OFFERED = {
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
 _NAME = re.compile(r"(?:options\.)?([a-z_0-9]{2,40})(?:=|:| )")
+_STEPS = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|num_inference_steps""")
+"""A quoted text, which stays as it is, or the argument that clients call steps."""
 _SETTING = re.compile(r"^timesteps=| is not a setting of | cannot be used \(")
 _NAMES = {"negative_prompts": "negative_prompt", "prompts": "prompt"}
 
@@ -349,7 +351,7 @@ def _request(ask: Ask, model: Model, seed: int) -> Request:
 
 def _refusal(message: str) -> Refused:
     """An error of a call, in the words of an ask; it begins with the field."""
-    message = message.removeprefix("canvax.").replace("num_inference_steps", "steps")
+    message = _STEPS.sub(lambda match: match[1] or "steps", message.removeprefix("canvax."))
     found = _NAME.match(message)
     name = found[1] if found else ""
     name = _NAMES.get(name, name)
