@@ -410,14 +410,17 @@ def test_weights_by_block(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
 
 def test_parameters_of_the_users_own_are_the_new_base(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
     file, deltas = small(sd, tmp_path / "a.safetensors")
-    assert sd.params is not None
-    layer = sd.params["unet"]["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]["attn1"]["to_q"]
-    before = layer["weight"]
+
+    def layer() -> Any:
+        assert sd.params is not None
+        return sd.params["unet"]["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]["attn1"]["to_q"]
+
+    before = layer()["weight"]
     sd.adapters.load("a", file)
-    layer["weight"] = before * 2
+    layer()["weight"] = before * 2
     sd.adapters.set({"a": 0.0})
-    np.testing.assert_array_equal(layer["weight"], np.asarray(before) * 2)
-    layer["weight"] = before
+    np.testing.assert_array_equal(layer()["weight"], np.asarray(before) * 2)
+    layer()["weight"] = before
     assert deltas
 
 

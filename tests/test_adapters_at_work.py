@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 from adapter_files import Draw, layers, lora, write
+from control_files import controlnet
+from safetensors.numpy import load_file
 from small_checkpoint import write_small_checkpoint
 from small_sdxl import build
 
@@ -279,6 +282,109 @@ def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monke
     assert len(images) == 6
     assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(images) for b in images[:i])
     assert names["lcm"].suggested["sampler"] == "LCM"
+
+
+# Several pipelines and several threads
+
+
+def test_edited_parameters_leave_adapters_in_the_metadata(sd: canvax.StableDiffusion, loras: Path) -> None:
+    sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
+    assert sd.params is not None
+    bias = sd.params["unet"]["conv_out"]
+    bias["bias"] = np.array(bias["bias"])  # on the host, so that the call places it
+    for _ in range(2):
+        assert sd("a cat", **STEPS).metadata[0]["adapters"].keys() == {"ink"}
+
+
+def test_pipelines_over_the_same_weights_change_their_own(
+    sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
+) -> None:
+    """Adapters come along with the weights; after that neither pipeline changes those of the other, words neither."""
+    plain = pixels(sd)
+    sd.adapters.load("ink", loras / "ink.safetensors")
+    inked = pixels(sd)
+    net = controlnet(tmp_path / "net", sd)
+    other = sd.with_controlnet(net)
+    np.testing.assert_array_equal(pixels(other), inked)
+    assert other("a cat", **STEPS).metadata[0]["adapters"].keys() == {"ink"}
+    other.adapters.remove("ink")
+    np.testing.assert_array_equal(pixels(other), plain)
+    np.testing.assert_array_equal(pixels(sd), inked)
+    other.params = canvax.load(sd.model.files.path, mesh=sd.mesh).params
+    assert other.params is not None
+    other = canvax.StableDiffusion(other.model, other.programs, other.params | {"controlnet": {}})
+    other = other.with_controlnet(net)
+    other.adapters.load("clay", loras / "clay.safetensors")
+    other.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)}))
+    np.testing.assert_array_equal(pixels(sd), inked)
+    assert sd("a wool cat", **STEPS).metadata[0].keys().isdisjoint({"embeddings"})
+    assert not any(tokenizer.added for tokenizer in sd.model.tokenizers.values())
+    assert np.abs(pixels(other) - plain).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
+def test_the_order_of_adapters_and_networks_changes_nothing(
+    kind: str, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
+) -> None:
+    """A network that adds to the UNet's weights adds to the trained ones."""
+    arrays = load_file(controlnet(tmp_path / "net", sd) / "diffusion_pytorch_model.safetensors")
+    if kind == "a difference":
+        arrays["difference"] = np.zeros(1, np.float32)
+    else:
+        draw, own, factors = Draw(), {}, {}
+        for name, array in arrays.items():
+            if name.startswith("controlnet_"):
+                own[name] = array
+            elif array.ndim > 1:
+                module = name.removesuffix(".weight")
+                factors |= {f"{module}.up": draw(len(array), 2), f"{module}.down": draw(2, *array.shape[1:])}
+        arrays = own | factors
+        arrays["lora_controlnet"] = np.zeros(1, np.float32)
+    file = write(tmp_path / "net.safetensors", arrays)
+    shown = np.random.default_rng(0).random((64, 64, 3), np.float32)
+    first = sd.with_controlnet(file)
+    first.adapters.load("ink", loras / "ink.safetensors")
+    sd.adapters.load("ink", loras / "ink.safetensors")
+    second = sd.with_controlnet(file)
+    made = [pipe("a cat", control=shown, **STEPS) for pipe in (first, second)]
+    np.testing.assert_array_equal(made[0].latents, made[1].latents)
+    assert made[0].metadata == made[1].metadata
+    sd.adapters.remove()
+    third = sd.with_controlnet(file)("a cat", control=shown, **STEPS)
+    assert np.abs(third.latents - made[0].latents).max() > 1e-3
+
+
+def test_threads_with_prompts_that_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Each image has the adapters of its call, also where another call in another thread changes the weights."""
+    sd.adapters.folder = loras
+    prompts = ["a cat", "a cat <lora:ink>", "a cat <lora:clay>"]
+    steps = {**STEPS, "num_inference_steps": 6}
+    wanted = [sd(prompt, **steps) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda prompt: sd(prompt, **steps), prompts * 4))
+    for i, result in enumerate(found):
+        np.testing.assert_array_equal(result.latents, wanted[i % 3].latents)
+        assert result.metadata == wanted[i % 3].metadata
+
+
+def test_a_pickled_pipeline_loads_from_the_same_place(
+    folder: Path, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the arguments of load but the token; an adapter of a folder with its file's name."""
+    with pytest.warns(UserWarning, match="cache_dir"):
+        pipe = canvax.load(folder, cache_dir=tmp_path, local_files_only=True, token="hf_secret", mesh=sd.mesh)
+    pipe = pipe.with_controlnet(controlnet(tmp_path / "net", sd), token="hf_secret")
+    pipe.adapters.load("ink", loras, weight_name="ink.safetensors", token="hf_secret")
+    stored = pickle.dumps(pipe)
+    assert b"hf_secret" not in stored
+    asked: list[dict[str, Any]] = []
+    load = canvax.load
+    monkeypatch.setattr("canvax.pipelines.pipeline.load", lambda *a, **k: asked.append(k) or load(*a, mesh=k["mesh"]))
+    other = pickle.loads(stored)
+    assert asked[0]["cache_dir"] == tmp_path
+    assert asked[0]["local_files_only"] is True
+    assert len(other.model.controls) == 1
+    assert other.adapters["ink"].sha256 == pipe.adapters["ink"].sha256
 
 
 # The command

@@ -314,14 +314,16 @@ def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_a_controlnet(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
-    """Adapters are beside the UNet's weights alone, in a pipeline that shares them with another one."""
-    steered = sd.with_controlnet(controlnet(tmp_path / "control", sd))
+    """Adapters are beside the UNet's weights alone, those that came along too."""
+    net = controlnet(tmp_path / "control", sd)
+    steered = sd.with_controlnet(net)
     image = np.random.default_rng(0).random((64, 64, 3), np.float32)
-    sd.adapters.load("ink", loras / "ink.safetensors", 0.6)
+    steered.adapters.load("ink", loras / "ink.safetensors", 0.6)
     merged = pixels(steered, control=image)
-    sd.adapters.remove()
+    steered.adapters.remove()
     plain = pixels(steered, control=image)
     sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
+    steered = sd.with_controlnet(net)
     np.testing.assert_allclose(pixels(steered, control=image), merged, atol=1e-4)
     assert np.abs(merged - plain).max() > 1e-2
     assert np.abs(merged - pixels(sd)).max() > 1e-2

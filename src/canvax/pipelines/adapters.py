@@ -2,6 +2,9 @@
 
 The weights of a pipeline are the trained ones with all adapters merged in. What was there before is kept on the host,
 so that every change begins from it: weights are never taken off again, and without adapters the very bits are back.
+A change makes new parameters and a new ``Model`` and leaves the old ones alone, so that a call that has begun in
+another thread goes on with the adapters that it began with.
+
 Adapters may also lie beside the weights (``canvax.pipelines.beside``): then each image has its own.
 """
 
@@ -22,6 +25,7 @@ from canvax.files import named_path
 from canvax.params import Params
 from canvax.pipelines.adapter_weights import parse_weight, tell_of_odd
 from canvax.pipelines.beside import COUNT, Bank, bucket, check_places, parted, rank_of
+from canvax.pipelines.loaded import LoadedModel
 from canvax.pipelines.loaded_adapter import LoadedAdapter, check_name, file_of, sha256_of
 from canvax.pipelines.merging import Change, Merging
 from canvax.pipelines.prompt_tags import take_tags
@@ -34,13 +38,14 @@ from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
 class _Word(NamedTuple):
     """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
 
-    ``source`` and ``token`` are how it was asked for.
+    ``source``, ``token`` and ``found_by`` are the arguments of ``load_embedding``, without the Hub's token.
     """
 
     source: str
     token: str | tuple[str, ...] | None
     ids: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, HostArray]
+    found_by: Mapping[str, Any]
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -50,15 +55,32 @@ class Adapters(Mapping[str, LoadedAdapter]):
         of_folder: those that prompts have put beside the weights, the last used last.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, params: Callable[[], Params]) -> None:
-        """``params`` gives the parameters that adapters are merged into, which are changed in place."""
-        self._model, self._mesh, self._params = model, mesh, params
+    def __init__(self, pipe: LoadedModel) -> None:
+        """Adapters of a pipeline, which gets a new model and new parameters when they change."""
+        self._pipe = pipe
         self._bank: Bank | None = None
         self.of_folder: dict[str, None] = {}
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
-        self._merging = Merging(model.specs, mesh)
+        self._merging = Merging(pipe.model.specs, pipe.mesh)
+
+    def handed_to(self, pipe: LoadedModel) -> Adapters:
+        """The same adapters for another pipeline with the same weights; from then on each changes its weights alone."""
+        other = Adapters(pipe)
+        other._loaded = {name: replace(one) for name, one in self._loaded.items()}
+        other._words, other._folder, other.of_folder = dict(self._words), self._folder, dict(self.of_folder)
+        other._bank = self._bank and self._bank.copy()
+        self._merging.handed_to(other._merging)
+        return other
+
+    @property
+    def _model(self) -> Model:
+        return self._pipe.model
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._pipe.mesh
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         self._check_known(name)
@@ -128,16 +150,26 @@ class Adapters(Mapping[str, LoadedAdapter]):
         (path, *_), config = origin.find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(path, specs, config)
+        found_by = {"weight_name": weight_name, "revision": revision}
+        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
         loaded = LoadedAdapter(
-            name, str(source), adapter, weight, sha256_of(path), weights=parse_weight(weight, adapter)
+            name,
+            str(source),
+            adapter,
+            weight,
+            sha256_of(path),
+            weights=parse_weight(weight, adapter),
+            found_by=found_by,
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
-        words = self._placed(adapter.embeddings, str(source), None)
-        if beside:
-            self._put_beside(loaded)
-        changed = set() if beside else set(adapter.parts)
-        self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
+        with self._pipe.changing:
+            check_name(name, self._loaded)  # another thread may have loaded it meanwhile
+            words = self._placed(adapter.embeddings, str(source), None, found_by)
+            if beside:
+                self._put_beside(loaded)
+            changed = set() if beside else set(adapter.parts)
+            self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
         return loaded
 
     @checked
@@ -233,8 +265,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]
-        words = self._placed(read_embeddings(paths, widths, asked), str(source), asked)
-        self._apply(self._loaded, {**self._words, **words}, set())
+        embeddings = read_embeddings(paths, widths, asked)
+        found_by = {"weight_name": weight_name, "revision": revision}
+        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        with self._pipe.changing:
+            words = self._placed(embeddings, str(source), asked, found_by)
+            self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
     @placed
@@ -253,19 +289,20 @@ class Adapters(Mapping[str, LoadedAdapter]):
             such = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
             told = f"weights={weights!r:.80} is not a table of weights by name"
             raise InputError(f"{told}; write pipe.adapters.set({such or {'style': 0.8}})")
-        for name in weights:
-            self._check_known(name)
-        loaded, changed, before = {}, set(), self._loaded
-        for name, one in self._loaded.items():
-            weight = weights.get(name, 0.0)
-            parsed = parse_weight(weight, one.adapter)
-            tell_of_odd(name, parsed)
-            if parsed != one.weights and one.place is None:
-                changed |= one.adapter.parts.keys()
-            loaded[name] = replace(one, weight=weight, weights=parsed)
-        self._apply(loaded, self._words, changed)
-        for name, one in self._loaded.items():
-            self._weigh_beside(before[name], one)
+        with self._pipe.changing:
+            for name in weights:
+                self._check_known(name)
+            loaded, changed, before = {}, set(), self._loaded
+            for name, one in self._loaded.items():
+                weight = weights.get(name, 0.0)
+                parsed = parse_weight(weight, one.adapter)
+                tell_of_odd(name, parsed)
+                if parsed != one.weights and one.place is None:
+                    changed |= one.adapter.parts.keys()
+                loaded[name] = replace(one, weight=weight, weights=parsed)
+            self._apply(loaded, self._words, changed)
+            for name, one in self._loaded.items():
+                self._weigh_beside(before[name], one)
 
     def _weigh_beside(self, before: LoadedAdapter, now: LoadedAdapter) -> None:
         """Write a place anew where the weights of blocks are others; other weights are numbers of each call."""
@@ -281,19 +318,20 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is none of such a name.
         """
-        gone = set(names) if names else {*self._loaded, *self._words}
-        for name in gone - self._words.keys():
-            self._check_known(name)
-        with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
-        merged = [one for name in gone & self._loaded.keys() if (one := self._loaded[name]).place is None]
-        changed = {key for one in merged for key in one.adapter.parts}
-        for name in gone:
-            self.of_folder.pop(name, None)
-        self._apply(
-            {name: one for name, one in self._loaded.items() if name not in gone},
-            {name: word for name, word in self._words.items() if name not in gone | with_them},
-            changed,
-        )
+        with self._pipe.changing:
+            gone = set(names) if names else {*self._loaded, *self._words}
+            for name in gone - self._words.keys():
+                self._check_known(name)
+            with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
+            merged = [one for name in gone & self._loaded.keys() if (one := self._loaded[name]).place is None]
+            changed = {key for one in merged for key in one.adapter.parts}
+            for name in gone:
+                self.of_folder.pop(name, None)
+            self._apply(
+                {name: one for name, one in self._loaded.items() if name not in gone},
+                {name: word for name, word in self._words.items() if name not in gone | with_them},
+                changed,
+            )
 
     @property
     def folder(self) -> Path | None:
@@ -314,23 +352,26 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
+        Calls in other threads wait meanwhile: a device may not have room for two sets of weights.
+
         Raises:
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
         words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt)
-        before = {name: one.weight for name, one in self._loaded.items()}
-        weights: dict[str, Any] = {}
-        for tag, weight in tags.items():
-            name = self._loaded_for(tag)
-            if isinstance(weight, dict):
-                parts = {key[0] for key in self._loaded[name].adapter.parts}
-                weight = {part: number for part, number in weight.items() if part in parts}
-            weights[name] = weight
-        self.set({**before, **weights})
-        try:
-            yield words[0] if isinstance(prompt, str) else words
-        finally:
-            self.set(before)
+        with self._pipe.changing:
+            before = {name: one.weight for name, one in self._loaded.items()}
+            weights: dict[str, Any] = {}
+            for tag, weight in tags.items():
+                name = self._loaded_for(tag)
+                if isinstance(weight, dict):
+                    parts = {key[0] for key in self._loaded[name].adapter.parts}
+                    weight = {part: number for part, number in weight.items() if part in parts}
+                weights[name] = weight
+            self.set({**before, **weights})
+            try:
+                yield words[0] if isinstance(prompt, str) else words
+            finally:
+                self.set(before)
 
     def _loaded_for(self, tag: str) -> str:
         """The name of the adapter that a prompt means, which is loaded if it is not yet."""
@@ -340,24 +381,24 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return tag
 
     def recipe(self) -> list[tuple[Any, ...]]:
-        """What loads the same again: of adapters name, source, weight and whether they are beside the weights, of
-        textual inversions source and token; and the places."""
-        own = {word for one in self._loaded.values() for word in one.words}
-        words = dict.fromkeys((word.source, word.token) for name, word in self._words.items() if name not in own)
-        adapters = [(one.name, one.source, one.weight, one.place is not None) for one in self._loaded.values()]
+        """Calls that load the same again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
-        return [*([(places.rank, places.count, places.layers)] if places else []), *adapters, *words]
+        calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
+        for one in self._loaded.values():
+            keywords = {**one.found_by, "beside": one.place is not None}
+            calls.append(("load", (one.name, one.source, one.weight), keywords))
+        own = {word for one in self._loaded.values() for word in one.words}
+        words = [word for name, word in self._words.items() if name not in own]
+        for call in [("load_embedding", (word.source, word.token), dict(word.found_by)) for word in words]:
+            if call not in calls:  # a file may have several words
+                calls.append(call)
+        return calls
 
     @checked
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
-        """Load what ``recipe`` tells of."""
-        for entry in recipe:
-            if len(entry) == 3:
-                self.beside(*entry)
-            elif len(entry) == 4:
-                self.load(*entry[:3], beside=entry[3])
-            else:
-                self.load_embedding(*entry)
+        """Make the calls of a ``recipe``."""
+        for method, arguments, keywords in recipe:
+            getattr(self, method)(*arguments, **keywords)
 
     def record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
@@ -372,7 +413,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         )
 
     def _own(self) -> Params:
-        return self._params()
+        return self._pipe._params(None)
+
+    def without(self, component: str) -> Params:
+        """The parameters of a component as they are without adapters."""
+        return self._merging.without(self._own(), component)
 
     def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
@@ -380,7 +425,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise InputError(f"adapter {shown(name)} is not loaded; {there}")
 
     def _placed(
-        self, embeddings: Sequence[Embedding], source: str, token: str | tuple[str, ...] | None
+        self,
+        embeddings: Sequence[Embedding],
+        source: str,
+        token: str | tuple[str, ...] | None,
+        found_by: Mapping[str, Any],
     ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
@@ -402,7 +451,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            found[embedding.name] = _Word(source, token, ids, embedding.vectors)
+            found[embedding.name] = _Word(source, token, ids, embedding.vectors, found_by)
         return found
 
     def _hint(self, embedding: Embedding) -> None:
@@ -424,13 +473,16 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if words.keys() != self._words.keys():
             different = self._words.keys() ^ words.keys()
             changed = changed | {(part, TABLE) for word in different for part in altered[word].ids}
-        self._merging.apply(params, {key: self._change(key, loaded, words) for key in changed})
+        params = self._merging.apply(params, {key: self._change(key, loaded, words) for key in changed})
+        tokenizers = self._model.tokenizers
+        if words.keys() != self._words.keys():
+            added = {
+                part: {name.lower(): word.ids[part] for name, word in words.items() if part in word.ids}
+                for part in tokenizers
+            }
+            tokenizers = {part: replace(one, added=added[part]) for part, one in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        for part, tokenizer in self._model.tokenizers.items():
-            tokenizer.added.clear()
-            tokenizer.added.update({name.lower(): word.ids[part] for name, word in words.items() if part in word.ids})
-        self._model.merged.clear()
-        self._model.merged.update(self.record())
+        self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self.record()), params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""

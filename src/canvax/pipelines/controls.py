@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,19 @@ def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:
 
 
 def with_controls(
-    model: Model, programs: Programs, params: Params | None, opened: Sequence[Opened], *, weights: bool = True
+    model: Model,
+    programs: Programs,
+    params: Params | None,
+    opened: Sequence[Opened],
+    *,
+    weights: bool = True,
+    trained: Callable[[str], Params] | None = None,
 ) -> tuple[Model, Programs, Params | None]:
     """A model with these networks in place of those that it has; compiled programs and weights are shared.
 
     ``params`` None is a caller's who keeps them, and who loads no networks so. Without ``weights`` the parameters of
-    the networks are shapes, dtypes and shardings.
+    the networks are shapes, dtypes and shardings. ``trained`` gives the parameters of a component without adapters,
+    which networks that add to the UNet's weights begin from; by default those of ``params``.
 
     Raises:
         CheckpointError: weights cannot be used.
@@ -111,6 +118,11 @@ def with_controls(
     check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)
     old = {name for name, _ in model.networks.controls} | {component_name(i) for i in range(MOST)}
     kept = {name: tree for name, tree in params.items() if name not in old}
+
+    def unet() -> Params:
+        component = model.networks.denoiser.component
+        return trained(component) if trained else kept[component]
+
     for part, files in zip(parts, model.controls, strict=True):
 
         def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
@@ -118,18 +130,15 @@ def with_controls(
             return place(param, array, mesh)
 
         if files.pairs:
-            unet = kept[model.networks.denoiser.component]
-            kept[part.name] = control_lora(part, files, unet, model, placed)
+            kept[part.name] = control_lora(part, files, unet(), model, placed)
             continue
         loaded = load_components(files, [part], dtype=model.dtype, place=placed)[part.name]
-        kept[part.name] = whole_of(loaded, kept[model.networks.denoiser.component], files, model)
+        kept[part.name] = whole_of(loaded, unet(), files, model) if files.difference else loaded
     return model, programs, kept
 
 
 def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) -> Params:
     """Weights of a network whose file has a part of them as what is to be added to the UNet's."""
-    if not files.difference:
-        return loaded
     if model.quantize is not None:
         raise InputError(
             f"{files}: holds differences to the weights of the UNet, which are quantised to {model.quantize}; load the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -45,12 +46,18 @@ class LoadedModel:
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
             arrays; None when the caller keeps them and passes them to each call.
+        changing: held while ``model`` and ``params`` change, and while a call takes both.
     """
 
     model: Model
     programs: Programs
     params: Params | None = None
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
+    changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+
+    def exchange(self, model: Model, params: Params) -> None:
+        """Have another model and its parameters, as adapters make them."""
+        vars(self).update(model=model, params=params)
 
     @property
     def mesh(self) -> Mesh:
@@ -332,6 +339,7 @@ class LoadedModel:
             params = {**params, **self.place(params)}
             if own and self.params is not None:
                 self.params.update(params)
+                params = self.params
         elif all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._fitting[:] = [(structure, [weakref.ref(leaf) for leaf in leaves])]
         return params

@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
 
 class Merging:
-    """The parameters of a pipeline that adapters have changed, and what they were before."""
+    """Which parameters of a pipeline adapters have changed, and what these were before."""
 
     def __init__(self, specs: Mapping[str, Spec], mesh: Mesh) -> None:
         """``specs`` of all components, quantised as the parameters are."""
@@ -60,8 +60,14 @@ class Merging:
         }
         self._kept: dict[Key, _Kept] = {}
 
-    def apply(self, params: Params, changes: Mapping[Key, Change]) -> None:
-        """Change parameters in place, from what they were without adapters; all of them, or none with an error.
+    def handed_to(self, other: Merging) -> None:
+        """Have ``other`` know the same, for a pipeline with the same parameters."""
+        other._kept = dict(self._kept)
+
+    def apply(self, params: Params, changes: Mapping[Key, Change]) -> Params:
+        """Parameters with these changes, made from what they were without adapters.
+
+        ``params`` stay as they are, for calls that read them in other threads: dicts are copied, other arrays are not.
 
         Raises:
             CanvaxError: a weight overflows its dtype.
@@ -76,13 +82,17 @@ class Merging:
         with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
             found = dict(zip(changes, pool.map(one, changes), strict=True))
         for key, arrays in found.items():
-            for name, array in arrays.items():
-                *parents, last = name.split(".")
-                _inner(params[key[0]], parents)[last] = array
             if changes[key].parts or changes[key].rows:
                 self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
             else:
                 self._kept.pop(key, None)
+        return _replaced(params, found)
+
+    def without(self, params: Params, component: str) -> Params:
+        """The parameters of a component as they are without adapters."""
+        kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
+        found = {key: self._whole(key, one) for key, one in kept.items() if one is self._kept[key]}
+        return _replaced(params, found)[component]
 
     def _base(self, params: Params, key: Key) -> _Kept:
         """A parameter without adapters: what is kept, or what is there now if it is not ours."""
@@ -127,6 +137,22 @@ class Merging:
 
     def _on_devices(self, component: str, arrays: Mapping[str, HostArray]) -> dict[str, Array]:
         return {name: place(self._declared[component, name], array, self._mesh) for name, array in arrays.items()}
+
+
+def _replaced(params: Params, found: Mapping[Key, Mapping[str, Array]]) -> Params:
+    """``params`` with the arrays of ``found``, by component and name."""
+    changed = {component for component, _ in found}
+    new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
+    for (component, _), arrays in found.items():
+        for name, array in arrays.items():
+            *parents, last = name.split(".")
+            _inner(new[component], parents)[last] = array
+    return new
+
+
+def _copied(node: Any) -> Any:
+    """Nested dicts anew, with the same arrays."""
+    return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
 
 
 def _inner(node: Any, steps: Sequence[str]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -18,6 +18,7 @@ from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
+from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
@@ -72,6 +73,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
     """
 
     safety_checker: SafetyChecker | None = None
+    _made_by: MadeBy = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         return summary(self)
@@ -88,7 +90,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
-        if name != "params" and (name not in ("model", "programs", "safety_checker", "_fitting") or name in vars(self)):
+        once = ("model", "programs", "safety_checker", "changing", "_fitting", "_made_by")
+        if name != "params" and (name not in once or name in vars(self)):
             said = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
             raise AttributeError(f"cannot be set: {said}")
         object.__setattr__(self, name, value)
@@ -101,27 +104,31 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         raise InputError(f"pipe[{name!r:.80}]: weights are pipe.params[{name!r:.80}], and images pipe(prompt)[0]")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices."""
-        if self.params is None:
-            raise TypeError("a pipeline without parameters cannot be pickled; call canvax.load in each process")
-        files, model = self.model.files, self.model
-        keywords = {"revision": files.revision, "variant": files.variant, "dtype": model.dtype}
-        keywords |= model.overrides
-        keywords |= {"controlnet": [one.name for one in model.controls]} if model.controls else {}
-        if model.ip_adapters:
-            encoder = model.image_encoder.name if model.image_encoder else False
-            keywords["ip_adapter"] = [one.name for one in model.ip_adapters], encoder
-        keywords |= {"quantize": model.quantize, "precision": self.programs.precision}
-        keywords["safety_checker"] = self.safety_checker is not None
+        """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices.
+
+        Tokens of the Hub are left out: the new process has HF_TOKEN or the stored login.
+        """
+        if self.params is None or not self._made_by:
+            why = "without parameters" if self.params is None else "that canvax.load did not make"
+            raise TypeError(f"a pipeline {why} cannot be pickled; call canvax.load in each process")
         adapters = self.adapters.recipe() if "adapters" in vars(self) else ()
-        return _load_again, (files.name, keywords, dict(self.mesh.shape), adapters)
+        return _load_again, (self._made_by, dict(self.mesh.shape), adapters)
 
     @cached_property
     def adapters(self) -> Adapters:
         """LoRAs and textual inversions in this pipeline: load, set, remove (docs/adapters.md)."""
         from canvax.pipelines.adapters import Adapters  # which most pipelines never need
 
-        return Adapters(self.model, self.mesh, lambda: self._params(None))
+        return Adapters(self)
+
+    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
+        """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
+        pipe = StableDiffusion(*made, self.safety_checker)
+        if "adapters" in vars(self):
+            vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
+        keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
+        pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
+        return pipe
 
     @checked
     def with_ip_adapter(
@@ -131,6 +138,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         **source: Any,
     ) -> StableDiffusion:
         """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
+
+        Its adapters come along. Later changes of adapters are those of one of the two pipelines alone.
 
         Args:
             ip_adapter: a safetensors file, or a file on the Hub ("h94/IP-Adapter/models/ip-adapter_sd15.safetensors"),
@@ -145,14 +154,16 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
 
         sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
-        other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
-        pipe = StableDiffusion(*other, self.safety_checker)
-        vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
-        return pipe
+        with self.changing:
+            other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
+            return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
     @checked
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
+
+        Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
+        adds to the UNet's weights (a control-LoRA) adds to them as they are without adapters.
 
         Args:
             controlnet: as in ``canvax.load``; None or an empty list for none.
@@ -164,10 +175,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         from canvax.pipelines.controls import control_sources, open_controls, with_controls
 
         opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
-        other = with_controls(self.model, self.programs, self.params, opened)
-        pipe = StableDiffusion(*other, self.safety_checker)
-        vars(pipe)["adapters"] = self.adapters  # they change the weights that both share
-        return pipe
+        with self.changing:
+            trained = self.adapters.without if "adapters" in vars(self) else None
+            other = with_controls(self.model, self.programs, self.params, opened, trained=trained)
+            return self._with("with_controlnet", (controlnet,), source, *other)
 
     @classmethod
     @placed
@@ -247,11 +258,15 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
                 return self(**{**arguments, "prompt": words})
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        with multihost.together("canvax generate") if spread else nullcontext(), reading_arguments(arguments):
-            own, params = params, self._params(params)
+        together = multihost.together("canvax generate") if spread else nullcontext()
+        with together, reading_arguments(arguments), self.changing:
+            as_set, own = params is None, params is None or params is self.params
+            params = self._params(params)
+            # Parameters of the caller's have no adapters, so that their images tell of none.
+            model = self.model if own else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
-            request = self._request(call, adapters, as_set=own is None)
-        return self._generate(request, params, seed)
+            request = self._request(call, adapters, as_set=as_set)
+        return self._generate(model, request, params, seed)
 
     @property
     def _beside(self) -> bool:
@@ -274,11 +289,11 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         """Whether a prompt names adapters that may be read from a folder."""
         return has_tags(prompt) and self.adapters.folder is not None
 
-    def _generate(self, request: Request, params: Params, seed: Any) -> Result:
-        """A checked call; ``seed`` is what was asked for."""
+    def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
+        """A checked call, of the model and its parameters as they were then; ``seed`` is what was asked for."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
         if not spread or multihost.leads(mesh):
-            give_hints(self.model, request)
+            give_hints(model, request)
         if spread:
             request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
         cure = partial(
@@ -292,8 +307,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         )
         with explained(cure), counting() as counts:
             run = two_passes if request.options.hires > 1 else text_to_image
-            # Parameters of the caller's have no adapters, so that their images tell of none.
-            model = self.model if params is self.params else replace(self.model, merged={})
             params = {**params, ADAPTERS: request.beside.arrays} if request.beside else params
             result = run(model, self.programs, params, request, cure, counts)
         if request.options.denoising_end < 1:
@@ -351,14 +364,17 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         )  # fmt: skip
 
 
-def _load_again(
-    model: str, keywords: Mapping[str, Any], mesh: Mapping[str, int], adapters: Sequence[Any] = ()
-) -> StableDiffusion:
+MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""The calls that made a pipeline, by name, "load" first: positional arguments and keywords."""
+
+
+def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> StableDiffusion:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
-    count, own = math.prod(mesh.values()), dict(keywords)
-    devices, ip_adapter = jax.devices(), own.pop("ip_adapter", None)
-    pipe = load(model, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **own)
-    pipe = pipe.with_ip_adapter(*ip_adapter) if ip_adapter else pipe
+    devices, count, calls = jax.devices(), math.prod(mesh.values()), dict(made_by)
+    arguments, keywords = calls.pop("load")
+    pipe = load(*arguments, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
+    for method, (arguments, keywords) in calls.items():
+        pipe = getattr(pipe, method)(*arguments, **keywords)
     if adapters:
         pipe.adapters.restore(adapters)
     return pipe
@@ -440,4 +456,9 @@ def load(
     )
     tell_of_idle_cache(cache_dir, model, *(one.name for one in sources), *([] if vae is None else [vae]))
     checker = load_safety_checker(Source(model, revision, **hub)) if safety_checker else None
-    return StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
+    pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
+    keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
+    keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}
+    keywords |= {"safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}
+    pipe._made_by["load"] = (pipe.model.name,), keywords
+    return pipe

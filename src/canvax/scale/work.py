@@ -142,7 +142,7 @@ class Worker:
     ) -> None:
         assert pipe.params is not None
         self.compilations = 0
-        self._pipe, self._params = pipe, pipe.params
+        self._pipe = pipe
         self._batch, self._most = batch, most
         self._defaults, self._carried, self._seed = dict(defaults or {}), carried, seed
         self._progress: bool | str = "programs" if progress else False
@@ -210,7 +210,8 @@ class Worker:
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
         """A batch, filled up with copies of its last image, so that nothing compiles for a smaller one."""
-        pipe, key = self._pipe, items[0].key
+        pipe, params, key = self._pipe, self._pipe.params, items[0].key
+        assert params is not None
         size = self.size(key.height, key.width)
         full = [*items, *[items[-1]] * (size - len(items))]
         quantized = pipe.model.quantize is not None
@@ -221,7 +222,7 @@ class Worker:
         try:
             with explained(cure), counting() as counts:
                 run = two_passes if key.options.hires > 1 else partial(text_to_image, tables=[i.table for i in full])
-                result = run(pipe.model, pipe.programs, self._params, self._request(full), cure, counts)
+                result = run(pipe.model, pipe.programs, params, self._request(full), cure, counts)
             self.compilations += result.compilations
             result = pipe.safety_checker(result) if pipe.safety_checker else result
             seen = zip(result.indices, result.images, result.metadata, strict=True)
