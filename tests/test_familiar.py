@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 import warnings
 from pathlib import Path
@@ -22,7 +23,7 @@ from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
 from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, shard
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
-from canvax.pipelines.translate import translate_call, translate_load
+from canvax.pipelines.translate import place_of, translate_call, translate_load
 from canvax.train.lora import Lora
 from canvax.weights.cast import parse_dtype
 
@@ -69,6 +70,14 @@ def test_generators_and_dtypes_of_torch() -> None:
         translate_call({}, {"generator": used})
     with pytest.raises(canvax.InputError, match="generator and seed are one"):
         translate_call({"seed": 1}, {"generator": used})
+
+
+def test_every_argument_of_a_call_is_known_as_one(emoji: canvax.StableDiffusion) -> None:
+    for name in set(inspect.signature(type(emoji).__call__).parameters) - {"self"}:
+        assert place_of(name)
+        if name not in ("options", "params"):
+            with pytest.raises(canvax.InputError, match="an argument of the call"):
+                canvax.Options(**{name: 1})
 
 
 def test_timesteps_leave_the_settings_of_the_sampler() -> None:
