@@ -11,7 +11,6 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import check_ip_adapters, source_keywords, with_networks
@@ -138,24 +137,19 @@ def _check_extra() -> None:
 
 
 def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
-    """What each model is called in requests -> where it is: of a folder its own name, not the way to it.
+    """As ``model_names``, checked.
 
     Raises:
         InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
     """
+    from canvax.server.served import model_names
     from canvax.weights.source import Source
 
-    names: dict[str, str] = {}
     Source(**keywords)
     for model in models:
         source = Source(model)
         _ = source.single_file() or source.local_folder()  # what is neither a model nor an id is refused before a start
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.is_dir() else model
-        if name in names:
-            raise InputError(f"{model}: there is a model {name!r} already; rename one of the folders")
-        names[name] = model
-    return names
+    return model_names(models)
 
 
 def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:

@@ -28,7 +28,7 @@ from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Ask, Engine, Refused, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
-from canvax.server.served import Warm
+from canvax.server.served import Warm, model_names
 
 MODEL_HEADER = "serve_multiplexed_model_id"
 """Ray Serve's own: its proxy looks for a replica that holds the model."""
@@ -121,7 +121,8 @@ class Images:
         warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
         metrics = Metrics()
         settings = EngineSettings(warm=warm, compile_on_demand=wanted.compile_on_demand)
-        self._engine = ImageEngine(wanted.model.split(","), settings, metrics, self._load)
+        self._names = model_names(wanted.model.split(","))
+        self._engine = ImageEngine(list(self._names), settings, metrics, self._load)
         keys = Keys.read(None)
         hosts = tuple(name for name in wanted.hosts.split(",") if name)
         if not hosts and (keys or wanted.no_keys):
@@ -138,7 +139,7 @@ class Images:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """For ``serve.ingress``: what answers requests."""
-        names, header = self._wanted.model.split(","), MODEL_HEADER.encode()
+        names, header = self._names, MODEL_HEADER.encode()
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
@@ -167,7 +168,7 @@ class Images:
 
         wanted = self._wanted
         pipe = canvax.load(
-            name, dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=wanted.revision or None,
+            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=wanted.revision or None,
             controlnet=_listed(wanted.controlnet), progress=False,
         )  # fmt: skip
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe

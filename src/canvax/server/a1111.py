@@ -37,6 +37,7 @@ from canvax.server.answers import (
     failure,
     in_words_of,
     json_answer,
+    model_header,
     read_json,
     settled,
     submitted,
@@ -170,7 +171,7 @@ class _Desk:
         images = [picture.data for picture in done] if body.send_images is not False else []
         info = await run_in_threadpool(info_of, job, body, card, done)
         answer = {"images": images, "parameters": parameters_of(body), "info": info}
-        return json_answer(answer, {"x-canvax-model": job.model})
+        return json_answer(answer, model_header(job))
 
     async def text_to_image(self, request: Request) -> Response:
         return await self.generate(request, TextToImage)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import string
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -88,6 +90,12 @@ def once_of(request: Request) -> str | None:
     if len(once) > 128 or not (once.isascii() and once.isprintable()):
         raise Refused(400, "invalid_value", "Idempotency-Key: at most 128 printable characters of ASCII")
     return once or None
+
+
+def model_header(job: Job) -> dict[str, str]:
+    """Names the model of an answer. Headers are ASCII, so other characters are percent-encoded (as UTF-8), and so is %."""
+    safe = (string.punctuation + " ").replace("%", "")
+    return {"x-canvax-model": quote(job.model, safe, errors="surrogateescape")}
 
 
 def error_headers(refused: Refused, request_id: str) -> dict[str, str]:

@@ -153,5 +153,9 @@ def public_names(sources: Sequence[str]) -> list[str]:
 def publicly(metadata: dict[str, Any]) -> dict[str, Any]:
     """Metadata of an image without the folders of local files; networks have the names of ``public_names``."""
     metadata = written(metadata)
-    named = [name for name in ("controlnet", "ip_adapter") if name in metadata]
-    return metadata | {name: public_names(metadata[name]) for name in named}
+    changed: dict[str, Any] = {}
+    for name in ("controlnet", "ip_adapter", "vae"):
+        if name in metadata:
+            sources = metadata[name]
+            changed[name] = public_names([sources])[0] if isinstance(sources, str) else public_names(sources)
+    return metadata | changed

@@ -19,6 +19,7 @@ from canvax.server.answers import (
     failure,
     in_words_of,
     json_answer,
+    model_header,
     read_json,
     settled,
     submitted,
@@ -157,7 +158,7 @@ def _image(content: str | bytes) -> Image.Image:
 
 async def _answer(job: Job, *, as_json: bool) -> Response:
     picture = job.pictures[0]
-    headers = {"x-canvax-model": job.model, "x-canvax-seed": str(picture.seed)}
+    headers = {**model_header(job), "x-canvax-seed": str(picture.seed)}
     if as_json:
         return json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
     return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.ask.format])

@@ -30,6 +30,7 @@ from canvax.server.answers import (
     error_headers,
     failure,
     json_answer,
+    model_header,
     model_named,
     nearest_size,
     once_of,
@@ -280,7 +281,7 @@ def _edit(
 
 
 async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Response:
-    headers = {"x-canvax-model": job.model}
+    headers = model_header(job)
     if body.stream:
         return EventStream(job, _events(job, kind), headers)
     await settled(request, job)

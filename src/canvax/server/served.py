@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -264,6 +265,22 @@ class Served:
             controls=controls,
             ip_adapters=ip_adapters,
         )
+
+
+def model_names(models: Sequence[str]) -> dict[str, str]:
+    """What each model is called in requests, and where it is. Folders on the disk are the operator's business.
+
+    Raises:
+        InputError: two would have the same name.
+    """
+    names: dict[str, str] = {}
+    for model in models:
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
+        if name in names:
+            raise InputError(f"{model}: there is a model {name!r} already; rename one of them")
+        names[name] = model
+    return names
 
 
 class Announcer:

@@ -164,7 +164,7 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        own = publicly(metadata(model, self.request)[0])
+        own = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
         return self.whole.metadata(own) if self.whole else own
 
 
