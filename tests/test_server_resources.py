@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from canvax.errors import InputError
 from canvax.server import a1111, huggingface, openai
 from canvax.server.control import publicly
 from canvax.server.jobs import Ask, Job
-from canvax.server.served import model_names
+from canvax.server.served import Served, model_names
 from canvax.server.work import check
 from tests import server_stub
 from tests.server_stub import StubEngine
 
-MODEL = canvax.load("emoji", progress=False).model
+PIPE = canvax.load("emoji", progress=False)
+MODEL = PIPE.model
 
 # Names.
 
@@ -74,3 +76,18 @@ def test_the_metadata_of_an_image_names_no_folder_of_the_server() -> None:
     assert asked.item(job, job.pictures[0]).metadata(model)["model"] == "public"
     found = publicly({"controlnet": ["/home/alice/canny"], "vae": "/home/alice/fine.safetensors", "seed": 1})
     assert found == {"controlnet": ["canny"], "vae": "fine", "seed": 1}
+
+
+@pytest.mark.parametrize("revision", [None, "0123abcd"])
+def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str | None) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def load(name: str, **keywords: Any) -> Any:
+        calls.append(keywords)
+        model = SimpleNamespace(revision=revision, vae=MODEL.vae)
+        return SimpleNamespace(model=model, programs=PIPE.programs, params={}, safety_checker=None)
+
+    served = Served("x", load)
+    served.take_off()
+    served.put_on()
+    assert calls == [{}, {"revision": revision} if revision else {}]

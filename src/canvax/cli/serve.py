@@ -82,9 +82,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         journal = Journal(named_path("--journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
-        engine = ImageEngine(
-            list(names), settings, metrics, lambda name: _load(names[name], arguments), journal=journal, say=say
-        )
+
+        def load(name: str, **pinned: Any) -> Any:
+            return _load(names[name], arguments, **pinned)
+
+        engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=lambda: engine.state, metrics=metrics)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -243,7 +245,7 @@ def _log_to_stderr(*, quiet: bool) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id
 
 
-def _load(model: str, arguments: argparse.Namespace) -> Any:
+def _load(model: str, arguments: argparse.Namespace, **pinned: Any) -> Any:
     import canvax
     from canvax.parallel.mesh import mesh_of
 
@@ -256,7 +258,7 @@ def _load(model: str, arguments: argparse.Namespace) -> Any:
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
         **controls,
-        **source_keywords(arguments),
+        **{**source_keywords(arguments), **pinned},
     )
     return with_networks(pipe, arguments)
 

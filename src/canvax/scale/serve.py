@@ -163,12 +163,12 @@ class Images:
         await asyncio.to_thread(self._engine.drain, self._wanted.drain)
         await asyncio.to_thread(self._engine.close)
 
-    def _load(self, name: str) -> Any:
+    def _load(self, name: str, revision: str | None = None) -> Any:
         import canvax
 
         wanted = self._wanted
         pipe = canvax.load(
-            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=wanted.revision or None,
+            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=revision or wanted.revision or None,
             controlnet=_listed(wanted.controlnet), progress=False,
         )  # fmt: skip
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe

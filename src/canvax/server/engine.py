@@ -77,7 +77,7 @@ class ImageEngine:
         names: of the models; the first is the default.
         settings: see there.
         metrics: told of everything.
-        load: loads a model by its name.
+        load: loads a model by its name (see ``Served``).
         journal: where accepted jobs are kept.
         say: told what it does, for people.
 
@@ -91,7 +91,7 @@ class ImageEngine:
         names: Sequence[str],
         settings: EngineSettings,
         metrics: Metrics,
-        load: Callable[[str], Loaded],
+        load: Callable[..., Loaded],
         *,
         journal: Journal | None = None,
         say: Callable[[str], None] = lambda text: None,

@@ -32,7 +32,7 @@ class ModelSet:
 
     Args:
         names: of the models.
-        load: loads one.
+        load: loads one (see ``Served``).
         warm: sizes and batches that are made ready by ``begin``.
         chunks: of prompts, likewise.
         on_demand: whether what is not ready is compiled when somebody asks for it.
@@ -49,7 +49,7 @@ class ModelSet:
     def __init__(
         self,
         names: Sequence[str],
-        load: Callable[[str], Loaded],
+        load: Callable[..., Loaded],
         *,
         warm: Sequence[Warm],
         chunks: Sequence[int],

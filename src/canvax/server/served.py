@@ -95,7 +95,7 @@ class Served:
 
     Args:
         name: what it is called in requests.
-        load: loads it.
+        load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
         lanes: batches that are run at the same time, at most; None for as many as may be of use.
 
@@ -112,7 +112,7 @@ class Served:
     def __init__(
         self,
         name: str,
-        load: Callable[[str], Loaded],
+        load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
         lanes: int | None = None,
     ) -> None:
@@ -153,9 +153,10 @@ class Served:
         return {**shapes, ADAPTERS: self.shelf.bank.shapes} if self.shelf else shapes
 
     def put_on(self) -> None:
-        """Load its weights."""
+        """Load its weights: those of the commit that ``model`` was read from, wherever its branch is now."""
         if self.params is None:
-            self.params = self._load(self.name).params
+            pinned = {"revision": self.model.revision} if self.model.revision else {}
+            self.params = self._load(self.name, **pinned).params
             if self.shelf:
                 self.shelf.put_on()
 
