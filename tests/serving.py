@@ -76,7 +76,7 @@ def generating(
     until(lambda: engine.state is not State.STARTING, 300)
     assert engine.failure is None
     try:
-        app = create_app(engine, web or Settings(), state=lambda: engine.state, metrics=metrics)
+        app = create_app(engine, web or Settings(), state=engine.readiness, metrics=metrics)
         with served(app, named=False) as base:
             yield base, engine
     finally:

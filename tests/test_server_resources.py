@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +21,17 @@ from starlette.testclient import TestClient
 import canvax
 from canvax.errors import InputError
 from canvax.server import a1111, huggingface, openai
+from canvax.server.app import Settings, create_app
+from canvax.server.book import Book
 from canvax.server.control import publicly
-from canvax.server.jobs import Ask, Job
+from canvax.server.jobs import Ask, Job, Picture, Refused, State, Status
+from canvax.server.journal import Journal
+from canvax.server.metrics import Metrics
 from canvax.server.served import Served, model_names
 from canvax.server.work import check
 from tests import server_stub
 from tests.server_stub import StubEngine
+from tests.serving import until
 
 PIPE = canvax.load("emoji", progress=False)
 MODEL = PIPE.model
@@ -91,3 +101,132 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
     served.take_off()
     served.put_on()
     assert calls == [{}, {"revision": revision} if revision else {}]
+
+
+# The journal beside the engine.
+
+
+def job_of(ask: Ask | None = None) -> Job:
+    return Job(ask or Ask("a secret prompt"), "emoji", [Picture(0, 1, 64, 64, 4)], cancel=lambda job: None)
+
+
+@contextmanager
+def booked(path: Path | None, keep: float = 600.0) -> Iterator[Book]:
+    journal = Journal(path) if path else None
+    book = Book(Metrics(), journal, keep, lambda job: None)
+    try:
+        yield book
+    finally:
+        book.close()
+
+
+def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the journal writes: the lock that the engine needs between two steps is free meanwhile."""
+    held = threading.Event()
+    write = Journal._write
+
+    def slow(journal: Journal, *given: Any, **more: Any) -> None:
+        assert held.wait(10)
+        write(journal, *given, **more)
+
+    with booked(tmp_path / "jobs.db", keep=0.0) as book:
+        monkeypatch.setattr(Journal, "_write", slow)
+        one = job_of()
+        for step in (
+            lambda: book.accept(one),
+            lambda: book.finished(one, 0),
+            lambda: book.end(one, Status.DONE),
+            lambda: book.forget(),
+        ):
+            held.clear()
+            thread = threading.Thread(target=step)
+            thread.start()
+            time.sleep(0.05)
+            free = threading.Thread(target=book.open)
+            free.start()
+            free.join(5)
+            assert not free.is_alive()
+            held.set()
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_an_idle_server_forgets_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    with booked(path, keep=0.1) as book:
+        one = job_of()
+        book.accept(one)
+        assert b"secret prompt" in files_of(path)
+        assert book.until_late() is None
+        book.end(one, Status.CANCELLED)
+        wait = book.until_late()
+        assert wait is not None
+        assert wait <= 0.1
+        time.sleep(0.15)
+        book.expire()
+        assert book.get(one.id, "") is None
+        until(lambda: b"secret prompt" not in files_of(path))
+
+
+def files_of(path: Path) -> bytes:
+    """The bytes of a journal, its write-ahead log included."""
+    return b"".join(file.read_bytes() for file in path.parent.iterdir())
+
+
+@pytest.mark.parametrize("code", ["server_error", "out_of_memory", "draining", "timeout", "invalid_value"])
+def test_a_failure_that_may_pass_frees_its_idempotency_key(code: str) -> None:
+    ask = Ask("x", once="k", client="a")
+    with booked(None, keep=600.0) as book:
+        book.accept(first := job_of(ask))
+        assert book.earlier(ask) is first
+        book.fail(first, code, "")
+        if code in ("timeout", "invalid_value"):
+            assert book.earlier(ask) is first
+            return
+        assert book.earlier(ask) is None
+        book.accept(second := job_of(ask))
+        book._keep = -1.0
+        book.forget()
+        assert book.earlier(ask) is second
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_job_that_goes_on_after_a_restart_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, journal: bool
+) -> None:
+    caplog.set_level("INFO", "canvax.server")
+    outcome = "parked" if journal else "failed"
+    with booked(tmp_path / "jobs.db" if journal else None) as book:
+        book.accept(one := job_of())
+        book.fail(one, "draining", "", resumes=True)
+        assert one.status is Status.FAILED
+        assert f'canvax_jobs_total{{model="emoji",outcome="{outcome}"}} 1.0' in book._metrics.text().decode()
+        assert json.loads(caplog.messages[-1])["outcome"] == outcome
+
+
+def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:
+    with booked(tmp_path / "jobs.db") as book:
+        base = book._journal._base
+        book.accept(job_of())
+        assert book.records()
+        base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0] + 2}")
+        with pytest.raises(Refused):
+            book.accept(job_of(Ask("x" * 100_000)))
+        assert not book.records()
+        book.accept(job_of(Ask("x")))  # a short job may still fit
+        assert not book.records()
+        book._tries = 0.0
+        assert not book.records()  # tries, in vain
+        book._later.submit(lambda: None).result()
+        base.execute("PRAGMA max_page_count = 100000")
+        assert not book.records()
+        book._tries = 0.0
+        until(book.records)
+        assert base.execute("SELECT count(*) FROM probe").fetchone() == (0,)
+
+
+def test_ready_says_that_jobs_cannot_be_recorded() -> None:
+    states = [State.READY, State.NOT_RECORDED, State.READY]
+    app = create_app(StubEngine(), Settings(), state=lambda: states.pop(0), metrics=Metrics())
+    http = TestClient(app, base_url="http://127.0.0.1")
+    assert [http.get("/ready").status_code for _ in range(3)] == [200, 503, 200]

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             return _load(names[name], arguments, **pinned)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
-        app = create_app(engine, web, state=lambda: engine.state, metrics=metrics)
+        app = create_app(engine, web, state=engine.readiness, metrics=metrics)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"starting on {url}")

@@ -168,8 +168,8 @@ class Images:
 
         wanted = self._wanted
         pipe = canvax.load(
-            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None, revision=revision or wanted.revision or None,
-            controlnet=_listed(wanted.controlnet), progress=False,
+            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None,
+            revision=revision or wanted.revision or None, controlnet=_listed(wanted.controlnet), progress=False,
         )  # fmt: skip
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
 

@@ -93,7 +93,7 @@ def once_of(request: Request) -> str | None:
 
 
 def model_header(job: Job) -> dict[str, str]:
-    """Names the model of an answer. Headers are ASCII, so other characters are percent-encoded (as UTF-8), and so is %."""
+    """Names the model of an answer. Headers are ASCII: other characters are percent-encoded as UTF-8, and so is %."""
     safe = (string.punctuation + " ").replace("%", "")
     return {"x-canvax-model": quote(job.model, safe, errors="surrogateescape")}
 

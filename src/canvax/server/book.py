@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from canvax.errors import CanvaxError, InputError
@@ -20,6 +23,12 @@ log = logging.getLogger("canvax.server")
 
 KEPT_BYTES = 512 << 20
 """Of finished files that wait to be fetched."""
+
+PASSING = ("server_error", "out_of_memory", "draining")
+"""Codes of failures that another try may not meet."""
+
+_PAUSE = 1.0
+"""Seconds after which a journal that cannot be written is tried again."""
 
 
 class Book:
@@ -52,6 +61,25 @@ class Book:
         self._over: OrderedDict[str, tuple[float, Job]] = OrderedDict()
         self._once: dict[tuple[str, str], Job] = {}
         self._limited: dict[str, Job] = {}
+        self._tries = 0.0
+        # Whoever holds the lock must not wait for the disk: what no client waits for is written in this thread.
+        self._later = ThreadPoolExecutor(1, "canvax journal")
+
+    def close(self) -> None:
+        """Write what is still to be written, and close the journal."""
+        self._later.shutdown(wait=True)
+        if self._journal:
+            self._journal.close()
+
+    def records(self) -> bool:
+        """Whether the journal can be written. Where it could not be, another try begins, and a later call says more."""
+        if self._journal is None or self._journal.broken is None:
+            return True
+        with self.lock:
+            if (now := time.monotonic()) >= self._tries:
+                self._tries = now + _PAUSE
+                self._write_later(self._journal.check)
+        return False
 
     def get(self, name: str, client: str) -> Job | None:
         """A job of this client."""
@@ -66,7 +94,7 @@ class Book:
             return list(self._open.values())
 
     def earlier(self, ask: Ask) -> Job | None:
-        """The job that an Idempotency-Key names.
+        """The job that an Idempotency-Key names, unless it failed and another try may not.
 
         Raises:
             Refused: it was another request's.
@@ -76,39 +104,67 @@ class Book:
         with self.lock:
             self.forget()
             job = self._once.get((ask.client, ask.once))
+        if job is not None and job.status is Status.FAILED and job.error and job.error[0] in PASSING:
+            return None
         if job is not None and not _same(job.ask, ask):
             raise Refused(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
         return job
 
-    def accept(self, job: Job) -> None:
-        """A new job, which is in the journal when this returns.
+    def packed(self, job: Job) -> tuple[Any, ...] | None:
+        """What the journal will hold of a new job: its images are encoded here, so that ``accept`` is quick.
+
+        Raises:
+            Refused: it cannot be written.
+        """
+        with _recording():
+            return self._journal.packed(job) if self._journal else None
+
+    def accept(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+        """A new job, which is in the journal when this returns. It waits for the disk: call it without the lock.
+
+        Args:
+            job: the job.
+            row: what ``packed`` gave.
 
         Raises:
             Refused: it cannot be written there.
         """
-        if self._journal:
-            try:
-                self._journal.accepted(job)
-            except CanvaxError as error:
-                log.error("journal: %s", error)
-                raise Refused(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
-        self._enter(job)
+        self.record(job, row)
+        self.enter(job)
+
+    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+        """The first half of ``accept``."""
+        with _recording():
+            if self._journal:
+                self._journal.accepted(job, row)
+
+    def enter(self, job: Job) -> None:
+        """The second half, quick."""
+        with self.lock:
+            self._open[job.id] = job
+            if job.ask.once:
+                self._once[job.ask.client, job.ask.once] = job
+            if job.ask.seconds is not None:
+                self._limited[job.id] = job
 
     def recover(self, cancel: Callable[[Job], None]) -> list[Job]:
         """The jobs that a journal holds; those that are not over, which the caller goes on with."""
         jobs = self._journal.recover(cancel) if self._journal else []
         for job in jobs:
-            self._enter(job)
+            self.enter(job)
             if job.status.over:
                 del self._open[job.id]
                 self._over[job.id] = time.monotonic(), job
         return [job for job in jobs if not job.status.over]
 
     def finished(self, job: Job, index: int) -> None:
-        """An image is done; with the last one the job is."""
+        """An image has its file; with the last one the job is done. It waits for the disk, without the lock."""
+        if self._journal:
+            self._journal.finished(job, index)
         with self.lock:
-            if self._journal:
-                self._journal.finished(job, index)
+            if job.status.over:
+                return
+            job.pictures[index].status = Status.DONE
             job.tell(Finished(index))
             if all(picture.status is Status.DONE for picture in job.pictures):
                 self.end(job, Status.DONE)
@@ -118,10 +174,10 @@ class Book:
         with self.lock:
             if not job.status.over:
                 job.error = code, message
-                self.end(job, Status.FAILED, written=not resumes)
+                self.end(job, Status.FAILED, parked=resumes and self._journal is not None)
 
-    def end(self, job: Job, status: Status, *, written: bool = True) -> None:
-        """A job is over. Does nothing where it was."""
+    def end(self, job: Job, status: Status, *, parked: bool = False) -> None:
+        """A job is over. Does nothing where it was. ``parked``: for its clients alone, the next server goes on."""
         with self.lock:
             if job.status.over:
                 return
@@ -132,40 +188,56 @@ class Book:
             self._open.pop(job.id, None)
             self._limited.pop(job.id, None)
             self._over[job.id] = time.monotonic(), job
-            self._metrics.over(job.model, str(status), time.time() - job.created)
-            log.info(json.dumps(self._line(job, status)))
+            outcome = "parked" if parked else str(status)
+            self._metrics.over(job.model, outcome, time.time() - job.created)
+            log.info(json.dumps(self._line(job, outcome)))
             self._ended(job)
-            if self._journal and written:
+            if self._journal and not parked:
                 job.status = status
-                self._journal.over(job)
+                self._write_later(self._journal.over, job)
             job.tell(Changed(status))
 
     def expire(self) -> None:
-        """Fail the jobs whose time is up."""
+        """Fail the jobs whose time is up, and forget those that were kept for long enough."""
         now = time.time()
         with self.lock:
+            if self._forgets() <= 0:
+                self.forget()
             for job in list(self._limited.values()):
                 if now - job.created > (job.ask.seconds or 0):
                     self.fail(job, "timeout", f"the images were not done within {job.ask.seconds:g} s")
 
     def until_late(self) -> float | None:
-        """Seconds until a job's time is up; None if none is limited."""
-        ends = [job.created + (job.ask.seconds or 0) for job in self._limited.values()]
-        return max(0.01, min(ends) - time.time()) if ends else None
+        """Seconds until ``expire`` has something to do; None if it never has."""
+        now = time.time()
+        ends = [job.created + (job.ask.seconds or 0) - now for job in self._limited.values()]
+        wait = min([*ends, self._forgets()])
+        return max(0.01, wait) if wait < math.inf else None
 
     def forget(self) -> None:
         """Drop jobs that are over after a time, or when they hold too much."""
-        now, held = time.monotonic(), 0
+        now, held, gone = time.monotonic(), 0, list[Job]()
         with self.lock:
             for when, job in reversed(list(self._over.values())):
                 held += sum(len(picture.data or b"") for picture in job.pictures)
                 if held > KEPT_BYTES or now - when > self._keep:
                     del self._over[job.id]
-                    self._once.pop((job.ask.client, job.ask.once or ""), None)
-                    if self._journal:
-                        self._journal.forget(job)
+                    if self._once.get(key := (job.ask.client, job.ask.once or "")) is job:
+                        del self._once[key]
+                    gone.append(job)
+            if self._journal and gone:
+                self._write_later(self._journal.forget, *gone)
 
-    def _line(self, job: Job, status: Status) -> dict[str, Any]:
+    def _forgets(self) -> float:
+        """Seconds until a job has been kept for long enough."""
+        when = next((when for when, _ in self._over.values()), math.inf)
+        return when + self._keep - time.monotonic()
+
+    def _write_later(self, write: Callable[..., None], *jobs: Job) -> None:
+        with suppress(RuntimeError):  # the book is closed
+            self._later.submit(write, *jobs)
+
+    def _line(self, job: Job, outcome: str) -> dict[str, Any]:
         """Of the log: what was asked for, without words or pictures unless they are asked for."""
         ask, one = job.ask, job.pictures[0]
         line = {
@@ -173,18 +245,19 @@ class Book:
             "size": f"{one.width}x{one.height}", "n": ask.n, "steps": one.steps,
             "sampler": ask.sampler, "seed": one.seed, "image": ask.image is not None,
             "control": ask.control is not None, "image_prompt": ask.image_prompt is not None,
-            "outcome": str(status), "seconds": round(time.time() - job.created, 3),
+            "outcome": outcome, "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip
         line |= {"error": job.error[0]} if job.error else {}
         return line | ({"prompt": ask.prompt, "negative_prompt": ask.negative_prompt} if self._log_prompts else {})
 
-    def _enter(self, job: Job) -> None:
-        with self.lock:
-            self._open[job.id] = job
-            if job.ask.once:
-                self._once[job.ask.client, job.ask.once] = job
-            if job.ask.seconds is not None:
-                self._limited[job.id] = job
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    try:
+        yield
+    except CanvaxError as error:
+        log.error("journal: %s", error)
+        raise Refused(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
 
 def reason(error: Exception) -> tuple[str, str]:

@@ -37,6 +37,8 @@ _TELLING = 50
 CHEAP_PREVIEWS = 0.25
 """Part of an image's own time that its previews may take with the real decoder; else a linear map makes them."""
 
+_STOPPED = "the server stopped before the images were done; ask again"
+
 Batching = Literal["steps", "requests", "none"]
 
 
@@ -98,7 +100,7 @@ class ImageEngine:
     ) -> None:
         self.state = State.STARTING
         self.failure: Exception | None = None
-        self._settings, self._metrics, self._journal, self._say = settings, metrics, journal, say
+        self._settings, self._metrics, self._say = settings, metrics, say
         alone = settings.batching == "none"
         self._models = ModelSet(
             names,
@@ -119,6 +121,7 @@ class ImageEngine:
         self._items: dict[str, list[Item]] = {}
         self._to_decode: list[tuple[Item, HostArray]] = []
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
+        self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics)
 
@@ -156,8 +159,7 @@ class ImageEngine:
                 self.state = State.DRAINING
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
             for job in self.jobs():
-                message = "the server stopped before the images were done; ask again"
-                self._book.fail(job, "draining", message, resumes=True)
+                self._book.fail(job, "draining", _STOPPED, resumes=True)
         return done
 
     def close(self) -> None:
@@ -168,8 +170,11 @@ class ImageEngine:
         if self._thread.ident is not None:
             self._thread.join(0 if self.state is State.STARTING else 60)  # no compiler can be stopped
         self._writer.close()
-        if self._journal:
-            self._journal.close()
+        self._book.close()
+
+    def readiness(self) -> State:
+        """As ``state``, for load balancers: a server whose journal cannot be written is not ready."""
+        return self.state if self.state is not State.READY or self._book.records() else State.NOT_RECORDED
 
     def submit(self, ask: Ask) -> Job:
         """See ``Engine``."""
@@ -187,15 +192,23 @@ class ImageEngine:
             return earlier
         served = self._models.named(ask.model)
         checked = check(ask, served.name, served.model, served.shelf)
-        with self._wake:
-            check_ready(self.state)
-            if earlier := self._book.earlier(ask):
-                return earlier
-            own = self._models.expected(checked, self._built)
-            self._check_room(ask, own, checked.images)
-            job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
-            self._book.accept(job)
-            self._add(job, checked, own)
+        with self._wake:  # what is refused is not recorded
+            self._check_room(ask, self._models.expected(checked, self._built), checked.images)
+        job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
+        row = self._book.packed(job)
+        with self._door:
+            with self._wake:
+                check_ready(self.state)
+                if earlier := self._book.earlier(ask):
+                    return earlier
+                own = self._models.expected(checked, self._built)
+                self._check_room(ask, own, checked.images)
+            self._book.record(job, row)  # without the lock: the engine does not wait for the disk
+            with self._wake:
+                self._book.enter(job)
+                self._add(job, checked, own)
+                if self.state is not State.READY:
+                    self._book.fail(job, "draining", _STOPPED, resumes=True)
         self._metrics.submitted(job.model)
         return job
 

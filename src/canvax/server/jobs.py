@@ -386,6 +386,8 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    NOT_RECORDED = "not_recorded"
+    """Ready, but the journal cannot be written."""
 
 
 _UNREADY = {

@@ -57,7 +57,7 @@ class Journal:
     """An open journal. Its methods may be called from any thread.
 
     Attributes:
-        broken: what went wrong with the last thing that could not be written; None if nothing did.
+        broken: why something could not be written; None again as soon as as much can be written.
 
     Raises:
         InputError: the file is something else, of another version of canvax, or another server's.
@@ -65,6 +65,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.broken: str | None = None
+        self._failed = 0  # bytes of the largest write that did not succeed
         self._path, self._lock, self._forgotten, self._made = path, threading.Lock(), 0, False
         try:
             # SQLite would let others of this machine read it. A file that is there is not opened here: closing it again
@@ -82,24 +83,33 @@ class Journal:
             self.close()
             raise
 
-    def accepted(self, job: Job) -> None:
-        """Write a new job; it is on the disk when this returns.
+    def packed(self, job: Job) -> tuple[Any, ...]:
+        """The row of a new job. Its images are encoded here, which may take a second.
 
         Raises:
-            CanvaxError: it cannot be written.
+            CanvaxError: a value cannot be written.
         """
         ask = {field.name: getattr(job.ask, field.name) for field in fields(Ask) if field.name not in _IMAGES}
         pictures = [[one.seed, one.width, one.height, one.steps] for one in job.pictures]
         packed = [self._encoded(ask), self._encoded(pictures), *(_packed(getattr(job.ask, name)) for name in _IMAGES)]
-        row = (job.id, job.created, job.model, str(job.status), *packed)
+        return (job.id, job.created, job.model, str(job.status), *packed)
+
+    def accepted(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+        """Write a new job; it is on the disk when this returns. ``row``: as ``packed`` makes it.
+
+        Raises:
+            CanvaxError: it cannot be written.
+        """
+        row = self.packed(job) if row is None else row
         self._write("INSERT INTO jobs VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row, waits=True)
 
     def finished(self, job: Job, index: int) -> None:
-        """Write an image that is done."""
-        one, statement = job.pictures[index], "INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)"
+        """Write an image that is done, unless its job was forgotten meanwhile."""
+        one, statement = job.pictures[index], "INSERT OR REPLACE INTO images SELECT ?, ?, ?, ?, ?, ?"
         with self._tolerant():
             metadata = self._encoded(dict(one.metadata))
-            self._write(statement, (job.id, index, one.width, one.height, one.data, metadata))
+            row = (job.id, index, one.width, one.height, one.data, metadata)
+            self._write(f"{statement} WHERE EXISTS (SELECT 1 FROM jobs WHERE id = ?)", (*row, job.id))
 
     def over(self, job: Job) -> None:
         """Write how a job ended."""
@@ -107,13 +117,22 @@ class Journal:
         with self._tolerant():
             self._write("UPDATE jobs SET status = ?, code = ?, message = ? WHERE id = ?", row)
 
-    def forget(self, job: Job) -> None:
-        """Remove a job and its images."""
-        self._forgotten += 1
+    def forget(self, *jobs: Job) -> None:
+        """Remove jobs and their images, from the write-ahead log too."""
+        before, self._forgotten = self._forgotten, self._forgotten + len(jobs)
         with self._tolerant():
-            self._write("DELETE FROM jobs WHERE id = ?", (job.id,))
-            if self._forgotten % TIDY == 0:
+            for job in jobs:
+                self._write("DELETE FROM jobs WHERE id = ?", (job.id,))
+            if self._forgotten // TIDY > before // TIDY:
                 self._write(_VACUUM, ())
+            self._write("PRAGMA wal_checkpoint(TRUNCATE)", ())
+
+    def check(self) -> None:
+        """Try to write once more where that failed, as much as failed; ``broken`` says how it went."""
+        if self.broken:
+            with self._tolerant():
+                self._write("INSERT INTO probe VALUES (?)", (bytes(self._failed),), waits=True)
+                self._write("DELETE FROM probe", ())
 
     def recover(self, cancel: Callable[[Job], None]) -> list[Job]:
         """The jobs that are there, oldest first; ``cancel`` as for ``Job``.
@@ -153,7 +172,8 @@ class Journal:
             for setting in (*once, *_SETTINGS):
                 base.execute(f"PRAGMA {setting}").fetchall()
             marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-            base.executescript(f"BEGIN IMMEDIATE; {_TABLES if empty else ''} {marks} COMMIT;")  # it is locked from here
+            tables = f"{_TABLES if empty else ''} CREATE TABLE IF NOT EXISTS probe (data BLOB);"
+            base.executescript(f"BEGIN IMMEDIATE; {tables} {marks} COMMIT;")  # it is locked from here
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 raise InputError(f"--journal {path}: another server has it; give each a file of its own") from None
@@ -190,11 +210,11 @@ class Journal:
         try:
             yield
         except CanvaxError as error:
-            self.broken = str(error)
             log.error("%s", error)
 
     def _write(self, statement: str, row: Sequence[Any], *, waits: bool = False) -> None:
         """``waits``: for the disk, so that a power cut does not undo it; a kill undoes nothing in any case."""
+        size = sum(len(value) for value in row if isinstance(value, bytes))
         try:
             with self._lock:
                 if waits:
@@ -208,7 +228,10 @@ class Journal:
                     if waits:
                         self._base.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.Error as error:
-            raise CanvaxError(f"journal {self._path}: cannot be written ({error})") from None
+            self.broken, self._failed = f"journal {self._path}: cannot be written ({error})", max(self._failed, size)
+            raise CanvaxError(self.broken) from None
+        if size >= self._failed:
+            self.broken, self._failed = None, 0
 
     def _encoded(self, value: Any) -> bytes:
         try:

@@ -85,6 +85,6 @@ class Writer:
                 return
             shown.height, shown.width = pixels.shape[:2]
             shown.data, shown.metadata = data, metadata
-            shown.step, shown.status = shown.steps, Status.DONE
+            shown.step = shown.steps
             self._metrics.image(item.group.size, shown.width * shown.height)
-            self._book.finished(job, shown.index)
+        self._book.finished(job, shown.index)
