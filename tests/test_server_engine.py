@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,7 @@ from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
-from canvax.server.work import Checked, check, sample
+from canvax.server.work import Checked, byte_size, check, sample
 from tests.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
@@ -481,6 +483,53 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
     for job in jobs[1:-1]:
         job.cancel()
     finished(jobs[-1:])
+
+
+def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngine) -> None:
+    sent = {"image": apple(), "mask": half()}
+    seen = {name: weakref.ref(image) for name, image in sent.items()}
+    plain = engine.submit(Ask("a lemon", image=sent["image"], strength=0.99, steps=200, once="k"))
+    masked = engine.submit(Ask("a lemon", **sent, steps=200))
+    del sent
+    until(lambda: min(job.pictures[0].step for job in (plain, masked)) > 0)
+    assert seen["mask"]() is not None  # it is pasted into the end
+    assert byte_size(image for item in engine._items[masked.id] for image in item.inputs())
+    assert not byte_size(image for item in engine._items[plain.id] for image in item.inputs())
+    masked.cancel()
+
+    def gone() -> bool:
+        gc.collect()
+        return seen["image"]() is None and seen["mask"]() is None
+
+    until(gone)
+    assert plain.status is Status.RUNNING
+    assert engine.submit(Ask("a lemon", image=apple(), strength=0.99, steps=200, once="k")) is plain
+    with pytest.raises(Refused) as refused:
+        engine.submit(Ask("a lemon", image=APPLE, strength=0.99, steps=200, once="k"))
+    assert refused.value.code == "key_reused"
+    plain.cancel()
+
+
+def test_images_that_were_sent_are_bounded_in_all(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 64 * 64 * 3
+    monkeypatch.setattr("canvax.server.engine.INPUT_BYTES", 2 * size)
+    first = engine.submit(Ask("a dog face", image=APPLE.copy(), steps=200))
+    until(lambda: first.pictures[0].step > 0)  # what was read counts no more
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_leader", lambda: None)  # nothing else begins
+        waiting = [engine.submit(Ask("a lemon", image=APPLE.copy(), steps=200, n=3)) for _ in range(2)]
+        with pytest.raises(Refused) as refused:
+            engine.submit(Ask("a lemon", image=APPLE.copy()))
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        assert refused.value.retry_after
+        engine.submit(Ask("a lemon", seed=1)).cancel()
+        waiting[0].cancel()
+        waiting.append(engine.submit(Ask("a lemon", image=APPLE.copy(), steps=200)))
+        for job in [first, *waiting]:
+            job.cancel()
+    with pytest.raises(Refused) as refused:
+        engine.submit(Ask("a lemon", image=APPLE.copy(), upscale=2.0))
+    assert refused.value.status == 413
 
 
 @pytest.mark.slow

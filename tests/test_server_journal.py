@@ -68,7 +68,7 @@ def opened(path: Path) -> Iterator[Journal]:
 
 def recovered(path: Path) -> list[Job]:
     with opened(path) as journal:
-        return journal.recover(lambda job: None)
+        return list(journal.recover(lambda job: None))
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_recovered_job_can_be_cancelled(path: Path) -> None:
     before, cancelled = job(), []
     with opened(path) as journal:
         journal.accepted(before)
-        (after,) = journal.recover(cancelled.append)
+        (after,) = list(journal.recover(cancelled.append))
     after.cancel()
     assert cancelled == [after]
 
@@ -204,7 +204,7 @@ def test_an_idempotency_key_outlives_its_server(path: Path) -> None:
         book(journal).accept(first := job(FULL))
     with opened(path) as journal:
         again = book(journal)
-        again.recover(lambda job: None)
+        list(again.recover(lambda job: None))
         found = again.earlier(dataclasses.replace(FULL))
         assert found is not None
         assert found.id == first.id
@@ -285,7 +285,7 @@ def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
         journal.accepted(job())
     foreign(path, f"UPDATE jobs SET {damage}")
     with opened(path) as journal, pytest.raises(InputError, match=r"is damaged .*; move it away"):
-        journal.recover(lambda job: None)
+        list(journal.recover(lambda job: None))
 
 
 # A disk that is full.
@@ -334,7 +334,7 @@ def test_what_cannot_be_put_into_words_is_refused(path: Path) -> None:
         for ask in (Ask("\ud800"), Ask("a", once="\udfff")):
             with pytest.raises(CanvaxError, match="cannot be written"):
                 journal.accepted(job(ask))
-        assert journal.recover(lambda job: None) == []
+        assert list(journal.recover(lambda job: None)) == []
 
 
 def test_after_the_end_nothing_is_written_and_nothing_raised(path: Path) -> None:

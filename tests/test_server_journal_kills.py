@@ -45,7 +45,7 @@ def job_of(ask: Ask, **more: Any) -> Job:
 def reopened(path: Path) -> list[Job]:
     journal = Journal(path)
     try:
-        return journal.recover(no_cancel)
+        return list(journal.recover(no_cancel))
     finally:
         journal.close()
 
@@ -251,7 +251,7 @@ def test_a_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
         told |= killed_child(tmp_path / "jobs.db", rng.uniform(0.05, 0.3))
     journal = Journal(tmp_path / "jobs.db")
     book = Book(Metrics(), journal, 600, lambda job: None)
-    left = book.recover(no_cancel)
+    left = list(book.recover(no_cancel))
     for name, seed in told.items():
         job = book.get(name, "alice")
         assert job is not None

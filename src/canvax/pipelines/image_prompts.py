@@ -147,7 +147,7 @@ class ImagePrompts:
         for one in self.prompts:
             own = {"adapter": names.index(one.component), "scale": _entry(one.told, index)}
             own |= {"sha256": _entry(one.marks, index)}
-            found.append(own | ({"mask_sha256": _entry(one.mask_marks, index)} if one.masks else {}))
+            found.append(own | ({"mask_sha256": _entry(one.mask_marks, index)} if one.mask_marks else {}))
         return found
 
 

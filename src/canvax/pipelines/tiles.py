@@ -66,6 +66,7 @@ class Tiles:
         width: of the whole, in pixels.
         height: likewise.
         places: row and column at which each tile begins.
+        large: the image, enlarged.
 
     Raises:
         InputError: naming the argument, its value and the cure.
@@ -84,7 +85,7 @@ class Tiles:
         down, across = (starts(side, own, overlap, self._factor) for side, own in ((rows, tall), (columns, wide)))
         self.places = [(row, column) for row in down for column in across]
         large = resized(source, self.height, self.width)
-        self._large = extended(large, (0, 0, columns - self.width, rows - self.height))
+        self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
         (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
         told = {"scale": scale, "overlap": overlap}
         self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": told}
@@ -99,7 +100,7 @@ class Tiles:
         """What is drawn of one. Neighbours have the same noise where they overlap, so that they agree there."""
         (row, column), (tall, wide), factor = self.places[index], self._size, self._factor
         noise = self._noise[row // factor : (row + tall) // factor, column // factor : (column + wide) // factor]
-        return Tile(row, column, self._large.crop((column, row, column + wide, row + tall)), noise)
+        return Tile(row, column, self.large.crop((column, row, column + wide, row + tall)), noise)
 
     def add(self, index: int, pixels: HostArray) -> None:
         """Put in what became of one, float32 [tall, wide, 3]. Any thread may."""
@@ -120,12 +121,12 @@ class Tiles:
         """The whole [height, width, 3] float32; where no tile was put in yet, the image enlarged."""
         with self._lock:
             if self._sum is None or self._weight is None:
-                whole = as_floats(self._large)
+                whole = as_floats(self.large)
             elif self._weight.all():
                 whole = self._sum / self._weight
             else:
                 there = self._weight > 0
-                whole = np.where(there, self._sum / np.where(there, self._weight, 1), as_floats(self._large))
+                whole = np.where(there, self._sum / np.where(there, self._weight, 1), as_floats(self.large))
         return np.ascontiguousarray(whole[: self.height, : self.width])
 
     def recorded(self, metadata: dict[str, Any]) -> dict[str, Any]:

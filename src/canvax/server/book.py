@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.jobs import Ask, Changed, Finished, Job, Refused, Status
+from canvax.server.jobs import Ask, Changed, Finished, Job, Refused, Status, without_pixels
 from canvax.server.journal import Journal
 from canvax.server.logs import now
 from canvax.server.metrics import Metrics
@@ -106,7 +106,7 @@ class Book:
             job = self._once.get((ask.client, ask.once))
         if job is not None and job.status is Status.FAILED and job.error and job.error[0] in PASSING:
             return None
-        if job is not None and not _same(job.ask, ask):
+        if job is not None and without_pixels(job.ask) != without_pixels(ask):
             raise Refused(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
         return job
 
@@ -147,15 +147,16 @@ class Book:
             if job.ask.seconds is not None:
                 self._limited[job.id] = job
 
-    def recover(self, cancel: Callable[[Job], None]) -> list[Job]:
-        """The jobs that a journal holds; those that are not over, which the caller goes on with."""
-        jobs = self._journal.recover(cancel) if self._journal else []
-        for job in jobs:
+    def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
+        """The jobs of a journal that are not over, one after the other: each holds its images, decoded."""
+        for job in self._journal.recover(cancel) if self._journal else ():
             self.enter(job)
-            if job.status.over:
-                del self._open[job.id]
-                self._over[job.id] = time.monotonic(), job
-        return [job for job in jobs if not job.status.over]
+            if not job.status.over:
+                yield job
+                continue
+            job.ask = without_pixels(job.ask)
+            del self._open[job.id]
+            self._over[job.id] = time.monotonic(), job
 
     def finished(self, job: Job, index: int) -> None:
         """An image has its file; with the last one the job is done. It waits for the disk, without the lock."""
@@ -268,14 +269,3 @@ def reason(error: Exception) -> tuple[str, str]:
     if isinstance(error, CanvaxError):
         return "invalid_value" if isinstance(error, InputError) else "server_error", text
     return "server_error", "the image could not be generated; the server's log says why"
-
-
-def _same(one: Ask, other: Ask) -> bool:
-    """Whether two asks are for the same images."""
-
-    def plain(ask: Ask) -> list[Any]:
-        values = dict(vars(ask))
-        images = [values.pop(name) for name in ("image", "mask")]
-        return [values, *(image and (image.size, image.mode, image.tobytes()) for image in images)]
-
-    return plain(one) == plain(other)

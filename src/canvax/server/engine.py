@@ -18,14 +18,26 @@ import jax
 from canvax.errors import CanvaxError, InputError
 from canvax.server.book import Book, reason
 from canvax.server.group import Group
-from canvax.server.jobs import AdapterCard, Ask, Changed, Job, ModelCard, Refused, State, Status, check_ready, invalid
+from canvax.server.jobs import (
+    AdapterCard,
+    Ask,
+    Changed,
+    Job,
+    ModelCard,
+    Refused,
+    State,
+    Status,
+    check_ready,
+    invalid,
+    without_pixels,
+)
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.model_set import ModelSet
 from canvax.server.policy import PATIENCE, Queue
 from canvax.server.served import Announcer, Loaded, Served, Warm
 from canvax.server.shelf import AdapterSettings
-from canvax.server.work import Checked, GroupKey, Item, check, may_begin
+from canvax.server.work import Checked, GroupKey, Item, byte_size, check, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
 
@@ -33,6 +45,9 @@ log = logging.getLogger("canvax.server")
 
 _TELLING = 50
 """Times as long as telling everybody's place in the queue takes, nobody is told again."""
+
+INPUT_BYTES = 1 << 30
+"""Of the decoded images of jobs that are not over."""
 
 CHEAP_PREVIEWS = 0.25
 """Part of an image's own time that its previews may take with the real decoder; else a linear map makes them."""
@@ -193,7 +208,7 @@ class ImageEngine:
         served = self._models.named(ask.model)
         checked = check(ask, served.name, served.model, served.shelf)
         with self._wake:  # what is refused is not recorded
-            self._check_room(ask, self._models.expected(checked, self._built), checked.images)
+            self._check_room(ask, checked, self._models.expected(checked, self._built))
         job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
         row = self._book.packed(job)
         with self._door:
@@ -202,13 +217,14 @@ class ImageEngine:
                 if earlier := self._book.earlier(ask):
                     return earlier
                 own = self._models.expected(checked, self._built)
-                self._check_room(ask, own, checked.images)
+                self._check_room(ask, checked, own)
             self._book.record(job, row)  # without the lock: the engine does not wait for the disk
             with self._wake:
                 self._book.enter(job)
                 self._add(job, checked, own)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
+        job.ask = without_pixels(ask)  # the items hold what is still needed
         self._metrics.submitted(job.model)
         return job
 
@@ -225,9 +241,21 @@ class ImageEngine:
         job.seconds_left = self._queue.seconds
         self._wake.notify_all()
 
-    def _check_room(self, ask: Ask, own: float, images: int) -> None:
-        """Refuse what would wait for too long."""
-        seconds, count, most = self._queue.seconds, len(self._queue), self._settings.queue_images
+    def _check_room(self, ask: Ask, checked: Checked, own: float) -> None:
+        """Refuse what would wait for too long, or hold too much memory meanwhile."""
+        images, seconds, count, most = (
+            checked.images,
+            self._queue.seconds,
+            len(self._queue),
+            self._settings.queue_images,
+        )
+        if size := checked.input_bytes:
+            if size > INPUT_BYTES:
+                raise Refused(413, "too_large", "the images of this request take too much memory; send smaller ones")
+            held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
+            if held + size > INPUT_BYTES:
+                why = "the images that were sent for jobs that wait take too much memory; try again later"
+                raise Refused(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
         if count + images > most or (count and seconds + own * images > self._settings.queue_seconds):
@@ -299,6 +327,7 @@ class ImageEngine:
             self._book.fail(job, refused.code, str(refused))
         else:
             self._add(job, checked, own)
+            job.ask = without_pixels(job.ask)
             if all(picture.status.over for picture in job.pictures):
                 self._book.end(job, Status.DONE)
 
@@ -367,6 +396,7 @@ class ImageEngine:
         try:
             if not item.over and item.carried is None:
                 group.begin(item)
+                item.encoded()
                 self._metrics.encoded(self._since(began))
         except Exception as error:
             if not isinstance(error, InputError):

@@ -81,13 +81,14 @@ class Enlarged:
     Attributes:
         picture: see there.
         parts: the same of each tile.
+        source: the image, enlarged.
     """
 
     def __init__(self, tiles: Tiles, picture: Picture, request: Request, *, previews: int) -> None:
         steps = picture.steps // len(tiles)
         self.picture = picture
         self.parts = [Picture(i, picture.seed, request.width, request.height, steps) for i in range(len(tiles))]
-        self._tiles, self._previews = tiles, previews
+        self._tiles, self._previews, self.source = tiles, previews, tiles.large
         self._lock, self._added = threading.Lock(), 0
 
     def count(self) -> None:

@@ -78,8 +78,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def generate(request: Request) -> Response:
         name = request.path_params.get("name")
         media_type = _accepted(request.headers.get("accept", ""))
-        ask = await _ask(request, name, _FORMATS.get(media_type, "png"))
-        job = await submitted(engine, ask)
+        job = await submitted(engine, await _ask(request, name, _FORMATS.get(media_type, "png")))
         await settled(request, job)
         if job.status is not Status.DONE:
             raise failure(job)

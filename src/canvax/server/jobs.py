@@ -6,15 +6,17 @@ import asyncio
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from PIL import Image
 
 from canvax.errors import shortened
+from canvax.images.given import fingerprint
 
 Format = Literal["png", "jpeg", "webp"]
 
@@ -127,6 +129,25 @@ class Ask:
     seconds: float | None = None
 
 
+def without_pixels(ask: Ask) -> Ask:
+    """An ask with a text in place of each image: a job that was accepted keeps no pixels.
+
+    With an Idempotency-Key it is the image's fingerprint, so that another try can be compared with the first one.
+    """
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, Image.Image):
+            return fingerprint(value) if ask.once else "an image"
+        if isinstance(value, PromptImage):
+            return replace(value, image=marked(value.image), mask=marked(value.mask))
+        if isinstance(value, Mapping):
+            return {name: marked(entry) for name, entry in value.items()}
+        return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    names = ("image", "mask", "control", "image_prompt")
+    return replace(ask, **{name: marked(getattr(ask, name)) for name in names})
+
+
 class Status(StrEnum):
     """Of a job, and of each of its images."""
 
@@ -224,6 +245,7 @@ class Job:
     ) -> None:
         self.id = name or uuid.uuid4().hex
         self.ask, self.model, self.pictures = ask, model, list(pictures)
+        self._first = weakref.ref(ask)
         self.created = time.time() if created is None else created
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None
@@ -234,6 +256,10 @@ class Job:
         self._cancel = cancel
         self._lock = threading.Lock()
         self._watchers: set[_Mailbox] = set()
+
+    def is_of(self, ask: Ask) -> bool:
+        """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
+        return self._first() is ask
 
     def cancel(self) -> None:
         """Give it up: its images leave the batch before the next step. Does nothing where it is over."""

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,21 @@ class Journal:
                 self._write("INSERT INTO probe VALUES (?)", (bytes(self._failed),), waits=True)
                 self._write("DELETE FROM probe", ())
 
-    def recover(self, cancel: Callable[[Job], None]) -> list[Job]:
-        """The jobs that are there, oldest first; ``cancel`` as for ``Job``.
+    def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
+        """The jobs that are there, oldest first, each read when it is asked for; ``cancel`` as for ``Job``.
 
         Raises:
             InputError: the file is damaged.
         """
         try:
-            with self._lock, closing(self._base.execute("SELECT * FROM jobs ORDER BY number")) as rows:
-                return [self._job(row, cancel) for row in rows]
+            with self._lock:
+                numbers = self._base.execute("SELECT number FROM jobs ORDER BY number").fetchall()
+            for number in numbers:
+                with self._lock:
+                    job = self._job(
+                        self._base.execute("SELECT * FROM jobs WHERE number = ?", number).fetchone(), cancel
+                    )
+                yield job
         except (sqlite3.Error, msgspec.DecodeError, TypeError, ValueError, LookupError, OSError, SyntaxError) as error:
             cure = "move it away to begin anew, or put back a copy"
             raise InputError(f"--journal {self._path}: is damaged ({error}); {cure}") from None

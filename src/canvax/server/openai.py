@@ -122,10 +122,12 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return await _answer(request, await submitted(engine, ask), body, "image_generation")
 
     async def edit(request: Request) -> Response:
-        fields, files = await read_form(request)
-        body, image, mask = await decoding(_edit, fields, files)
-        ask = _ask(request, engine, body, image, mask)
-        return await _answer(request, await submitted(engine, ask), body, "image_edit")
+        job, body = await edited(request)
+        return await _answer(request, job, body, "image_edit")
+
+    async def edited(request: Request) -> tuple[Job, Generation]:  # whose images nobody holds when it ends
+        body, image, mask = await decoding(_edit, *await read_form(request))
+        return await submitted(engine, _ask(request, engine, body, image, mask)), body
 
     async def vary(_: Request) -> Response:
         raise Refused(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")

@@ -73,7 +73,7 @@ class Rated:
             accepted = self._engine.submit(ask)
             return accepted
         finally:
-            if accepted is None or accepted.ask is not ask:  # refused, or the job of an earlier try
+            if accepted is None or not accepted.is_of(ask):  # refused, or the job of an earlier try
                 self._rates.give_back(ask.client, ask.n)
 
     def job(self, name: str, client: str) -> Job | None:

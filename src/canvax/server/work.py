@@ -6,9 +6,12 @@ import dataclasses
 import hashlib
 import re
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from PIL import Image
 
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried
@@ -139,6 +142,23 @@ class Item:
             self._holds = False
             self.shelf.end(self)
 
+    def encoded(self) -> None:
+        """Its images have been read: those that its end does not need are let go."""
+        given, control, prompts = self.request.given, self.request.control, self.request.image_prompts
+        if given is not None:
+            given = replace(given, images=[], whole=given.whole if given.masks else ([], []))
+        if control is not None:
+            control = replace(control, images={})
+        if prompts is not None:
+            prompts = replace(prompts, prompts=[replace(one, images=[], masks=[]) for one in prompts.prompts])
+        self.request = replace(self.request, given=given, control=control, image_prompts=prompts)
+
+    def inputs(self) -> Iterator[Image.Image]:
+        """The decoded images that it holds."""
+        yield from inputs_of(self.request)
+        if self.whole:
+            yield self.whole.source
+
     @property
     def left(self) -> float:
         """Seconds that it still needs."""
@@ -168,6 +188,22 @@ class Item:
         return self.whole.metadata(own) if self.whole else own
 
 
+def inputs_of(request: Request) -> Iterator[Image.Image]:
+    """The decoded images of a request."""
+    if (given := request.given) is not None:
+        yield from (*given.images, *given.masks, *given.whole[0], *given.whole[1])
+    if request.control is not None:
+        yield from (one.image for images in request.control.images.values() for shown in images for one in shown)
+    if request.image_prompts is not None:
+        yield from (image for one in request.image_prompts.prompts for image in (*one.images, *one.masks))
+
+
+def byte_size(images: Iterable[Image.Image]) -> int:
+    """Bytes of the pixels of images, each counted once."""
+    different = {id(image): image for image in images}.values()
+    return sum(image.width * image.height * len(image.getbands()) for image in different)
+
+
 def may_begin(item: Item) -> bool:
     """Whether there are places for the adapters of an image."""
     return item.turn is not None or item.shelf is None or item.shelf.may_begin(item)
@@ -188,6 +224,12 @@ class Checked(NamedTuple):
     def images(self) -> int:
         """Of the images in batches."""
         return len(self.tiles) if self.tiles else len(self.seeds)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of its decoded images while it waits."""
+        size = byte_size(inputs_of(self.request))
+        return size * len(self.tiles) + byte_size([self.tiles.large]) if self.tiles else size
 
     @property
     def rows(self) -> float:
