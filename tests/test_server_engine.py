@@ -23,7 +23,7 @@ from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
 from canvax.server import writing
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.group import Group
+from canvax.server.group import Group, Timings
 from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
@@ -483,6 +483,31 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
     for job in jobs[1:-1]:
         job.cancel()
     finished(jobs[-1:])
+
+
+def test_waits_count_that_batches_do_several_images_at_a_time(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = engine._models._ready.values()
+    monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
+    monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
+    alone = check(Ask("a dog face", steps=10), "emoji", PIPE.model).rows
+    shared = 0.4 * alone
+    monkeypatch.setattr(engine, "_settings", EngineSettings(queue_seconds=9.5 * shared))
+    first = engine.submit(Ask("a dog face", steps=10))
+    assert first.seconds_left == pytest.approx(alone)  # a batch does not make it sooner
+    second = engine.submit(Ask("a dog face", steps=10, n=8))
+    assert engine._queue.seconds == pytest.approx(9 * shared)
+    assert second.seconds_left == pytest.approx(9 * shared)
+    with pytest.raises(Refused) as refused:
+        engine.submit(Ask("a dog face", steps=10))
+    assert refused.value.retry_after == pytest.approx(9 * shared / 4)
+    engine._tells = 0.0
+    second.seconds_left, second.ahead = None, 0
+    engine._tell_queue()
+    assert second.seconds_left == pytest.approx(9 * shared)
+    for job in (first, second):
+        job.cancel()
 
 
 def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngine) -> None:

@@ -131,7 +131,7 @@ class ImageEngine:
         )
         self._book = Book(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = threading.Condition(self._book.lock)
-        self._queue: Queue[Item] = Queue()
+        self._queue: Queue[Item] = Queue(lambda item: item.cost)
         self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
         self._items: dict[str, list[Item]] = {}
         self._to_decode: list[tuple[Item, HostArray]] = []
@@ -208,7 +208,8 @@ class ImageEngine:
         served = self._models.named(ask.model)
         checked = check(ask, served.name, served.model, served.shelf)
         with self._wake:  # what is refused is not recorded
-            self._check_room(ask, checked, self._models.expected(checked, self._built))
+            alone = self._models.expected(checked, self._built)
+            self._check_room(ask, checked, alone, self._models.cost(checked, alone))
         job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
         row = self._book.packed(job)
         with self._door:
@@ -216,32 +217,33 @@ class ImageEngine:
                 check_ready(self.state)
                 if earlier := self._book.earlier(ask):
                     return earlier
-                own = self._models.expected(checked, self._built)
-                self._check_room(ask, checked, own)
+                alone = self._models.expected(checked, self._built)
+                shared = self._models.cost(checked, alone)
+                self._check_room(ask, checked, alone, shared)
             self._book.record(job, row)  # without the lock: the engine does not wait for the disk
             with self._wake:
                 self._book.enter(job)
-                self._add(job, checked, own)
+                self._add(job, checked, alone, shared)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
         job.ask = without_pixels(ask)  # the items hold what is still needed
         self._metrics.submitted(job.model)
         return job
 
-    def _add(self, job: Job, checked: Checked, own: float) -> None:
-        """Put the images of a job that are not done into the queue; each takes ``own`` seconds."""
-        arrived, job.ahead = time.monotonic(), len(self._queue)
+    def _add(self, job: Job, checked: Checked, alone: float, shared: float) -> None:
+        """Put the images of a job that are not done into the queue; each takes so long alone, and where many wait."""
+        arrived, job.ahead, before = time.monotonic(), len(self._queue), self._queue.seconds
         self._items[job.id] = items = []
         for picture in job.pictures:
             for item in [] if picture.status.over else checked.items(job, picture):
-                item.expected = own
-                item.deadline = arrived + PATIENCE * own * (len(items) + 1)
+                item.expected, item.shared = alone, shared
+                item.deadline = arrived + PATIENCE * alone * (len(items) + 1)
                 items.append(item)
                 self._queue.add(item)
-        job.seconds_left = self._queue.seconds
+        job.seconds_left = before + _seconds(items)
         self._wake.notify_all()
 
-    def _check_room(self, ask: Ask, checked: Checked, own: float) -> None:
+    def _check_room(self, ask: Ask, checked: Checked, alone: float, shared: float) -> None:
         """Refuse what would wait for too long, or hold too much memory meanwhile."""
         images, seconds, count, most = (
             checked.images,
@@ -258,11 +260,11 @@ class ImageEngine:
                 raise Refused(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
-        if count + images > most or (count and seconds + own * images > self._settings.queue_seconds):
+        if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
             wait = min(max(1.0, seconds / 4), 60.0)
             raise Refused(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
-        if ask.seconds is not None and own > ask.seconds:
-            why = f"seconds={ask.seconds:g}: an image takes about {own:.1f} s; allow more"
+        if ask.seconds is not None and alone > ask.seconds:
+            why = f"seconds={ask.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Refused(400, "too_late", why, param="seconds")
 
     def _built(self, key: GroupKey, error: str | None) -> None:
@@ -322,11 +324,11 @@ class ImageEngine:
         try:
             served = self._models.named(job.model)
             checked = check(job.ask, job.model, served.model, served.shelf)
-            own = self._models.expected(checked, self._built)
+            alone = self._models.expected(checked, self._built)
         except Refused as refused:
             self._book.fail(job, refused.code, str(refused))
         else:
-            self._add(job, checked, own)
+            self._add(job, checked, alone, self._models.cost(checked, alone))
             job.ask = without_pixels(job.ask)
             if all(picture.status.over for picture in job.pictures):
                 self._book.end(job, Status.DONE)
@@ -412,9 +414,10 @@ class ImageEngine:
             return
         rows = max(item.picture.step - before[id(item)] for item in seated)
         self._metrics.stepped(group.key.size, group.size, len(seated), rows, self._since(began))
-        done = {id(item) for item, _ in finished}
+        done, row = {id(item) for item, _ in finished}, group.timings.row
+        slower = row[group.size] / row[min(row)]
         for item in (item for item in seated if not item.over):
-            told = item.told()
+            told = item.told(slower)
             item.job.seconds_left = told.seconds_left
             if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
@@ -483,11 +486,17 @@ class ImageEngine:
         seconds = 0.0
         with self._wake:
             for ahead, item in enumerate(list(self._queue)):
-                job, seconds = item.job, seconds + item.left
+                job = item.job
                 if job.status is Status.QUEUED and item.picture.index == 0 and job.ahead != ahead:
-                    job.ahead, job.seconds_left = ahead, seconds
+                    job.ahead, job.seconds_left = ahead, seconds + _seconds(self._items[job.id])
                     job.tell(Changed(Status.QUEUED))
+                seconds += item.cost
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
         self._metrics.models_loaded(self._models.loaded())
         self._metrics.device_memory((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+
+
+def _seconds(items: Sequence[Item]) -> float:
+    """Until all images of a job are done that has its turn: the last one takes as long as alone, at least."""
+    return max([sum(item.cost for item in items), *(item.left for item in items)])

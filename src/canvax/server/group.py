@@ -59,6 +59,10 @@ class Timings:
         """An image of so many rows by itself."""
         return self.encode + self.decode + rows * self.row[min(self.row)]
 
+    def shared(self, rows: float) -> float:
+        """The engine's seconds for an image of so many rows where enough wait to fill the best batch."""
+        return self.encode + self.decode + rows * min(seconds / images for images, seconds in self.row.items())
+
     def learn_row(self, batch: int, seconds: float) -> None:
         """A new measurement of a row."""
         self.row[batch] += _SMOOTH * (seconds - self.row[batch])

@@ -137,6 +137,11 @@ class ModelSet:
                 threading.Thread(target=self._build, args=(served, key, built), daemon=True).start()
         return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
 
+    def cost(self, checked: Checked, alone: float) -> float:
+        """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
+        group = self._ready.get(checked.group)
+        return alone if group is None else min(alone, group.timings.shared(checked.rows))
+
     def put_on(self, key: GroupKey) -> Served:
         """The model, with its weights on the devices."""
         served = self._served[key.model]

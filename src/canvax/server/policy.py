@@ -74,9 +74,14 @@ class _Line(Generic[WorkT]):
 
 
 class Queue(Generic[WorkT]):
-    """All images that are not done: those that wait, and those that have begun."""
+    """All images that are not done: those that wait, and those that have begun.
 
-    def __init__(self) -> None:
+    Args:
+        cost: seconds that a work still costs where many wait: less than ``left`` if several are done at a time.
+    """
+
+    def __init__(self, cost: Callable[[WorkT], float] = lambda work: work.left) -> None:
+        self._cost = cost
         self.begun: list[WorkT] = []
         self._lines: dict[tuple[str, Hashable], _Line[WorkT]] = {}
         self._entries: dict[int, tuple[float, int]] = {}
@@ -98,11 +103,11 @@ class Queue(Generic[WorkT]):
     def seconds(self) -> float:
         """Of work that is not done."""
         waiting = max(0.0, self._waiting) if self._entries else 0.0  # sums of floats do not come back to nothing
-        return waiting + sum(work.left for work in self.begun)
+        return waiting + sum(self._cost(work) for work in self.begun)
 
     def add(self, work: WorkT) -> None:
         """One more that waits."""
-        self._waiting += work.left
+        self._waiting += self._cost(work)
         if not self._active.get(work.client):  # time in which it asked for nothing is no credit
             others = [self._given[client] for client, count in self._active.items() if count]
             self._given[work.client] = max([self._given.get(work.client, 0.0), *([min(others)] if others else [])])
@@ -183,7 +188,7 @@ class Queue(Generic[WorkT]):
         )
 
     def _take_out(self, work: WorkT) -> None:
-        self._waiting -= work.left
+        self._waiting -= self._cost(work)
         entry = self._entries.pop(id(work))
         line = self._lines[work.client, work.group]
         del line.order[bisect.bisect_left(line.order, entry)], line.works[entry]

@@ -102,6 +102,7 @@ class Item:
         client: whose it is.
         deadline: on the engine's clock.
         expected: seconds that it takes alone.
+        shared: the engine's seconds for it where many wait.
         previews: rows after which a preview is wanted.
         decodes: whether they are decoded; decided at the first, so that all of an image are of one kind.
         turn: see ``canvax.server.policy.Work``.
@@ -120,6 +121,7 @@ class Item:
     client: str
     deadline: float = 0.0
     expected: float = 0.0
+    shared: float = 0.0
     previews: tuple[int, ...] = ()
     decodes: bool | None = None
     turn: float | None = None
@@ -162,7 +164,16 @@ class Item:
     @property
     def left(self) -> float:
         """Seconds that it still needs."""
-        return self.expected * (1 - self.picture.step / max(1, len(self.table)))
+        return self.expected * self._undone
+
+    @property
+    def cost(self) -> float:
+        """The engine's seconds that it still costs where many wait."""
+        return self.shared * self._undone
+
+    @property
+    def _undone(self) -> float:
+        return 1 - self.picture.step / max(1, len(self.table))
 
     @property
     def over(self) -> bool:
@@ -174,12 +185,12 @@ class Item:
         """What the job tells: of the whole where this is a tile."""
         return self.whole.picture if self.whole else self.picture
 
-    def told(self) -> Stepped:
-        """How far it is, in the job's words."""
-        left = self.left
+    def told(self, slower: float = 1.0) -> Stepped:
+        """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
+        left = self.left * slower
         if self.whole:
             self.whole.count()
-            left = self.expected * sum(1 - part.step / part.steps for part in self.whole.parts)
+            left = self.shared * sum(1 - part.step / part.steps for part in self.whole.parts)
         return Stepped(self.shown.index, self.shown.step, self.shown.steps, left)
 
     def metadata(self, model: Model) -> dict[str, Any]:
