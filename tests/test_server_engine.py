@@ -511,26 +511,28 @@ def test_waits_count_that_batches_do_several_images_at_a_time(
 
 
 def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngine) -> None:
-    sent = {"image": apple(), "mask": half()}
-    seen = {name: weakref.ref(image) for name, image in sent.items()}
-    plain = engine.submit(Ask("a lemon", image=sent["image"], strength=0.99, steps=200, once="k"))
-    masked = engine.submit(Ask("a lemon", **sent, steps=200))
-    del sent
-    until(lambda: min(job.pictures[0].step for job in (plain, masked)) > 0)
-    assert seen["mask"]() is not None  # it is pasted into the end
-    assert byte_size(image for item in engine._items[masked.id] for image in item.inputs())
-    assert not byte_size(image for item in engine._items[plain.id] for image in item.inputs())
+    def held(job: Job) -> int:
+        return byte_size(image for item in engine._items[job.id] for image in item.inputs())
+
+    def begun(**given: Any) -> Job:
+        job = engine.submit(Ask("a lemon", steps=250, **given))
+        until(lambda: job.pictures[0].step > 0, 60)
+        return job
+
+    image, mask = apple(), half()
+    seen = [weakref.ref(image), weakref.ref(mask)]
+    masked = begun(image=image, mask=mask)
+    assert held(masked)  # they are pasted into the end
     masked.cancel()
-
-    def gone() -> bool:
-        gc.collect()
-        return seen["image"]() is None and seen["mask"]() is None
-
-    until(gone)
-    assert plain.status is Status.RUNNING
-    assert engine.submit(Ask("a lemon", image=apple(), strength=0.99, steps=200, once="k")) is plain
+    plain = begun(image=image, strength=0.99, once="k")
+    assert not held(plain)
+    del image, mask
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
+    assert not plain.status.over
+    assert engine.submit(Ask("a lemon", image=apple(), strength=0.99, steps=250, once="k")) is plain
     with pytest.raises(Refused) as refused:
-        engine.submit(Ask("a lemon", image=APPLE, strength=0.99, steps=200, once="k"))
+        engine.submit(Ask("a lemon", image=APPLE, strength=0.99, steps=250, once="k"))
     assert refused.value.code == "key_reused"
     plain.cancel()
 
@@ -539,7 +541,7 @@ def test_images_that_were_sent_are_bounded_in_all(engine: ImageEngine, monkeypat
     size = 64 * 64 * 3
     monkeypatch.setattr("canvax.server.engine.INPUT_BYTES", 2 * size)
     first = engine.submit(Ask("a dog face", image=APPLE.copy(), steps=200))
-    until(lambda: first.pictures[0].step > 0)  # what was read counts no more
+    until(lambda: first.pictures[0].step > 0, 60)  # what was read counts no more
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_leader", lambda: None)  # nothing else begins
         waiting = [engine.submit(Ask("a lemon", image=APPLE.copy(), steps=200, n=3)) for _ in range(2)]
