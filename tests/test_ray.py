@@ -190,6 +190,8 @@ def test_imagine() -> None:
             refused = http.get("/imagine", params=wrong)
             assert refused.status_code == 400
             assert said in refused.text
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            assert http.get("/imagine?prompt=x", headers={"Sec-Fetch-Site": site}).status_code == status
         assert http.get("/imagine?prompt=x", headers={"Host": "evil.example"}).status_code in (403, 421)
 
 

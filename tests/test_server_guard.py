@@ -153,7 +153,7 @@ def test_more_than_a_minutes_worth_leaves_a_debt(monkeypatch: pytest.MonkeyPatch
     rates = Rates(6)
     assert rates.wait("a", 12) == 0
     assert rates.wait("a") == pytest.approx(70)
-    rates.give_back("a", 12)
+    rates.add("a", 12)
     assert rates.wait("a", 6) == 0
 
 

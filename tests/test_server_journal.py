@@ -279,7 +279,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
             Journal(place)
 
 
-@pytest.mark.parametrize("damage", ["ask = x'7b'", "ask = '{\"colour\": 1}'", "image = x'89504e47'", "status = 'odd'"])
+@pytest.mark.parametrize("damage", ["ask = x'7b'", "ask = '{\"n\": 1}'", "image = x'89504e47'", "status = 'odd'"])
 def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
     with opened(path) as journal:
         journal.accepted(job())

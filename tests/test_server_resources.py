@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -27,11 +29,13 @@ from canvax.server.control import publicly
 from canvax.server.jobs import Ask, Job, Picture, Refused, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
+from canvax.server.rates import Rated, Rates
 from canvax.server.served import Served, model_names
 from canvax.server.work import check
 from tests import server_stub
 from tests.server_stub import StubEngine
 from tests.serving import until
+from tests.web_site import web
 
 PIPE = canvax.load("emoji", progress=False)
 MODEL = PIPE.model
@@ -206,6 +210,7 @@ def test_a_job_that_goes_on_after_a_restart_is_no_failure(
 
 def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(tmp_path: Path) -> None:
     with booked(tmp_path / "jobs.db") as book:
+        assert book._journal is not None
         base = book._journal._base
         book.accept(job_of())
         assert book.records()
@@ -230,3 +235,63 @@ def test_ready_says_that_jobs_cannot_be_recorded() -> None:
     app = create_app(StubEngine(), Settings(), state=lambda: states.pop(0), metrics=Metrics())
     http = TestClient(app, base_url="http://127.0.0.1")
     assert [http.get("/ready").status_code for _ in range(3)] == [200, 503, 200]
+
+
+# Rates, recovery, and clients that are gone.
+
+
+def test_tiles_count_for_the_rate_as_images() -> None:
+    class Tiled(StubEngine):
+        def submit(self, ask: Ask) -> Job:
+            job = super().submit(ask)
+            job.tiles = 20 if ask.upscale else 0
+            return job
+
+    rates = Rates(10)
+    engine = Rated(Tiled(), rates)
+    for _ in range(2):  # the second time it is the same job, which costs nothing
+        engine.submit(Ask("x", client="a", once="k"))
+    engine.submit(Ask("x", image=Image.new("RGB", (64, 64)), upscale=2.0, client="a"))
+    with pytest.raises(Refused) as refused:
+        engine.submit(Ask("x", client="a"))
+    assert refused.value.retry_after == pytest.approx(12 * 6, abs=1)  # a debt of 11
+    engine.submit(Ask("x", client="b"))
+
+
+def test_an_upscale_says_how_many_tiles_it_has() -> None:
+    asked = check(Ask("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
+    assert asked.job(Ask("x"), lambda job: None).tiles == asked.images == 16
+    assert check(Ask("x", n=3), "emoji", MODEL).job(Ask("x"), lambda job: None).tiles == 0
+
+
+def test_a_journal_whose_jobs_have_other_fields_is_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    with booked(path) as book:
+        book.accept(job_of())
+    with closing(sqlite3.connect(path)) as base:
+        base.execute("""UPDATE jobs SET ask = replace(ask, '"prompt"', '"text"')""")
+        base.commit()
+    with booked(path) as book, pytest.raises(InputError, match="another version"):
+        list(book.recover(lambda job: None))
+
+
+@pytest.mark.parametrize("api", ["/v1/images/generations", "/api/jobs"])
+def test_a_client_that_is_gone_is_logged_as_such(api: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "canvax.server")
+    waits = api.startswith("/v1")
+    with web(pace=0.2) as site:
+        body = b'{"prompt": "x"}'
+        head = f"POST {api} HTTP/1.1\r\nHost: {site.host}\r\nContent-Type: application/json\r\n"
+        with site.connect() as connection:
+            connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            if waits:
+                until(lambda: site.engine.jobs())
+            else:
+                assert b" 202 " in connection.recv(4096)
+
+        def statuses() -> list[int]:
+            lines = [json.loads(line) for line in caplog.messages]
+            return [line["status"] for line in lines if line.get("path") == api]
+
+        until(statuses)
+        assert statuses() == [499 if waits else 202]

@@ -216,6 +216,8 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
     """``GET /imagine?prompt=&img_size=``, answered with a PNG: what the samples of KubeRay and GKE ask for."""
 
     async def generate(request: Request) -> Response:
+        if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # an <img> of a page would generate
+            raise Refused(403, "wrong_origin", "pages of other sites may not ask for images")
         prompt, size = request.query_params.get("prompt", ""), request.query_params.get("img_size")
         if not prompt:
             raise Refused(

@@ -210,7 +210,7 @@ class ImageEngine:
         with self._wake:  # what is refused is not recorded
             alone = self._models.expected(checked, self._built)
             self._check_room(ask, checked, alone, self._models.cost(checked, alone))
-        job = Job(ask, served.name, checked.pictures(), cancel=self._cancel)
+        job = checked.job(ask, self._cancel)
         row = self._book.packed(job)
         with self._door:
             with self._wake:

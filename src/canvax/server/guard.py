@@ -30,6 +30,9 @@ LARGEST_QUESTION = 256 << 10
 PATIENCE = 30.0
 """Seconds in which nothing of a body comes, after which nobody waits for the rest."""
 
+_CLIENT_GONE = 499
+"""What nginx logs for a client that did not wait for its answer. Nobody is sent it."""
+
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _PUBLIC = ("/", "/health", "/ready")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -91,9 +94,9 @@ class Guard:
         status, whole = 0, False
 
         async def reply(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, whole, left
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, left = message["status"], limited.gone
                 self._mark(answer := MutableHeaders(raw=message["headers"]), headers, name)
                 if status == 408 or ("content-length" in headers and "transfer-encoding" in headers):
                     answer["connection"] = "close"  # where the next request begins is not known
@@ -101,6 +104,7 @@ class Guard:
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         limited = _Limited(receive, self._limit(scope["path"]))
+        left = False  # before there was an answer
         try:
             try:
                 self._check(scope, headers, state)
@@ -117,8 +121,9 @@ class Guard:
                     raise
         finally:
             seconds = time.perf_counter() - began
-            self._metrics.request(scope["path"], status or 500, seconds)
-            _write_log(scope, state, status or 500, seconds)
+            status = _CLIENT_GONE if left else status or 500
+            self._metrics.request(scope["path"], status, seconds)
+            _write_log(scope, state, status, seconds)
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
         """Refuse what may not be.
@@ -186,6 +191,8 @@ class _Limited:
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive, self._left, self._most, self._whole = receive, most, most, False
+        self.gone = False
+        """Whether the client closed the connection."""
 
     async def receive(self) -> Message:
         try:
@@ -193,6 +200,7 @@ class _Limited:
                 message = await self._receive()
         except TimeoutError:
             raise Refused(408, "timeout", f"nothing of the body came for {PATIENCE:g} s; send it again") from None
+        self.gone = self.gone or message["type"] == "http.disconnect"
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:

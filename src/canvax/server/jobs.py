@@ -246,6 +246,8 @@ class Job:
         self.id = name or uuid.uuid4().hex
         self.ask, self.model, self.pictures = ask, model, list(pictures)
         self._first = weakref.ref(ask)
+        self.tiles = 0
+        """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None

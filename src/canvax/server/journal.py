@@ -138,7 +138,7 @@ class Journal:
         """The jobs that are there, oldest first, each read when it is asked for; ``cancel`` as for ``Job``.
 
         Raises:
-            InputError: the file is damaged.
+            InputError: the file is damaged, or of another version of canvax.
         """
         try:
             with self._lock:
@@ -193,6 +193,9 @@ class Journal:
         told |= {name: _decoded(told.get(name)) for name in ("control", "image_prompt")}
         if told["image_prompt"] is not None:
             told["image_prompt"] = [PromptImage(**one) for one in told["image_prompt"]]
+        if unknown := told.keys() - {field.name for field in fields(Ask)}:
+            cure = "finish it with the canvax that wrote it, or name another file"
+            raise InputError(f"--journal {self._path}: is of another version of canvax ({min(unknown)}); {cure}")
         asked = Ask(**told, image=_unpacked(image), mask=_unpacked(mask))
         made = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
         job = Job(asked, model, made, cancel=cancel, name=name, created=created)

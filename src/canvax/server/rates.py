@@ -34,8 +34,8 @@ class Rates:
             self._levels[client] = level - images, now
             return 0.0
 
-    def give_back(self, client: str, images: int) -> None:
-        """What was taken for nothing."""
+    def add(self, client: str, images: int) -> None:
+        """Give so many back; a negative number takes more, and may leave a debt."""
         now = time.monotonic()
         with self._lock:
             self._levels[client] = min(self._most, self._level(client, now) + images), now
@@ -74,7 +74,9 @@ class Rated:
             return accepted
         finally:
             if accepted is None or not accepted.is_of(ask):  # refused, or the job of an earlier try
-                self._rates.give_back(ask.client, ask.n)
+                self._rates.add(ask.client, ask.n)
+            elif accepted.tiles:  # each costs as much as an image
+                self._rates.add(ask.client, ask.n - accepted.tiles)
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -253,6 +253,12 @@ class Checked(NamedTuple):
         """Of a job."""
         whole, steps = self.tiles or self.request, len(self.table) * (len(self.tiles) if self.tiles else 1)
         return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
+
+    def job(self, ask: Ask, cancel: Callable[[Job], None]) -> Job:
+        """A new job."""
+        job = Job(ask, self.group.model, self.pictures(), cancel=cancel)
+        job.tiles = len(self.tiles) if self.tiles else 0
+        return job
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
         """What is to be drawn for an image of it: itself, or its tiles."""
