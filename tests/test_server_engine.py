@@ -485,6 +485,12 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
     finished(jobs[-1:])
 
 
+def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._book, "_keep", 0.2)
+    finished([engine.submit(Ask("a pizza", seed=3, steps=2))])
+    until(lambda: not engine._book._over)  # though nobody asks
+
+
 def test_waits_count_that_batches_do_several_images_at_a_time(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
