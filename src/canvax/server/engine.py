@@ -245,12 +245,8 @@ class ImageEngine:
 
     def _check_room(self, ask: Ask, checked: Checked, alone: float, shared: float) -> None:
         """Refuse what would wait for too long, or hold too much memory meanwhile."""
-        images, seconds, count, most = (
-            checked.images,
-            self._queue.seconds,
-            len(self._queue),
-            self._settings.queue_images,
-        )
+        images, most = checked.images, self._settings.queue_images
+        seconds, count = self._queue.seconds, len(self._queue)
         if size := checked.input_bytes:
             if size > INPUT_BYTES:
                 raise Refused(413, "too_large", "the images of this request take too much memory; send smaller ones")
