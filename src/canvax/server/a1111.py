@@ -30,6 +30,7 @@ from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, 
 from canvax.server.a1111_control import MOST_UNITS, SCRIPT, VERSION, models_of, modules
 from canvax.server.answers import (
     answering,
+    asked,
     client_of,
     decoding,
     encoded,
@@ -40,7 +41,6 @@ from canvax.server.answers import (
     model_header,
     read_json,
     settled,
-    submitted,
 )
 from canvax.server.images_in import bytes_of_text
 from canvax.server.jobs import Engine, Event, Job, ModelCard, Previewed, Refused, Status
@@ -158,7 +158,7 @@ class _Desk:
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        job = await submitted(self.engine, await decoding(ask_of, body, card, client))
+        job = await asked(self.engine, ask_of, body, card, client)
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)

@@ -270,6 +270,15 @@ async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:
     return await anyio.to_thread.run_sync(function, *arguments, limiter=limit)
 
 
+async def asked(engine: Engine, make: Callable[..., Ask], *arguments: Any) -> Job:
+    """The job of the ask that a function gives, which decodes images: submitted at once, so that few of them wait.
+
+    Raises:
+        Refused: it was not accepted.
+    """
+    return await decoding(lambda: engine.submit(make(*arguments)))
+
+
 async def submitted(engine: Engine, ask: Ask) -> Job:
     """The job, accepted.
 

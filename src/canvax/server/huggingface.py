@@ -12,8 +12,8 @@ from starlette.routing import BaseRoute, Route
 
 from canvax.server.answers import (
     answering,
+    asked,
     client_of,
-    decoding,
     encoded,
     error_headers,
     failure,
@@ -22,7 +22,6 @@ from canvax.server.answers import (
     model_header,
     read_json,
     settled,
-    submitted,
 )
 from canvax.server.images_in import colours, image_of_bytes, image_of_text
 from canvax.server.jobs import MEDIA_TYPES, Ask, Engine, Format, Job, Refused, Status
@@ -78,7 +77,12 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def generate(request: Request) -> Response:
         name = request.path_params.get("name")
         media_type = _accepted(request.headers.get("accept", ""))
-        job = await submitted(engine, await _ask(request, name, _FORMATS.get(media_type, "png")))
+        kind = _FORMATS.get(media_type, "png")
+        if request.headers.get("content-type", "").lower().startswith("image/"):  # image to image without parameters
+            content: Body | bytes = await request.body()
+        else:
+            content = await read_json(request, Body, status=422, strict=False)
+        job = await asked(engine, _ask, content, name, kind, client_of(request))
         await settled(request, job)
         if job.status is not Status.DONE:
             raise failure(job)
@@ -113,16 +117,13 @@ def _accepted(accept: str) -> str:
     return best
 
 
-async def _ask(request: Request, name: str | None, kind: Format) -> Ask:
-    client = client_of(request)
-    if request.headers.get("content-type", "").lower().startswith("image/"):  # an image to image without parameters
-        image = await decoding(_image, await request.body())
-        return Ask("", model=name or None, image=image, format=kind, client=client)
-    body = await read_json(request, Body, status=422, strict=False)
+def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> Ask:
+    if isinstance(body, bytes):
+        return Ask("", model=name or None, image=_image(body), format=kind, client=client)
     given = body.parameters or Parameters()
     image, prompt = None, body.inputs
     if given.prompt is not None or body.inputs.startswith(_BEGINNINGS):
-        image, prompt = await decoding(_image, body.inputs), given.prompt or ""
+        image, prompt = _image(body.inputs), given.prompt or ""
     if len(prompt) > 32_000:
         raise Refused(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
     for side in ("width", "height"):

@@ -122,12 +122,14 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return await _answer(request, await submitted(engine, ask), body, "image_generation")
 
     async def edit(request: Request) -> Response:
-        job, body = await edited(request)
+        job, body = await decoding(edited, request, *await read_form(request))
         return await _answer(request, job, body, "image_edit")
 
-    async def edited(request: Request) -> tuple[Job, Generation]:  # whose images nobody holds when it ends
-        body, image, mask = await decoding(_edit, *await read_form(request))
-        return await submitted(engine, _ask(request, engine, body, image, mask)), body
+    def edited(
+        request: Request, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
+    ) -> tuple[Job, Generation]:
+        body, image, mask = _edit(fields, files)
+        return engine.submit(_ask(request, engine, body, image, mask)), body
 
     async def vary(_: Request) -> Response:
         raise Refused(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")

@@ -22,6 +22,7 @@ from canvax.pipelines.control_images import OPTIONS
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,
+    asked,
     client_of,
     data_url,
     decoding,
@@ -32,7 +33,6 @@ from canvax.server.answers import (
     nearest_size,
     once_of,
     read_json,
-    submitted,
     watched,
 )
 from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
@@ -133,8 +133,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
-        ask = await decoding(_ask, body, engine, client_of(request), once_of(request))
-        job = await submitted(engine, ask)
+        job = await asked(engine, _ask, body, engine, client_of(request), once_of(request))
         return json_answer(told(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
     def found(request: Request) -> Job:
