@@ -122,7 +122,11 @@ class Images:
         metrics = Metrics()
         settings = EngineSettings(warm=warm, compile_on_demand=wanted.compile_on_demand)
         self._names = model_names(wanted.model.split(","))
-        self._engine = ImageEngine(list(self._names), settings, metrics, self._load)
+
+        def load(name: str, **pinned: Any) -> Any:
+            return self._load(self._names[name], **pinned)
+
+        self._engine = ImageEngine(list(self._names), settings, metrics, load)
         keys = Keys.read(None)
         hosts = tuple(name for name in wanted.hosts.split(",") if name)
         if not hosts and (keys or wanted.no_keys):
@@ -168,7 +172,7 @@ class Images:
 
         wanted = self._wanted
         pipe = canvax.load(
-            self._names[name], dtype=wanted.dtype or None, quantize=wanted.quantize or None,
+            name, dtype=wanted.dtype or None, quantize=wanted.quantize or None,
             revision=revision or wanted.revision or None, controlnet=_listed(wanted.controlnet), progress=False,
         )  # fmt: skip
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
