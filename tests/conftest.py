@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import canvax
 
-AS_FOR_USERS = {"test_cli_process", "test_image_to_image", "test_kernels", "test_pipeline"}
+AS_FOR_USERS = {"test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_pipeline"}
 """Modules whose programs are compiled as users' are, and those of the processes that they start."""
 
 OWN_CACHES = {"test_bench", "test_cache"}

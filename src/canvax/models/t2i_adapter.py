@@ -211,7 +211,11 @@ def _inner(p: Params, h: Array, *, light: bool) -> Array:
 
 
 def unshuffled(images: Array, factor: int) -> Array:
-    """Pixels of squares as channels, [B, H, W, C] -> [B, H / f, W / f, C f f], in PyTorch's order of channels."""
+    """Pixels of squares as channels, [B, H, W, C] -> [B, H / f, W / f, C f f], in PyTorch's order of channels.
+
+    Pixels at an edge are repeated where they do not fill a square: a UNet rounds its odd levels up, too.
+    """
+    images = jnp.pad(images, ((0, 0), *((0, -side % factor) for side in images.shape[1:3]), (0, 0)), mode="edge")
     batch, height, width, channels = images.shape
     tiles = images.reshape(batch, height // factor, factor, width // factor, factor, channels)
     return jnp.einsum("bhywxc->bhwcyx", tiles).reshape(batch, height // factor, width // factor, -1)

@@ -100,7 +100,10 @@ def second_pass(model: Model, request: Request) -> Request:
         texts=texts,
         given=Given(blank, [], strength, {}, (blank, []), [], whole, skipped),
     )
-    sampler_table(model, larger)
+    try:
+        sampler_table(model, larger)
+    except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
+        raise InputError(f"hires={options.hires:g}: its second pass cannot be run: {error}") from None
     return larger
 
 

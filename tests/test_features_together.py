@@ -1,0 +1,118 @@
+"""Features that meet in one call: every pair of levels of every two features, in a pairwise covering array.
+
+An image must depend on nothing but its arguments: not on the other images of its call, not on its place among them, not
+on how many devices there are. And its metadata must be enough to generate it again. ``feature_cases`` has the features;
+pairs that no call can have are refused with an error that names both.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from covering import Row, all_pairs, covering_array, pairs_of, with_rare
+from feature_cases import FACTORS, PLAIN, REFUSED, STEPS, Studio, reproducible
+
+import canvax
+from canvax.cli.arguments import parse
+from canvax.cli.generate import generate_batch
+from canvax.cli.images import gather
+from canvax.images.convert import to_pil
+from canvax.images.metadata import save_image
+
+_SHARED = {name: levels for name, levels in FACTORS.items() if name != "devices"}
+ROWS = with_rare(covering_array(_SHARED, REFUSED), "devices", "1", "8")
+
+
+def named(row: Row) -> str:
+    return ",".join(level if name == "model" else f"{name}={level}" for name, level in row.items()
+                    if level != PLAIN[name] or name == "model")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Studio:
+    return Studio(tmp_path_factory.mktemp("studio"))
+
+
+def test_every_pair_is_covered() -> None:
+    met = set().union(*map(pairs_of, ROWS))
+    assert met == all_pairs(FACTORS, REFUSED)
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
+    """How far two images or latents are apart, where 1 is their standard deviation; at least that of noise."""
+    return float(np.abs(got - want).max() / max(1.0, float(want.std())))
+
+
+def tolerance(row: Row, *, other_program: bool) -> float:
+    """What rounding may do.
+
+    In float32 sums in another order differ by 1e-7 of their terms, which a few evaluations of a random network bring to
+    1e-5. A second pass begins from pixels of 8 bits, of which one may be rounded the other way: 1/255. In bfloat16 the
+    same program gives the same bits, and another one may differ by its rounding of 2^-8, which runs amplify.
+    """
+    if row["weights"] == "bfloat16" and other_program:
+        return 0.3
+    return 2e-2 if row["end"] == "pixel" else 1e-4
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_an_image_is_its_arguments_alone(row: Row, studio: Studio, tmp_path: Path) -> None:
+    with studio.call(row, [0, 1], row["devices"]) as (pipe, call):
+        first = pipe(**call)
+    with studio.call(row, [2, 0], "1") as (pipe, call):
+        second = pipe(**call)
+    limit = tolerance(row, other_program=row["devices"] != "1")
+    assert np.isfinite(first.latents).all()
+    assert apart(first.latents[0], second.latents[1]) <= limit
+    assert apart(first.latents[1], second.latents[1]) > 1e-2  # its neighbour is another image
+    if len(first.pixels):
+        assert apart(first.pixels[0], second.pixels[1]) <= 10 * limit
+    assert first.metadata[0] | {"options": 0} == second.metadata[1] | {"options": 0}
+    if not reproducible(row):
+        return
+    with studio.call(row, [0], "1") as (pipe, _):
+        again = from_metadata(studio, pipe, row, second, tmp_path)
+    limit = tolerance(row, other_program=row["prompt"] == "long")
+    assert apart(again.latents[0], second.latents[1]) <= limit
+    assert apart(again.pixels[0], second.pixels[1]) <= 10 * limit
+    assert again.metadata[0] == second.metadata[1]
+
+
+def from_metadata(studio: Studio, pipe: Any, row: Row, result: canvax.Result, folder: Path) -> canvax.Result:
+    """The second image of a result once more, as the command line generates it from the image's file."""
+    metadata = result.metadata[1]
+    save_image(folder / "it.png", to_pil(result.pixels[1:])[0], metadata)
+    words = ["generate", "--from-image", str(folder / "it.png"), *studio.flags(row, 0)]
+    requests, source = gather(parse(words))
+    assert source.controlnet == tuple(map(str, metadata.get("controlnet", ())))
+    if row["adapters"] == "beside":  # for which the command line has no flag
+        pipe.adapters.set({name: entry["weight"] for name, entry in metadata["adapters"].items()})
+    try:
+        return generate_batch(pipe, requests, 2, False)
+    finally:
+        if row["adapters"] == "beside":
+            pipe.adapters.set({"clay": 0.0, "wool": 0.0})
+
+
+BASE: dict[tuple[str, str], Row] = {
+    **{("control_form", level): {"control": "net"} for level in FACTORS["control_form"]},
+    **{("texts", level): {"model": "xl"} for level in ("second", "sizes")},
+    ("texts", "hires"): {"end": "pixel"}, ("control", "union"): {"model": "xl"},
+}  # fmt: skip
+"""What a level needs."""
+
+
+@pytest.mark.parametrize("pair", [pair for pair in REFUSED if REFUSED[pair]], ids=lambda pair: " ".join(f"{name}={level}" for name, level in sorted(pair)))
+def test_what_does_not_go_together(pair: Any, studio: Studio) -> None:
+    """One error that names both arguments, and before anything is compiled."""
+    base = {name: level for item in pair for name, level in BASE.get(item, {}).items()}
+    row = PLAIN | base | dict(pair)
+    with pytest.raises((canvax.InputError, canvax.CheckpointError)) as caught:
+        with studio.call(row, [0, 1], "1") as (pipe, call):
+            pipe(**call)
+    for name in REFUSED[pair]:
+        assert name in str(caught.value)
