@@ -52,7 +52,7 @@ OWN_CACHES = {"test_bench", "test_cache"}
 LONG = (
     "test_multihost", "test_server_clients", "test_server_soak", "test_server_journal_kills", "test_fleet",
     "test_deploy", "test_training", "test_train_tasks", "test_emoji_model", "test_cli_serve", "test_batch_job",
-    "test_docs", "test_guide", "test_bench", "test_server_engine", "test_finetune",
+    "test_docs", "test_guide", "test_bench", "test_server_engine", "test_finetune", "test_features_together",
 )  # fmt: skip
 """Modules that take a minute or more, or wait for other processes. They come first: of two workers, none may be alone
 with such a one in the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from small_checkpoint import write_small_checker, write_small_checkpoint
 import canvax
 from canvax import ImagePrompt
 from canvax.parallel.mesh import make_mesh
-from canvax.pipelines.safety import load_safety_checker
+from canvax.pipelines.safety import SafetyChecker, load_safety_checker
 from canvax.weights.source import Source
 
 HEIGHT, WIDTH = 48, 64  # not square: a transposed size fails
@@ -117,7 +117,6 @@ class Studio:
 
     root: Path
     pipes: dict[Any, canvax.StableDiffusion] = field(default_factory=dict)
-    files: dict[str, Path] = field(default_factory=dict)
 
     def file(self, name: str, image: Image.Image) -> str:
         """An image as a file."""
@@ -144,6 +143,10 @@ class Studio:
             pipe.adapters.load(name, self.root / f"{model}-{name}.safetensors", 0.0, beside=True)
         pipe.adapters.load("ink", self.root / f"{model}-ink.safetensors", 0.0)
         return pipe
+
+    def checker(self, model: str) -> SafetyChecker:
+        """Of a model; it refuses nothing."""
+        return load_safety_checker(Source(self.root / model))
 
     def _write_networks(self, model: str, pipe: canvax.StableDiffusion) -> None:
         root = self.root
@@ -177,7 +180,9 @@ class Studio:
             write(root / f"{model}-{name}.safetensors", arrays)
         widths = {"clip_l": small_sdxl.TEXT.first.hidden_size, "clip_g": small_sdxl.TEXT.second.hidden_size}
         widths = widths if model == "xl" else {"emb_params": 48}
-        save_file({name: 0.1 * array(9, 2, width) for name, width in widths.items()}, root / f"{model}-blob.safetensors")
+        save_file(
+            {name: 0.1 * array(9, 2, width) for name, width in widths.items()}, root / f"{model}-blob.safetensors"
+        )
 
     def networks(self, row: Row) -> list[Path]:
         """Files of the networks that read control images."""
@@ -196,16 +201,11 @@ class Studio:
     def pipe(self, row: Row, devices: str) -> canvax.StableDiffusion:
         """The pipeline of a row."""
         nets, prompts = self.networks(row), self.image_adapters(row)
-        key = (row["model"], row["weights"], devices, *nets, *prompts, row["watch"] == "checker")
+        key = (row["model"], row["weights"], devices, *nets, *prompts)
         if key not in self.pipes:
             base = self.base(row["model"], row["weights"], devices)
             pipe = base.with_controlnet(nets) if nets else base
             pipe = pipe.with_ip_adapter(prompts, self.root / "image_encoder", progress=False) if prompts else pipe
-            if row["watch"] == "checker":
-                checker = load_safety_checker(Source(self.root / row["model"]))
-                adapters = pipe.adapters
-                pipe = replace(pipe, safety_checker=checker)
-                vars(pipe)["adapters"] = adapters
             self.pipes[key] = pipe
         return self.pipes[key]
 
@@ -220,11 +220,14 @@ class Studio:
             if row["adapters"] == "word":
                 pipe.adapters.load_embedding(self.root / f"{row['model']}-blob.safetensors", "blob")
                 stack.callback(pipe.adapters.remove, "blob")
+            if row["watch"] == "checker":  # a pipeline has it from the beginning; another one would compile all anew
+                object.__setattr__(pipe, "safety_checker", self.checker(row["model"]))
+                stack.callback(object.__setattr__, pipe, "safety_checker", None)
             yield pipe, self.keywords(row, people, pipe)
 
     def keywords(self, row: Row, people: Sequence[int], pipe: canvax.StableDiffusion) -> dict[str, Any]:
         """Arguments of the call for some images, of which each has all of its arguments to itself."""
-        options: dict[str, Any] = {"progress": False, **_options(row, people)}
+        options: dict[str, Any] = {"progress": False, **_options(row)}
         call: dict[str, Any] = {
             "height": HEIGHT, "width": WIDTH, "num_inference_steps": STEPS, "guidance_scale": 4.0,
             "seed": [SEEDS[p] for p in people], "output_type": row["output"],
@@ -245,7 +248,9 @@ class Studio:
             call["adapters"] = [own[p] for p in people]
         call |= _start(row, people)
         if row["control"] == "union":
-            shown = [{"depth": edges(p), "canny:0.5": edges(p + 4)} if p % 2 == 0 else {"tile": edges(p)} for p in people]
+            shown = [
+                {"depth": edges(p), "canny:0.5": edges(p + 4)} if p % 2 == 0 else {"tile": edges(p)} for p in people
+            ]
             call["control"] = shown
         elif row["control"] == "both":
             call["control"] = [[edges(p) for p in people], [edges(p + 4) for p in people]]
@@ -290,7 +295,7 @@ class Studio:
         return words
 
 
-def _options(row: Row, people: Sequence[int]) -> dict[str, Any]:
+def _options(row: Row) -> dict[str, Any]:
     options: dict[str, Any] = {
         "guidance": {
             "steps": {"guidance_steps": (5.0, 4.0, 1.0, 2.0)},
@@ -300,7 +305,7 @@ def _options(row: Row, people: Sequence[int]) -> dict[str, Any]:
         },
         "unet": {"freeu": {"freeu": (1.3, 1.4, 0.9, 0.2)}, "reuse": {"reuse": 2}},
         "end": {
-            "stopped": {"denoising_end": 0.6}, "tiled": {"tiling": "on"}, "pixel": {"hires": 1.5},
+            "stopped": {"denoising_end": 0.8}, "tiled": {"tiling": "on"}, "pixel": {"hires": 1.5},
             "latent": {"hires": 1.5, "hires_method": "latent", "hires_steps": 5, "hires_sampler": "euler"},
         },
         "sampler": {"ddim eta": {"eta": 0.5}},
@@ -310,8 +315,7 @@ def _options(row: Row, people: Sequence[int]) -> dict[str, Any]:
             "trailing": {"spacing": "trailing"}, "sigma_max": {"sampler_settings": {"sigma_max": 12.0}},
         },
         "noise": {
-            # Image i of a call uses variation_seed + i: so the first person has 70 wherever they stand.
-            "variation": {"variation_seed": 70 - list(people).index(0), "variation_strength": 0.4},
+            "variation": {"variation_seed": 70, "variation_strength": 0.4},
             "torch": {"noise": "torch"}, "seed_size": {"seed_size": (40, 72)},
         },
         "clip_skip": {"1": {"clip_skip": 1}},
@@ -324,7 +328,7 @@ def _options(row: Row, people: Sequence[int]) -> dict[str, Any]:
             "graded": {"mask_mode": "graded", "mask_blur": 3.0},
             "renoised": {"mask_blend": "renoised", "mask_mode": "soft"}, "filled": {"mask_fill": "noise"},
             "cropped": {"padding_mask_crop": 8}, "outpainted": {"outpaint": (16, 0, 0, 0), "mask_fill": "fill"},
-            "resumed": {"denoising_start": 0.4},
+            "resumed": {"denoising_start": 0.2},
         },
         "texts": {
             "sizes": {"original_size": (90, 80), "crops_coords_top_left": (3, 5), "negative_original_size": (30, 20)},

@@ -29,17 +29,18 @@ PROMPTS = (
     "a dog face", "a red apple", "a lemon", "a cat face", "a house", "a green tree", "a yellow star", "a blue car",
 )  # fmt: skip
 SAMPLERS = ("ddim", "euler_a", "dpmpp_2m")
-LIMITS = {"float32": 50.0, "bfloat16": 50.0}
-"""PSNR in dB that a sheet must have at least."""
+LIMITS = {"float32": 50.0, "bfloat16": 40.0}
+"""PSNR in dB that each picture must have at least.
+
+Processors with other instructions give at least 86 dB in float32. In bfloat16 they round otherwise, which makes as much
+of a difference as bfloat16 itself: 48 to 55 dB.
+"""
 
 
 @cache
 def generated(dtype: str, sampler: str) -> np.ndarray:
     """Pixels [8, 64, 64, 3], a picture of each prompt."""
-    pipe = loaded(dtype)
-    return pipe(
-        PROMPTS, seed=range(1, 9), sampler=sampler, num_inference_steps=8, guidance_scale=3.0, progress=False
-    ).pixels  # fmt: skip
+    return loaded(dtype)(PROMPTS, seed=range(1, 9), sampler=sampler, num_inference_steps=12, progress=False).pixels
 
 
 @cache
@@ -52,16 +53,17 @@ def psnr(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_pictures_are_those_of_the_last_release(dtype: str, sampler: str) -> None:
-    path = FOLDER / f"{dtype}-{sampler}.png"
-    sheet = make_grid(to_pil(generated(dtype, sampler)))
+    path, pixels = FOLDER / f"{dtype}-{sampler}.png", generated(dtype, sampler)
     if os.environ.get("GOLDEN") == "write":
-        sheet.save(path, optimize=True)
-    got, want = (np.asarray(one.convert("RGB"), np.float32) / 255 for one in (sheet, Image.open(path)))
-    assert psnr(got, want) >= LIMITS[dtype]
+        make_grid(to_pil(pixels), rows=2).save(path, optimize=True)
+    with Image.open(path) as sheet:
+        tiles = [
+            sheet.crop((x, y, x + 64, y + 64)) for y in range(0, sheet.height, 64) for x in range(0, sheet.width, 64)
+        ]
+    for i, got in enumerate(pixels):
+        assert psnr(got, np.asarray(tiles[i], np.float32) / 255) >= LIMITS[dtype], PROMPTS[i]
 
 
 @pytest.mark.slow

@@ -242,13 +242,13 @@ def build_table(
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
             raise InputError(
-                f"skip={skip} (strength) leaves none of the {hi} steps before end={end} (denoising_end); skip fewer, or "
-                "take more steps"
+                f"skip={skip} (strength) leaves none of {hi} steps before end={end} (denoising_end); skip fewer, or take "
+                "more steps"
             )
         if lo >= hi:
             raise InputError(
-                f"no step of this run lies between start={start} (denoising_start) and end={end} (denoising_end); use more "
-                "steps or a longer part"
+                f"no step of this run lies between start={start} (denoising_start) and end={end} (denoising_end); use "
+                "more steps or a longer part"
             )
         part = table.take(int(np.sum(table.step < lo)), int(np.sum(table.step < hi)))
         return _restarted(spec, scheduler.schedule, steps, options, part, lo, hi) if lo else part
