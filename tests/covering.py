@@ -76,9 +76,8 @@ def covering_array(
             classes for classes in known
             if all(classes[list(factors).index(name)] == factors[name][level] for name, level in (one, other))
         ]  # fmt: skip
-        same = [
-            row for classes in rng.sample(suited, min(tries, len(suited))) if (row := row_with(one, other, classes))
-        ]
+        some = rng.sample(suited, min(tries, len(suited)))
+        same = [row for classes in some if (row := row_with(one, other, classes))]
         fresh = [row for _ in range(tries) if (row := row_with(one, other, None))]
         if not fresh:
             fresh = [row for _ in range(50 * tries) if (row := row_with(one, other, None))][:1]

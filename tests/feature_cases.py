@@ -299,8 +299,8 @@ def _options(row: Row) -> dict[str, Any]:
     options: dict[str, Any] = {
         "guidance": {
             "steps": {"guidance_steps": (5.0, 4.0, 1.0, 2.0)},
-            "interval": {"guidance_interval": (0.2, 0.7), "guidance_rescale": 0.6}, "cfg_zero": {"guidance_method": "cfg_zero"},
-            "apg": {"guidance_method": "apg"}, "threshold": {"guidance_method": "threshold"},
+            "interval": {"guidance_interval": (0.2, 0.7), "guidance_rescale": 0.6},
+            **{method: {"guidance_method": method} for method in ("cfg_zero", "apg", "threshold")},
             "pag": {"pag_scale": 2.0, "pag_adaptive_scale": 0.5},
         },
         "unet": {"freeu": {"freeu": (1.3, 1.4, 0.9, 0.2)}, "reuse": {"reuse": 2}},
@@ -356,7 +356,7 @@ def _texts(row: Row, people: Sequence[int], options: dict[str, Any]) -> dict[str
         found = {
             "comfy": f"({own}:1.{p + 2}) in (rain:0.7)",
             "compel": f"({own})1.{p + 2} in rain-",
-            "scheduled": f"[{own}:{PROMPTS[p - 1]}:0.5] with [a hat|a bow] in ([rain]:1.3)" if p % 2 == 0 else f"[{own}::0.3] rain",
+            "scheduled": f"[{own}:{PROMPTS[p - 1]}:0.{p + 4}] with [a hat|a bow] in ([rain]:1.3)",
             # The first prompt is short, its neighbours are not.
             "long": own if p == 0 else f"{own} {LONG}", "and": own if p == 1 else f"{own} AND a {p + 1} :0.{p + 5}",
         }.get(row["prompt"], own)  # fmt: skip

@@ -126,8 +126,7 @@ def test_what_does_not_go_together(pair: Pair, studio: Studio) -> None:
     """One error that names both arguments, and before anything is compiled."""
     base = {name: level for item in pair for name, level in BASE.get(item, {}).items()}
     row = PLAIN | base | dict(pair)
-    with pytest.raises((canvax.InputError, canvax.CheckpointError)) as caught:
-        with studio.call(row, [0, 1], "1") as (pipe, call):
-            pipe(**call)
+    with pytest.raises(canvax.InputError) as caught, studio.call(row, [0, 1], "1") as (pipe, call):
+        pipe(**call)
     for name in REFUSED[pair]:
         assert name in str(caught.value)

@@ -1,7 +1,7 @@
 """Pictures of the bundled model as earlier releases made them, and how good 16 bits are.
 
-``tests/golden`` holds a sheet for each dtype and sampler. Where pictures are meant to change, write the sheets anew with
-``GOLDEN=write pytest tests/test_golden.py -m ''``, look at them, and say in CHANGELOG.md that pictures change.
+``tests/golden`` holds a sheet for each dtype and sampler. Where pictures are meant to change, write the sheets anew
+with ``GOLDEN=write pytest tests/test_golden.py -m ''``, look at them, and say in CHANGELOG.md that pictures change.
 """
 
 from __future__ import annotations
