@@ -35,7 +35,7 @@ def covering_array(
     classes follow each other in the result. A row of classes that earlier rows have is preferred to one of new classes
     unless it covers less than half as many pairs: there are few combinations of classes.
     """
-    rng = random.Random(seed)
+    rng, place = random.Random(seed), {name: i for i, name in enumerate(factors)}
     levels = {name: [(name, level) for level in values] for name, values in factors.items()}
     # Lists in a fixed order: a set of texts has another order in every process.
     every = [level for values in levels.values() for level in values]
@@ -53,7 +53,7 @@ def covering_array(
         for name in names:
             choices = [level for level in levels[name] if apart[level].isdisjoint(row)]
             if classes is not None:
-                own = classes[list(factors).index(name)]
+                own = classes[place[name]]
                 choices = [level for level in choices if factors[name][level[1]] == own]
             if not choices:
                 return None
@@ -68,13 +68,13 @@ def covering_array(
         return sum(len(left[level].intersection(row)) for level in row)
 
     rows: list[list[Level]] = []
+    known: set[tuple[str, ...]] = set()
     while open_levels := [level for level in every if left[level]]:
         one = rng.choice(open_levels)
         other = rng.choice([level for level in every if level in left[one]])
-        known = sorted({classes_of(row) for row in rows})
         suited = [
-            classes for classes in known
-            if all(classes[list(factors).index(name)] == factors[name][level] for name, level in (one, other))
+            classes for classes in sorted(known)
+            if all(classes[place[name]] == factors[name][level] for name, level in (one, other))
         ]  # fmt: skip
         some = rng.sample(suited, min(tries, len(suited)))
         same = [row for classes in some if (row := row_with(one, other, classes))]
@@ -86,6 +86,7 @@ def covering_array(
         best, reused = max(fresh, key=gain, default=[]), max(same, key=gain, default=[])
         row = reused if reused and 2 * gain(reused) >= gain(best) else best
         rows.append(row)
+        known.add(classes_of(row))
         for level in row:
             left[level] -= set(row)
     order = list(dict.fromkeys(map(classes_of, rows)))

@@ -242,8 +242,8 @@ def build_table(
         hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
             raise InputError(
-                f"skip={skip} leaves none of {hi} steps (where strength begins after denoising_end); skip fewer, or take "
-                "more steps"
+                f"skip={skip} leaves none of {hi} steps (where strength begins after denoising_end); skip fewer, or "
+                "take more steps"
             )
         if lo >= hi:
             raise InputError(
