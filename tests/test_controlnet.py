@@ -22,7 +22,7 @@ from drawing import draw, far
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
-from small_checkpoint import write_small_checkpoint
+from small_checkpoint import UNET, write_small_checkpoint
 from small_sdxl import build
 
 import canvax
@@ -35,6 +35,7 @@ from canvax.models.controlnet import ControlNet, scaled
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
+from canvax.params import init_params
 from canvax.pipelines.control_images import check_control, layer_weights, strengths
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
@@ -96,6 +97,20 @@ def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
         assert result.compilations == 0, changes
         assert all(far(result.latents, other) > 1e-4 for other in found), changes
         found.append(result.latents)
+
+
+@pytest.mark.parametrize("kind", ["full_adapter", "full_adapter_xl", "light_adapter"])
+def test_an_adapter_reads_any_size(kind: str) -> None:
+    """Also sides that its first step cannot divide: those of SDXL's fold 16 pixels, and images are multiples of 8."""
+    channels, factor = ([8, 16], 16 if kind == "full_adapter_xl" else 8)
+    net = T2IAdapter.from_dict({"channels": channels, "adapter_type": kind, "downscale_factor": factor}, UNET)
+    p = init_params(net.spec, 0)
+    image = np.random.default_rng(0).random((1, 72, 104, 3), np.float32)
+    features = net.encode(p, jax.numpy.asarray(image))
+    assert [one.shape for one in features] == list(net.features((1, 9, 13, 4)))
+    whole = image[:, :64, :96]  # what is there decides, not what is added to it
+    inner = net.encode(p, jax.numpy.asarray(whole))[0]
+    np.testing.assert_allclose(features[0][:, :2, :3], inner[:, :2, :3], atol=1e-5)
 
 
 def test_windows_are_rows(pipe: canvax.StableDiffusion) -> None:
