@@ -29,11 +29,11 @@ PROMPTS = (
     "a dog face", "a red apple", "a lemon", "a cat face", "a house", "a green tree", "a yellow star", "a blue car",
 )  # fmt: skip
 SAMPLERS = ("ddim", "euler_a", "dpmpp_2m")
-LIMITS = {"float32": 50.0, "bfloat16": 40.0}
-"""PSNR in dB that each picture must have at least.
+LIMITS = {"float32": 60.0, "bfloat16": 40.0}
+"""PSNR in dB that each picture of 8 bits must have at least.
 
-Processors with other instructions give at least 86 dB in float32. In bfloat16 they round otherwise, which makes as much
-of a difference as bfloat16 itself: 48 to 55 dB.
+Processors with other instructions (AVX2 and SSE4.2) are at least 84 dB apart in float32: a few values of 12,288 are
+rounded the other way. In bfloat16 they are 48 to 55 dB apart, as far as bfloat16 is from float32.
 """
 
 
@@ -55,15 +55,16 @@ def psnr(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_pictures_are_those_of_the_last_release(dtype: str, sampler: str) -> None:
-    path, pixels = FOLDER / f"{dtype}-{sampler}.png", generated(dtype, sampler)
+    path, pictures = FOLDER / f"{dtype}-{sampler}.png", to_pil(generated(dtype, sampler))
     if os.environ.get("GOLDEN") == "write":
-        make_grid(to_pil(pixels), rows=2).save(path, optimize=True)
+        make_grid(pictures, rows=2).save(path, optimize=True)
     with Image.open(path) as sheet:
         tiles = [
             sheet.crop((x, y, x + 64, y + 64)) for y in range(0, sheet.height, 64) for x in range(0, sheet.width, 64)
         ]
-    for i, got in enumerate(pixels):
-        assert psnr(got, np.asarray(tiles[i], np.float32) / 255) >= LIMITS[dtype], PROMPTS[i]
+    for i, pair in enumerate(zip(pictures, tiles, strict=True)):
+        got, want = (np.asarray(one, np.float32) / 255 for one in pair)
+        assert psnr(got, want) >= LIMITS[dtype], PROMPTS[i]
 
 
 @pytest.mark.slow
