@@ -134,7 +134,7 @@ class Studio:
         if not folder.exists():
             (write_small_checkpoint if model == "sd" else small_sdxl.build)(folder)
             write_small_checker(folder / "safety_checker")
-        more = {"int8": {"quantize": "int8"}, "float32": {"dtype": "float32"}}.get(weights, {"dtype": weights})
+        more: dict[str, Any] = {"int8": {"quantize": "int8"}, "float32": {"dtype": "float32"}}.get(weights, {"dtype": weights})
         mesh = make_mesh(jax.devices()[: int(devices)])
         self.pipes[key] = pipe = canvax.load(folder, mesh=mesh, progress=False, **more)
         self._write_networks(model, pipe)
@@ -178,8 +178,7 @@ class Studio:
                     made = lora(draw, shape).arrays
                     arrays |= {f"{component}.{module}{end}": part for end, part in made.items()}
             write(root / f"{model}-{name}.safetensors", arrays)
-        widths = {"clip_l": small_sdxl.TEXT.first.hidden_size, "clip_g": small_sdxl.TEXT.second.hidden_size}
-        widths = widths if model == "xl" else {"emb_params": 48}
+        widths = {"clip_l": 16, "clip_g": 24} if model == "xl" else {"emb_params": 48}
         save_file(
             {name: 0.1 * array(9, 2, width) for name, width in widths.items()}, root / f"{model}-blob.safetensors"
         )
@@ -263,7 +262,7 @@ class Studio:
             call["image_prompt"] = [ImagePrompt([photo(10 + p) for p in people], strengths)]
         if row["image_prompt"] == "masked":
             images, masks = [photo(20 + p) for p in people], [mask("", p) for p in people]
-            call["image_prompt"] += [ImagePrompt(images, [STRENGTHS[::-1][p] for p in people], masks, adapter=1)]
+            call["image_prompt"].append(ImagePrompt(images, [STRENGTHS[::-1][p] for p in people], masks, adapter=1))
         call["options"] = canvax.Options(**options)
         return call
 

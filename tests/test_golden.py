@@ -24,6 +24,7 @@ from canvax.models.unet import unet_context, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 
+QUIET = canvax.Options(progress=False)
 FOLDER = Path(__file__).parent / "golden"
 PROMPTS = (
     "a dog face", "a red apple", "a lemon", "a cat face", "a house", "a green tree", "a yellow star", "a blue car",
@@ -40,7 +41,7 @@ rounded the other way. In bfloat16 they are 48 to 55 dB apart, as far as bfloat1
 @cache
 def generated(dtype: str, sampler: str) -> np.ndarray:
     """Pixels [8, 64, 64, 3], a picture of each prompt."""
-    return loaded(dtype)(PROMPTS, seed=range(1, 9), sampler=sampler, num_inference_steps=12, progress=False).pixels
+    return loaded(dtype)(PROMPTS, seed=range(1, 9), sampler=sampler, num_inference_steps=12, options=QUIET).pixels
 
 
 @cache
