@@ -134,7 +134,7 @@ class Studio:
         if not folder.exists():
             (write_small_checkpoint if model == "sd" else small_sdxl.build)(folder)
             write_small_checker(folder / "safety_checker")
-        more: dict[str, Any] = {"int8": {"quantize": "int8"}, "float32": {"dtype": "float32"}}.get(weights, {"dtype": weights})
+        more: dict[str, Any] = {"quantize": "int8"} if weights == "int8" else {"dtype": weights}
         mesh = make_mesh(jax.devices()[: int(devices)])
         self.pipes[key] = pipe = canvax.load(folder, mesh=mesh, progress=False, **more)
         self._write_networks(model, pipe)
