@@ -422,7 +422,6 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("image_prompt", ["masked"], "start", ["cropped"], "image_prompt", "padding_mask_crop")
     refuse("start", images, "end", hires, "hires", "image")
     refuse("start", images, "texts", ["hires"], "hires", "image")
-    refuse("start", ["filled"], "end", ["stopped"], "strength", "denoising_end")
     refuse("start", ["resumed"], "end", hires, "hires", "denoising_start")
     refuse("start", ["resumed"], "texts", ["hires"], "hires", "denoising_start")
     refuse("start", ["latents", "resumed"], "noise", ["variation", "seed_size"], "latents", "variation_strength")

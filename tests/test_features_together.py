@@ -134,3 +134,11 @@ def test_what_does_not_go_together(pair: Pair, studio: Studio) -> None:
         pipe(**call)
     for name in REFUSED[pair]:
         assert name in str(caught.value)
+
+
+def test_a_strength_that_begins_after_the_end(studio: Studio) -> None:
+    row = PLAIN | {"start": "filled", "end": "stopped"}
+    with pytest.raises(canvax.InputError) as caught, studio.call(row, [0, 1], "1") as (pipe, call):
+        pipe(**call | {"strength": 0.25})
+    assert "strength" in str(caught.value)
+    assert "denoising_end" in str(caught.value)
