@@ -189,10 +189,9 @@ def test_images_of_other_programs(generate: Run, run: Run) -> None:
     info.add_text("parameters", "a cat\nNegative prompt: x\nSteps: 2, Sampler: DPM++ 2M, Schedule type: Karras, "
                   "CFG scale: 3, Seed: 4, Size: 64x64, Model: v1-5, ENSD: 31337")  # fmt: skip
     Image.new("RGB", (8, 8)).save("a.png", pnginfo=info)
-    code, out, err = generate("--from-image", "a.png", "-q")
+    code, out, err = generate("--from-image", "a.png", "-m", "emoji", "-q")
     got = read_metadata(Path(out.strip()))
     assert (code, got["sampler"], got["seed"]) == (0, "dpmpp_2m_karras", 4)
-    assert "'v1-5'; name your copy" in err
     assert "ENSD" in err
     assert "--sampler 'DPM++ 2M Karras'" in run("info", "a.png")[1]
     assert "Sampler: DPM++ 2M, Schedule type: Karras" in Image.open(out.strip()).text["parameters"]  # type: ignore[attr-defined]
@@ -456,7 +455,7 @@ def test_info_never_steers_the_terminal(run: Run) -> None:
 
 
 def test_info_of_a_grid(run: Run) -> None:
-    save_image("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
+    save_image("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": text, "canvax": "1"} for text in "ab"]})
     assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
 
 
@@ -628,11 +627,78 @@ def test_the_model_of_an_image_reaches_load(run: Run, monkeypatch: pytest.Monkey
     assert {name: keywords[name] for name in recorded} == recorded | {"dtype": "float32"}
 
 
+def a1111(path: str, prompt: str, more: str = ", Model: mine", *, negative: str = "") -> None:
+    """An image whose text is that of A1111."""
+    text = f"{prompt}\n{negative and f'Negative prompt: {negative}'}\n".replace("\n\n", "\n")
+    settings = "Steps: 3, Sampler: Euler a, Schedule type: Karras, CFG scale: 3, Seed: 5, Size: 64x64"
+    info = PngInfo()
+    info.add_text("parameters", f"{text}{settings}{more}, Version: v1.10.1")
+    Image.new("RGB", (64, 64)).save(path, pnginfo=info)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "options"),
+    [
+        ("a (red:1.8) fox, [cat|dog]", "", {"prompt_syntax": "a1111"}),
+        ("-a 'fox' AND a cat:0.5\nBREAK (sky)", ", Clip skip: 2, RNG: CPU, Eta: 0.5", {"clip_skip": 1, "eta": 0.5}),
+        (
+            "a fox",
+            ", Variation seed: 9, Variation seed strength: 0.5, Seed resize from: 32x48",
+            {"variation_seed": 9, "variation_strength": 0.5, "seed_size": (48, 32)},
+        ),
+        (
+            "a fox",
+            ", Denoising strength: 0.6, Hires upscale: 1.5, Hires steps: 2, Hires upscaler: Latent, Hires sampler: "
+            'Euler, Hires prompt: "a (cat:1.3), red"',
+            {"hires": 1.5, "hires_method": "latent", "hires_strength": 0.6, "hires_steps": 2,
+             "hires_sampler": "Euler", "hires_prompt": "a (cat:1.3), red"},
+        ),
+    ],
+    ids=["weights", "clip skip", "variation", "hires"],
+)  # fmt: skip
+def test_info_and_from_image_agree_on_an_image_of_a1111(
+    generate: Run, run: Run, prompt: str, more: str, options: dict[str, Any]
+) -> None:
+    a1111("a.png", prompt, more, negative="(blur:0.5), bad")
+    *_, line = run("info", "a.png")[1].splitlines()
+    program, command, *words = shell_words(line)
+    assert (program, command) == ("canvax", "generate")
+    assert words[words.index("--model") + 1] == "MODEL"
+    words[words.index("MODEL")] = "emoji"
+    code, _, err = generate(*words, "-o", "b.png", "-q")
+    assert code == 0, err
+    code, _, err = generate("--from-image", "a.png", "--model", "emoji", "-o", "c.png", "-q")
+    assert code == 0, err
+    assert (pixels("b.png") == pixels("c.png")).all()
+    described, again = read_metadata(Path("b.png")), read_metadata(Path("c.png"))
+    assert described == again
+    (image,), _ = gather(parse(["generate", "--from-image", "a.png", "--model", "emoji"]))
+    assert {name: getattr(image.options, name) for name in options} == options
+
+
+def test_an_upscaler_that_canvax_lacks_is_named(run: Run) -> None:
+    """The second pass is made by the means that canvax has, and what made the first image larger is still told."""
+    a1111("a.png", "a fox", ", Denoising strength: 0.6, Hires upscale: 2, Hires upscaler: R-ESRGAN 4x+")
+    metadata = read_metadata(Path("a.png"))
+    assert metadata["options"]["hires"] == 2
+    assert metadata["other"]["Hires upscaler"] == "R-ESRGAN 4x+"
+
+
+@pytest.mark.parametrize("model", ["", ", Model: mine"])
+def test_an_image_of_others_needs_its_model_named(generate: Run, model: str) -> None:
+    a1111("a.png", "a fox", model)
+    code, out, err = generate("--from-image", "a.png", "-q")
+    assert (code, out) == (BAD_INPUT, "")
+    assert "--model" in err
+    assert not os.path.exists("out")
+    assert generate("--from-image", "a.png", "--model", "emoji", "-q", "--steps", 1)[0] == 0
+
+
 def test_an_empty_negative_prompt_of_others_is_none(generate: Run) -> None:
     info = PngInfo()
     info.add_text("parameters", "a cat\nNegative prompt:\nSteps: 2, Sampler: Euler, CFG scale: 2, Seed: 1, Size: 64x64")
     Image.new("RGB", (64, 64)).save("a.png", pnginfo=info)
-    (image,), _ = gather(parse(["generate", "--from-image", "a.png"]))
+    (image,), _ = gather(parse(["generate", "--from-image", "a.png", "-m", "emoji"]))
     assert image.negative is None
 
 

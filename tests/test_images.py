@@ -376,7 +376,7 @@ def test_options_overrule_the_name() -> None:
     text = to_infotext({"sampler": "euler", "options": {"sigmas": "exponential"}})
     assert "Sampler: euler, Schedule type: Exponential" in text
     text = to_infotext({"sampler": "ddim", "options": {"spacing": "trailing"}})
-    assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"] == {"sigmas": "sgm_uniform"}
+    assert from_infotext(f"x\n{text.strip()}, Steps: 3")["options"]["sigmas"] == "sgm_uniform"
 
 
 def test_local_folders_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_a1111(tmp_path: Path) -> None:
         "width": 512,
         "height": 768,
         "model": "v1-5",
-        "options": {"clip_skip": 1},
+        "options": {"clip_skip": 1, "prompt_syntax": "a1111"},
         "other": {
             "Model hash": "abc",
             "Hires upscaler": "Latent",

@@ -729,12 +729,13 @@ def test_a1111_errors(site: Site) -> None:
 
 def test_a1111_png_info(site: Site, tmp_path: Path) -> None:
     metadata = {"prompt": "a red apple", "num_inference_steps": 3, "sampler_label": "Euler a", "guidance_scale": 7.0,
-                "seed": 5, "width": 64, "height": 64, "model": "stub"}  # fmt: skip
+                "seed": 5, "width": 64, "height": 64, "model": "stub", "options": {"clip_skip": 1}}  # fmt: skip
     for name in ("a.png", "a.jpg", "a.webp"):
         path = save_image(tmp_path / name, Image.new("RGB", (64, 64)), metadata)
         told = site.post("/sdapi/v1/png-info", {"image": "data:image/png;base64," + b64(path.read_bytes())}).json()
         assert told["info"] == told["items"]["parameters"] == to_infotext(metadata)
         assert (told["parameters"]["Seed"], told["parameters"]["Size-1"]) == ("5", "64")
+        assert told["parameters"]["Clip skip"] == "2"
     assert site.post("/sdapi/v1/png-info", {"image": b64(picture())}).json()["info"] == ""
     assert site.post("/sdapi/v1/png-info", {"image": "http://127.0.0.1/"}).json()["body"] == "image"
     assert site.post("/sdapi/v1/png-info", {"image": b64(b"x")}).status_code == 422

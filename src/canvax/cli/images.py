@@ -38,6 +38,7 @@ from canvax.pipelines.prompt_files import (
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import KINDS, check_prompt_line
+from canvax.weights.source import BUNDLED
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -396,10 +397,12 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     elif "noise" in metadata:
         settings["noise"] = metadata["noise"]
     own = "canvax" in metadata
-    recorded = {name: metadata.get(name) if own else None for name in ("model", *OF_MODEL)}
+    recorded = {"model": recorded_model(metadata)} | {name: metadata.get(name) if own else None for name in OF_MODEL}
     if not own:
-        _warn_of_losses(path, metadata, arguments)
-        settings["prompt_syntax"] = "a1111"
+        _warn_of_losses(path, metadata)
+        if not (arguments.model or recorded["model"]):
+            model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
+            raise InputError(f"{path}: {model}; name your copy of it with --model")
         settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none
     for name, value in recorded.items():
         if value is not None and not isinstance(value, str):
@@ -440,11 +443,13 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
             complain(f"--control {one and one[0][1]}: is not the one of {path}", label="warning: ")
 
 
-def _warn_of_losses(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    if metadata.get("model") and not arguments.model:
-        complain(
-            f"{path}: was generated with {metadata['model']!r}; name your copy of it with --model", label="warning: "
-        )
+def recorded_model(metadata: Mapping[str, Any]) -> Any:
+    """The model of an image as ``--model`` takes it, or None: other programs name a file without its folder."""
+    model = metadata.get("model")
+    return model or None if "canvax" in metadata or model in list(BUNDLED) else None
+
+
+def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:
     if isinstance(other := metadata.get("other"), dict) and other:
         left = ", ".join(f"{name}: {value!s:.80}" if value else str(name) for name, value in other.items())
         complain(f"{path}: settings that cannot be read are left out: {left}", label="warning: ")

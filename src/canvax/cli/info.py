@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
-from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR
+from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
@@ -95,8 +95,9 @@ def image_info(path: Path) -> dict[str, Any]:
 def reproduce(metadata: Mapping[str, Any]) -> str:
     """A ``canvax generate`` command line that generates an image with this metadata again."""
     flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
-    if "canvax" in metadata:  # other programs name a file, which canvax cannot load
-        flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in ("model", *OF_MODEL)}
+    flags["--model"] = recorded_model(metadata) or (None if "canvax" in metadata else "MODEL")
+    if "canvax" in metadata:
+        flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in OF_MODEL}
     flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
     flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
@@ -107,7 +108,6 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags |= image_prompt_flags(metadata)
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
-        flags["--prompt-syntax"] = "a1111" if "other" in metadata else None  # as --from-image reads it
     options = metadata.get("options")
     if isinstance(options, dict):
         flags |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
@@ -160,8 +160,9 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
-    if metadata.get("model") and "canvax" not in metadata:
-        lines.append(f"\nIt was generated with {metadata['model']!r}; name your copy of it with --model.")
+    if "grid" not in metadata and "canvax" not in metadata and recorded_model(metadata) is None:
+        model = f"{metadata['model']!r}" if metadata.get("model") else "a model that the file does not name"
+        lines.append(f"\nIt was generated with {model}: put the file of your copy in place of MODEL.")
     return [*lines, "\nTo generate it again:", *report["commands"]]
 
 

@@ -29,6 +29,9 @@ _CURVES = {
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
 """What names another network in a prompt, and is no words for the text encoder."""
+_SIZE = r"(\d{1,6})x(\d{1,6})"
+_UPSCALERS = ("", "latent", "lanczos")
+"""What A1111 calls the ways in which canvax makes the image of a first pass larger."""
 _FEWEST = 3
 """Settings that a last line must have to be taken for settings, not for the end of a prompt."""
 
@@ -102,18 +105,24 @@ def _quote(value: Any) -> str:
 
 def from_infotext(text: str) -> dict[str, Any]:
     """The keys of ``canvax.Result.metadata`` found in a text; what canvax has no key for is ``other``, as text."""
+    prompt, negative, settings = parts_of(text)
+    prompts = {"prompt": prompt, "negative_prompt": negative}
+    read = _read_settings(settings)
+    for name, words in prompts.items():
+        read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
+        prompts[name] = without_networks(words)
+    return {**prompts, **read}
+
+
+def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
+    """Prompt, negative prompt and settings of a text, as they are written there."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:
         head, settings = [*head, last], {}
     at = next((i for i, line in enumerate(head) if line.startswith(_NEGATIVE)), len(head))
     negative = "\n".join(head[at:]).removeprefix(_NEGATIVE).strip()
-    prompts = {"prompt": "\n".join(head[:at]).strip(), "negative_prompt": negative}
-    read = _read_settings(settings)
-    for name, words in prompts.items():
-        read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
-        prompts[name] = without_networks(words)
-    return {**prompts, **read}
+    return "\n".join(head[:at]).strip(), negative, settings
 
 
 def without_networks(prompt: str) -> str:
@@ -160,8 +169,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         ("Model", "model", str),
     ):
         _take(settings, name, kind, metadata, key)
-    size = re.fullmatch(r"(\d{1,6})x(\d{1,6})", settings.get("Size", ""))
-    if size:
+    if size := re.fullmatch(_SIZE, settings.get("Size", "")):
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]
     schedule = settings.get("Schedule type", "").lower()
@@ -179,7 +187,34 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     if settings.get("RNG", "").lower() == "cpu":
         options["noise"] = metadata["noise"] = "torch"
         del settings["RNG"]
+    _read_variation(settings, options)
+    _read_second_pass(settings, options)
+    if not settings.get("Version", "").startswith("canvax"):
+        options["prompt_syntax"] = "a1111"  # which all programs that write this text read weights by
     return metadata | {"options": options, "other": settings}
+
+
+def _read_variation(settings: dict[str, str], options: dict[str, Any]) -> None:
+    if {"Variation seed", "Variation seed strength"} <= settings.keys():
+        _take(settings, "Variation seed", int, options, "variation_seed")
+        _take(settings, "Variation seed strength", float, options, "variation_strength")
+    if size := re.fullmatch(_SIZE, settings.get("Seed resize from", "")):
+        options["seed_size"] = [int(size[2]), int(size[1])]
+        del settings["Seed resize from"]
+
+
+def _read_second_pass(settings: dict[str, str], options: dict[str, Any]) -> None:
+    _take(settings, "Hires upscale", float, options, "hires")
+    if not options.get("hires", 0) > 1:
+        return
+    _take(settings, "Denoising strength", float, options, "hires_strength")
+    _take(settings, "Hires steps", int, options, "hires_steps")
+    _take(settings, "Hires sampler", str, options, "hires_sampler")
+    _take(settings, "Hires prompt", str, options, "hires_prompt")
+    method = settings.get("Hires upscaler", "").lower()
+    options["hires_method"] = "latent" if method.startswith("latent") else "pixel"
+    if method in _UPSCALERS:
+        settings.pop("Hires upscaler", None)
 
 
 def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:

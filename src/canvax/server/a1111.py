@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 from canvax.checked import shown
 from canvax.errors import InputError
 from canvax.images.formats import INFOTEXT, exif_texts
-from canvax.images.infotext import from_infotext
+from canvax.images.infotext import parts_of
 from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, parameters_of
@@ -381,9 +381,7 @@ def _read_info(text: str) -> dict[str, Any]:
 
 def _named(info: str) -> dict[str, str]:
     """The settings of a text under their names in it."""
-    read = from_infotext(info)
-    names = {
-        "prompt": "Prompt", "negative_prompt": "Negative prompt", "num_inference_steps": "Steps", "sampler": "Sampler",
-        "guidance_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2", "model": "Model",
-    }  # fmt: skip
-    return {new: str(read[old]) for old, new in names.items() if old in read} | dict(read["other"])
+    prompt, negative, settings = parts_of(info)
+    width, _, height = settings.pop("Size", "").partition("x")
+    size = {"Size-1": width, "Size-2": height} if height else {}
+    return {"Prompt": prompt, "Negative prompt": negative, **settings, **size}
