@@ -22,6 +22,7 @@ from small_sdxl import build
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
+from canvax.pipelines.loaded_adapter import file_of
 
 STEPS = {"num_inference_steps": 2, "seed": 1, "progress": False}
 
@@ -263,6 +264,25 @@ def test_room_for_words_ends(sd: canvax.StableDiffusion, tmp_path: Path) -> None
         sd.adapters.load_embedding(file, "<Three>")
     with pytest.warns(HintWarning, match="is a common word"):
         sd.adapters.load_embedding(write(tmp_path / "v.safetensors", {"emb_params": Draw()(1, 48)}), "cat")
+
+
+@pytest.mark.parametrize("deep", ["deep", "zdeep"])
+def test_two_files_of_one_name(deep: str, loras: Path, tmp_path: Path) -> None:
+    """Neither is taken by the order of names: a prompt says which is meant."""
+    (tmp_path / deep).mkdir()
+    for name in ("ink", f"{deep}/ink", f"{deep}/sand"):
+        write(tmp_path / f"{name}.safetensors", {"x": np.zeros(1, np.float32)}, {"ss_output_name": "both"})
+    with pytest.raises(InputError) as fault:
+        file_of(tmp_path, "ink")
+    assert "./ink" in str(fault.value)
+    assert f"{deep}/ink" in str(fault.value)
+    assert file_of(tmp_path, f"{deep}/ink") == tmp_path / deep / "ink.safetensors"
+    assert file_of(tmp_path, "./ink") == tmp_path / "ink.safetensors"
+    assert file_of(tmp_path, "sand") == file_of(tmp_path, f"{deep}/sand") == tmp_path / deep / "sand.safetensors"
+    with pytest.raises(InputError):
+        file_of(tmp_path, "both")
+    with pytest.raises(InputError):
+        file_of(tmp_path / deep, "../ink")
 
 
 @pytest.mark.slow

@@ -217,6 +217,28 @@ class Waits:
     over: bool = False
 
 
+def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name, source in (("ink", "ink"), ("deep/ink", "clay"), ("deep/wool", "wool")):
+        (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{source}.safetensors").read_bytes())
+    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES))
+    assert {card.name for card in shelf.cards()} == {"./ink", "deep/ink", "wool"}
+    with pytest.raises(Refused) as fault:
+        shelf.read("ink")
+    assert (fault.value.status, fault.value.param) == (400, "adapters")
+    assert "./ink" in fault.value.message
+    assert "deep/ink" in fault.value.message
+    upper, deeper = shelf.read("./ink"), shelf.read("deep/ink")
+    assert upper.sha256 != deeper.sha256
+    assert shelf.read("deep/wool") is shelf.read("wool")
+    _, wanted = shelf.wanted("a <lora:./ink:0.5><lora:deep/ink:0.8> fox", {})
+    told = shelf.shares(wanted, {}).records[0]
+    assert {name: entry["sha256"] for name, entry in told.items()} == {
+        "./ink": upper.sha256,
+        "deep/ink": deeper.sha256,
+    }
+
+
 def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.StableDiffusion) -> None:
     """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
     shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
@@ -258,10 +280,15 @@ def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     with pytest.raises(Refused, match="offers none; it was started without --lora-dir"):
         check(Ask("a red apple", adapters={"ink": 1.0}), "emoji", model)
     assert check(Ask("a <lora:ink> apple"), "emoji", model).request.prompts == ["a <lora:ink> apple"]
+    twice = [str(tmp_path / name / "ink.safetensors") for name in "ab"]
+    for file in map(Path, twice):
+        file.parent.mkdir()
+        write(file, {"x": np.zeros(1, np.float32)})
     for flags, said in (
         (["--lora-dir", str(tmp_path / "none")], "is not a folder"),
         (["--lora", str(tmp_path / "none.safetensors")], "is not a safetensors file"),
         (["--lora-dir", str(tmp_path), "--lora-places", "0"], "places=0"),
+        (["--lora", *twice], "ink"),
     ):
         assert main(["serve", *flags, "--port", "0"]) == 2
         assert said in capsys.readouterr().err

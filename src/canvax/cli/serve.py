@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import webbrowser
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,8 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
         if not (file.is_file() and file.suffix == ".safetensors"):
             raise InputError(f"--lora {file} is not a safetensors file")
         open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
+    if twice := [name for name, count in Counter(file.stem for file in dict.fromkeys(files)).items() if count > 1]:
+        raise InputError(f"--lora: two files are called {twice[0]}; rename one, or give their folder as --lora-dir")
     places = COUNT if arguments.lora_places is None else check_count("--lora-places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)

@@ -24,7 +24,7 @@ from canvax.params import Params
 from canvax.pipelines.adapter_shares import per_image, plain_weight, share_rows
 from canvax.pipelines.adapter_weights import Weights
 from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
-from canvax.pipelines.loaded_adapter import alias_of, sha256_of
+from canvax.pipelines.loaded_adapter import AdapterFiles, several, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Refused, invalid
 from canvax.server.words import Word, Words
@@ -104,12 +104,10 @@ class Shelf:
 
     def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
         self._model, self._settings = model, settings
-        self._files: dict[str, Path] = {}
-        self._aliases: dict[str, str] = {}
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self.refresh()
-        ranks, layers = _looked_at(model, self._files.values())
+        ranks, layers = _looked_at(model, self._files.paths.values())
         rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
         self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
         self._words = Words(model)
@@ -124,39 +122,40 @@ class Shelf:
 
     def refresh(self) -> None:
         """Look into the folder again."""
-        folder = self._settings.folder
-        found = sorted(folder.rglob("*.safetensors")) if folder else []
-        self._files = {path.stem: path for path in (*found, *self._settings.files)}
-        self._aliases = {alias: name for name, path in self._files.items() if (alias := alias_of(path))}
+        self._files = AdapterFiles(self._settings.folder, self._settings.files)
 
     def summary(self) -> str:
         """For people: what there is, and what it costs."""
         places, size = self.bank.places, self.bank.bytes / (1 << 20)
         return (
-            f"{len(self._files)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
+            f"{len(self._files.paths)} adapters may be named; {places.count} places of rank {places.rank}, layers: "
             f"{places.layers}, beside the weights take up to {size:.0f} MB"
         )
 
     def cards(self) -> list[AdapterCard]:
         """What is told of the files."""
-        aliases = {name: alias for alias, name in self._aliases.items()}
-        return [AdapterCard(name, aliases.get(name, name), path.name) for name, path in self._files.items()]
+        files = self._files
+        return [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
 
     def read(self, name: str) -> Entry:
         """An adapter by its name, or the one that its trainer gave it. No path is made of a name.
 
         Raises:
-            Refused: there is none, or it cannot be beside the weights of this model.
+            Refused: there is none, there are several, or it cannot be beside the weights of this model.
         """
-        path = self._files.get(self._aliases.get(name, name) if name not in self._files else name)
-        if path is None:
-            there = nearest(name[:100], list(self._files)) if self._files else "this server has none"
+        files = self._files
+        names = files.matches(name)
+        if not names:
+            there = nearest(name[:100], list(files.paths)) if files.paths else "this server has none"
             raise Refused(404, "adapter_not_found", f"adapters: {name!r:.100} is not there; {there}", param="adapters")
+        if len(names) > 1:
+            raise invalid("adapters", f"adapters: {several(name, names)}")
+        name, path = names[0], files.paths[names[0]]
         with self._reading:
             try:
                 changed = path.stat().st_mtime
                 before = self._entries.pop(path, None)
-                entry = before[1] if before and before[0] == changed else self._read(path)
+                entry = before[1] if before and before[0] == changed else self._read(name, path)
             except (CanvaxError, OSError) as fault:
                 told = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
                 told = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", told)
@@ -166,7 +165,7 @@ class Shelf:
                 self._entries.popitem(last=False)
             return entry
 
-    def _read(self, path: Path) -> Entry:
+    def _read(self, name: str, path: Path) -> Entry:
         """From its file.
 
         Raises:
@@ -175,8 +174,8 @@ class Shelf:
         (found, *_), config = AdapterSource(path).find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(found, specs, config)
-        packed = self.bank.pack(path.stem, adapter)
-        return Entry(path.stem, path.name, sha256_of(found), packed, self._placed(adapter.embeddings))
+        packed = self.bank.pack(name, adapter)
+        return Entry(name, path.name, sha256_of(found), packed, self._placed(adapter.embeddings))
 
     def _placed(self, embeddings: Sequence[Embedding]) -> tuple[Word, ...]:
         """Words with rows of their own, for which files that nobody wants now are forgotten."""
