@@ -15,8 +15,9 @@ import pytest
 
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
-from canvax.cli.serve import byte_count
+from canvax.cli.serve import byte_count, run
 from canvax.errors import InputError
+from canvax.images.metadata import read_metadata
 from tests.serve_process import serving
 from tests.serving import until
 
@@ -105,6 +106,66 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(other.getsockname()[1])
         told = refused(capsys, "--port", port)
     assert f"--port {port}: Address already in use; choose another port" in told
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, Any]:
+    """The port and the settings of the engine with which a command would start."""
+    seen: list[Any] = []
+
+    class Started(Exception):
+        pass
+
+    def start(engine: Any) -> None:
+        seen.append(engine)
+        raise Started
+
+    real = socket.socket.bind
+    monkeypatch.setattr("canvax.server.engine.ImageEngine.start", start)
+    ports: list[int] = []
+
+    def bind(listener: socket.socket, address: Any) -> None:
+        real(listener, address)
+        ports.append(listener.getsockname()[1])
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(Started):
+        run(parse(list(arguments)), {})
+    return ports[-1], seen[0]._settings
+
+
+def test_the_page_has_one_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A browser keeps the history of images by address and port."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        free = other.getsockname()[1]
+    monkeypatch.setattr("canvax.cli.serve.PORT", free)
+    assert started_with(monkeypatch, "ui")[0] == free
+    assert started_with(monkeypatch, "ui", "--port", "0")[0] != free
+    with socket.create_server(("127.0.0.1", free)):
+        capsys.readouterr()
+        assert started_with(monkeypatch, "ui")[0] != free
+        assert str(free) in capsys.readouterr().err
+        for arguments in (["ui", "--port", str(free)], ["serve"]):
+            assert main(arguments) == BAD_INPUT
+
+
+def test_where_images_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, folder in (
+        (["ui"], "out"),
+        (["ui", "--output", "mine"], "mine"),
+        (["ui", "--no-output"], None),
+        (["serve"], None),
+        (["serve", "-o", "mine"], "mine"),
+    ):
+        _, settings = started_with(monkeypatch, *arguments, "--port", "0")
+        assert settings.output == (folder and Path(folder))
+        assert (str(tmp_path / (folder or "out")) in capsys.readouterr().err) == bool(folder)
+    (tmp_path / "file").touch()
+    for arguments in (["-o", "file"], ["-o", "a.png"], ["-o", "mine", "--no-output"]):
+        assert main(["ui", "--port", "0", *arguments]) == BAD_INPUT
+        assert "output" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_extra_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,5 +321,10 @@ def test_ui_opens_the_page(tmp_path: Path) -> None:
         until(lambda: (tmp_path / "opened").exists(), 30)
         assert (tmp_path / "opened").read_text().strip() == served.base
         assert "<html" in http.get("/").text
+        body = {"prompt": "a red apple", "steps": 2, "seed": 5, "format": "webp"}
+        job = http.post("/api/jobs", json=body).json()
+        until(lambda: http.get(f"/api/jobs/{job['id']}").json()["status"] == "done", 60)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000-5.png"]
+        assert read_metadata(tmp_path / "out" / "00000-5.png")["prompt"] == "a red apple"
         served.send(signal.SIGTERM)
         assert served.ended() == 0

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import check_ip_adapters, source_keywords, with_networks
+from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
 from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
-from canvax.files import named_path
+from canvax.files import check_writable, named_path
+from canvax.images.formats import names_file
+from canvax.images.metadata import unique_path
 
 if TYPE_CHECKING:
     from canvax.server.engine import EngineSettings, ImageEngine
@@ -66,7 +68,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
     check_ip_adapters(arguments)
-    settings = _engine_settings(arguments)
+    output = _output(arguments)
+    settings = _engine_settings(arguments, output)
     web = Settings(
         keys=keys,
         host=arguments.host,
@@ -77,8 +80,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         rate=arguments.rate,
         page=not arguments.no_page,
     )
-    port = 0 if opens_page and arguments.port is None else arguments.port
-    with listen(arguments.host, port) as listener:
+    with listen(arguments.host, arguments.port, spare=opens_page) as listener:
         _log_to_stderr(quiet=arguments.quiet)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         journal = Journal(named_path("--journal", arguments.journal)) if arguments.journal else None
@@ -91,7 +93,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if opens_page and arguments.port is None and port != PORT:
+            say(f"port {PORT} is taken, perhaps by another canvax ui; the images kept in its page are not on this one")
         say(f"starting on {url}")
+        if output is not None:
+            say(f"images are saved in {output.absolute()}")
         engine.start()
         if opens_page:
             threading.Thread(target=_open_page, args=(engine, url, say), daemon=True).start()
@@ -155,7 +161,26 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     return model_names(models)
 
 
-def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
+def _output(arguments: argparse.Namespace) -> Path | None:
+    """The folder in which finished images are saved, or None. Creates nothing.
+
+    Raises:
+        InputError: the images cannot be written there.
+    """
+    if arguments.no_output and arguments.output is not None:
+        raise InputError("--output and --no-output; leave one of them out")
+    name = OUTPUT if arguments.output is None and arguments.command == "ui" else arguments.output
+    if name is None or arguments.no_output:
+        return None
+    folder = named_path("--output", name)
+    if names_file(folder, "--output"):
+        raise InputError(f"--output {folder}: is one file; name a folder")
+    check_writable(f"--output {str(folder)[:80]}", folder)
+    unique_path(folder, 0)  # which looks into the folder, as saving will
+    return folder
+
+
+def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
     from canvax.server.served import Warm
@@ -179,6 +204,7 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
         adapters=_adapter_settings(arguments),
+        output=output,
     )
 
 
@@ -212,8 +238,12 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)
 
 
-def listen(host: str, port: int | None) -> socket.socket:
-    """A socket that is bound, so that a port in use is known before a model is loaded."""
+def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket:
+    """A socket that is bound, so that a port in use is known before a model is loaded.
+
+    Without a port it has ``PORT``, or with ``spare`` a free one if that is taken.
+    """
+    spare = spare and port is None
     port = PORT if port is None else port
     if not 0 <= port < 1 << 16:  # which some C libraries take for another port
         raise InputError(f"--port {port} is not in 0..65535; choose another port, such as --port 0")
@@ -223,7 +253,12 @@ def listen(host: str, port: int | None) -> socket.socket:
         # By its name, or asyncio leaves Nagle's algorithm on, and each answer waits 40 ms for an acknowledgement.
         listener = socket.socket(found[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
+        try:
+            listener.bind(found[4])
+        except OSError as error:
+            if not spare or error.errno != errno.EADDRINUSE:
+                raise
+            listener.bind((found[4][0], 0, *found[4][2:]))
     except (OSError, UnicodeError) as error:
         if listener:
             listener.close()

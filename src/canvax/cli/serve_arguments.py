@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import add_controlnet, add_dtype, add_ip_adapter, add_source
+from canvax.cli.generate_arguments import OUTPUT, add_controlnet, add_dtype, add_ip_adapter, add_source
 
 SERVE_EXAMPLES = """
 examples:
@@ -57,6 +57,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--lora-places", type=int, metavar="N",
         help="LoRAs in use at a time; each costs memory and work in every step (4)",
     )  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", metavar="FOLDER", help=f"save finished images there as well (ui: {OUTPUT}; serve: nowhere)"
+    )
+    parser.add_argument("--no-output", action="store_true", help="save no images")
     parser.add_argument("-q", "--quiet", action="store_true", help="no words on stderr but errors")
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -73,6 +74,7 @@ class EngineSettings:
             "none", one image after the other.
         log_prompts: whether the log holds prompts.
         adapters: that requests may name; None for none.
+        output: the folder in which finished images are saved; None for none.
     """
 
     warm: tuple[Warm, ...] = (Warm(),)
@@ -85,6 +87,7 @@ class EngineSettings:
     batching: Batching = "steps"
     log_prompts: bool = False
     adapters: AdapterSettings | None = None
+    output: Path | None = None
 
 
 class ImageEngine:
@@ -138,7 +141,7 @@ class ImageEngine:
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
         self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
-        self._writer = Writer(self._book, metrics)
+        self._writer = Writer(self._book, metrics, settings.output)
 
     def start(self) -> None:
         """Begin to load; ``state`` says when it is ready."""

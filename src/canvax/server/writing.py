@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+from canvax.errors import CanvaxError
+from canvax.images.convert import to_pil
+from canvax.images.metadata import save_numbered
 from canvax.server.book import Book, reason
 from canvax.server.files import image_file, preview_file
 from canvax.server.jobs import Previewed, Status
@@ -23,10 +29,11 @@ class Writer:
     Args:
         book: told of images that are done, and of those that cannot be.
         metrics: likewise.
+        output: the folder in which finished images are saved as well; None for none.
     """
 
-    def __init__(self, book: Book, metrics: Metrics) -> None:
-        self._book, self._metrics = book, metrics
+    def __init__(self, book: Book, metrics: Metrics, output: Path | None = None) -> None:
+        self._book, self._metrics, self._output = book, metrics, output
         self._threads = ThreadPoolExecutor(2, "canvax files")
 
     def close(self) -> None:
@@ -80,6 +87,8 @@ class Writer:
             self._book.fail(job, *reason(error))
             return
         self._metrics.written(time.perf_counter() - began)
+        if self._output is not None and not (shown.status.over or job.status.over):
+            self._save(self._output, pixels, metadata)
         with self._book.lock:
             if shown.status.over or job.status.over:
                 return
@@ -88,3 +97,11 @@ class Writer:
             shown.step = shown.steps
             self._metrics.image(item.group.size, shown.width * shown.height)
         self._book.finished(job, shown.index)
+
+    def _save(self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any]) -> None:
+        """Save an image [H, W, 3] in a folder; a full disk is no fault of who asked for the image."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_numbered(folder, to_pil(pixels[None])[0], metadata, metadata["seed"])
+        except (CanvaxError, OSError) as error:
+            log.error("an image is not saved: %s", error)
