@@ -127,6 +127,8 @@ class Stub:
         bodies: of the jobs asked for.
         controls: the networks that read control images.
         ip_adapters: names of those that read image prompts.
+        hints: what is said of each job that is accepted.
+        starting: what is said until the models are there, once each.
     """
 
     def __init__(self, engine: PaintedEngine, *, key: str | None = None) -> None:
@@ -134,6 +136,8 @@ class Stub:
         self.bodies: list[dict[str, Any]] = []
         self.controls: tuple[ControlCard, ...] = ()
         self.ip_adapters: tuple[str, ...] = ()
+        self.hints: list[str] = []
+        self.starting: list[str] = []
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -167,6 +171,8 @@ class Stub:
 
     async def models(self, request: Request) -> Response:
         self.check(request)
+        if self.starting:
+            raise Refused(503, "starting", self.starting.pop(0), retry_after=1)
         cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters) for card in self.engine.models()]
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
@@ -193,7 +199,7 @@ class Stub:
             body["seed"] = random.randrange(2**32)
         once = request.headers.get("idempotency-key")
         ask = replace(Ask("", once=once), **(body | {"previews": 100 if body.get("previews") else 0}))
-        return JSONResponse(told(self.engine.submit(ask)), status_code=202)
+        return JSONResponse(told(self.engine.submit(ask)) | {"hints": self.hints}, status_code=202)
 
     async def job(self, request: Request) -> Response:
         job = self.found(request)

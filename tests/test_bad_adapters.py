@@ -18,8 +18,10 @@ from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
-from canvax.errors import CanvaxError, HintWarning
+from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.params import flatten
+from canvax.pipelines.adapter_weights import parse_weight
+from canvax.weights.lora import Adapter
 
 pytestmark = pytest.mark.bad
 
@@ -240,6 +242,12 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
     (model / "model_index.json").write_text("{}")
     load: Any = sd.adapters.load
     set_: Any = sd.adapters.set
+    both = {"text_encoder": 0.5, "unet": 0.8}
+    unet = Adapter(Path("a"), {("unet", "a", "weight"): ()})  # pyright: ignore[reportArgumentType]
+    with pytest.warns(HintWarning, match="'text_encoder'"):
+        assert parse_weight(both, unet) == {"unet": 0.8}
+    with pytest.raises(InputError):
+        parse_weight({"text_encoder": 0.5}, unet)
     for words, do in (
         ("is not a finite number", lambda: load("a", file, weight=float("nan"))),
         ("is not a finite number", lambda: load("a", file, weight="much")),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors.numpy import save_file
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
@@ -454,6 +455,97 @@ def test_info_never_steers_the_terminal(run: Run) -> None:
     assert "\u202e" not in out
 
 
+def test_info_of_a_folder(run: Run, tmp_path: Path) -> None:
+    """Each file has a line; nothing is said of a file that is not so, and no pickle is opened."""
+
+    def write(name: str, *names: str, width: int = 768, metadata: dict[str, str] | None = None) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file({one: np.zeros((2, width), np.float16) for one in names}, tmp_path / name, metadata=metadata)
+
+    to_k = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+    write("m/xl.safetensors", "model.diffusion_model.a", "first_stage_model.a", "conditioner.embedders.0.transformer.a",
+          "conditioner.embedders.1.model.a")  # fmt: skip
+    write("m/two.safetensors", "model.diffusion_model.a", "first_stage_model.a", "cond_stage_model.model.a")
+    write("m/pruned.safetensors", to_k)
+    write("m/flux.safetensors", "double_blocks.0.a")
+    write("m/vae.safetensors", "decoder.conv_in.weight", "encoder.conv_in.weight")
+    lora = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k.lora_down.weight"
+    write("m/sub/ink.safetensors", lora, width=2048)
+    control = ("control_model.input_hint_block.0.weight", f"control_model.{to_k[22:]}")
+    write("m/sub/control.safetensors", *control, width=1024)
+    write("m/sub/wool.safetensors", "emb_params")
+    write("m/sub/odd.safetensors", "x.y")
+    (tmp_path / "m/old.ckpt").write_bytes(b"\x80\x02.")
+    (tmp_path / "m/cut.safetensors").write_bytes(b"\x08")
+    (tmp_path / "m/readme.txt").touch()
+    (tmp_path / "m/edges").mkdir()
+    (tmp_path / "m/edges/config.json").write_text('{"_class_name": "ControlNetModel", "cross_attention_dim": 768}')
+    shutil.copytree(BUNDLED["emoji"], tmp_path / "m" / "toy")
+    code, out, err = run("info", "m", "--json")
+    assert (code, err) == (0, "")
+    found = {row["file"]: (row["kind"], row["family"]) for row in json.loads(out)["files"]}
+    assert found == {
+        "m/cut.safetensors": ("damaged", None),
+        "m/flux.safetensors": ("weights that canvax does not run", "FLUX"),
+        "m/old.ckpt": ("a pickle, which is not opened", None),
+        "m/pruned.safetensors": ("a model without autoencoder and text encoder", "Stable Diffusion 1.x"),
+        "m/two.safetensors": ("a model", "Stable Diffusion 2.x"),
+        "m/vae.safetensors": ("an autoencoder", None),
+        "m/xl.safetensors": ("a model", "Stable Diffusion XL"),
+        "m/edges": ("a ControlNet", "Stable Diffusion 1.x"),
+        "m/sub/control.safetensors": ("a ControlNet", "Stable Diffusion 2.x"),
+        "m/sub/ink.safetensors": ("a LoRA", "Stable Diffusion XL"),
+        "m/sub/odd.safetensors": ("not recognised", None),
+        "m/sub/wool.safetensors": ("a textual inversion", "Stable Diffusion 1.x"),
+        "m/toy": ("a model", None),
+    }
+    code, out, _ = run("info", "m")
+    assert code == 0
+    assert len([line for line in out.splitlines() if line]) == len(found) + 2
+    assert run("info", "m", "--memory")[0] == BAD_INPUT
+    assert run("info", "m", "--prompts")[0] == BAD_INPUT
+    (tmp_path / "empty").mkdir()
+    assert run("info", "empty")[0] == BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "flag"),
+    [
+        (("decoder.conv_in.weight", "encoder.conv_in.weight"), "an autoencoder", "--vae"),
+        (("control_model.input_hint_block.0.weight",), "a ControlNet", "--controlnet"),
+        (("adapter.body.0.in_conv.weight",), "a T2I-Adapter", "--controlnet"),
+        (("image_proj.proj.weight", "ip_adapter.1.to_k_ip.weight"), "an IP-Adapter", "--ip-adapter"),
+    ],
+)
+def test_info_of_a_part(run: Run, tmp_path: Path, names: tuple[str, ...], kind: str, flag: str) -> None:
+    save_file({name: np.zeros((2, 768), np.float32) for name in names}, tmp_path / "a.safetensors")
+    code, out, err = run("info", "a.safetensors", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["kind"], report["flag"]) == (kind, flag)
+    assert report["bytes"] == len(names) * 2 * 768 * 4
+    assert flag in run("info", "a.safetensors")[1]
+    assert run("info", "a.safetensors", "--prompts")[0] == BAD_INPUT
+
+
+def test_a_pickle_is_refused_with_its_name(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "wool.pt").write_bytes(b"\x80\x02.")
+    code, _, err = run("info", "wool.pt")
+    assert code != 0
+    assert "canvax convert wool.pt wool.safetensors" in err
+
+
+def test_a_folder_of_files_is_no_model(run: Run, tmp_path: Path) -> None:
+    """It is not said to hold only the pickle that lies beside usable files, nor are local files to be fetched."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old.ckpt").write_bytes(b"\x80\x02.")
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "m" / "new.safetensors")
+    code, _, err = run("generate", "a cat", "-m", "./m")
+    assert code != 0
+    assert "m/new.safetensors" in err
+    assert "old.ckpt" not in err
+
+
 def test_info_of_a_grid(run: Run) -> None:
     save_image("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": text, "canvax": "1"} for text in "ab"]})
     assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
@@ -745,5 +837,7 @@ def test_a_sampler_that_is_no_text(generate: Run) -> None:
 
 def test_a_folder_of_loras_that_no_prompt_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for prompt, told in (("a lemon", True), ("a lemon <lora:x>", False)):
+        main(["generate", prompt, "-m", "nope", "--lora-dir", str(tmp_path / "nowhere")])
+        assert "--lora-dir without <lora:name:0.8>" not in capsys.readouterr().err  # one mistake has one message
         main(["generate", prompt, "-m", "nope", "--lora-dir", str(tmp_path)])
         assert ("--lora-dir without <lora:name:0.8>" in capsys.readouterr().err) == told

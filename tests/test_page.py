@@ -61,7 +61,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 150_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 160_000
 
 
 def test_nothing_is_inline() -> None:
@@ -283,6 +283,182 @@ def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a pear")
     assert decoded(site.stub.bodies[2]["mask"]).convert("L").tobytes() == mask.tobytes()
     assert site.stub.bodies[2]["seed"] == site.stub.engine.asks[1].seed
+
+
+@thorough
+@pytest.mark.parametrize("how", ["Cancel", "Escape", "X"])
+def test_a_cancelled_mask_leaves_the_form_alone(site: Site, how: str) -> None:
+    """No input image stays behind that the next job would begin from, and one that was there comes back."""
+    site.draw("a red apple")
+    site.draw("a blue pear")
+    site.page.fill("#prompt", "a pizza")
+
+    def cancel() -> None:
+        site.page.wait_for_selector("#mask[open]")
+        if how == "Escape":
+            site.page.keyboard.press("Escape")
+        else:
+            site.page.click("#mask >> text=Cancel" if how == "Cancel" else "#mask .dialog-head [data-close]")
+        site.page.wait_for_selector("#mask", state="hidden")
+
+    def paint(index: int) -> None:
+        site.page.locator(".tile .open").nth(index).focus()
+        site.page.keyboard.press("p")
+
+    paint(1)
+    cancel()
+    site.page.wait_for_selector("#input", state="hidden")
+    assert site.page.input_value("#prompt") == "a pizza"
+    site.draw("a pizza")
+    assert "image" not in site.stub.bodies[-1]
+    site.page.locator(".tile .open").nth(2).focus()
+    site.page.keyboard.press("u")
+    site.page.wait_for_selector("#input", state="visible")
+    site.page.fill("#strength", "0.45")
+    site.draw("a plum")
+    before = site.stub.bodies[-1]
+    paint(0)
+    cancel()
+    site.draw("a plum")
+    assert {name: site.stub.bodies[-1][name] for name in ("image", "strength")} == {
+        name: before[name] for name in ("image", "strength")
+    }
+    assert "mask" not in site.stub.bodies[-1]
+
+
+@thorough
+def test_a_mask_begins_at_full_strength(site: Site) -> None:
+    site.draw("a red apple")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("p")
+    site.page.wait_for_selector("#mask[open]")
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+    assert site.page.input_value("#strength") == "1"
+    site.page.fill("#strength", "0.8")
+    site.page.click("text=Change the mask")
+    site.page.wait_for_selector("#mask[open]")
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("#mask", state="hidden")
+    site.draw("a red apple")
+    assert site.stub.bodies[-1]["strength"] == 0.8  # which was chosen for this mask
+    site.page.fill("#strength", "1")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("u")
+    site.page.wait_for_selector("text=Paint a mask")
+    assert site.page.input_value("#strength") == "0.6"  # without a mask 1 would keep nothing of the image
+
+
+@thorough
+def test_the_last_seed_is_offered_and_not_entered(site: Site) -> None:
+    site.draw("a red apple")
+    assert site.page.input_value("#seed") == ""
+    assert site.page.get_attribute("#seed-lock", "aria-pressed") == "false"
+    site.page.click("#seed-lock")
+    first = site.page.input_value("#seed")
+    assert first in (site.page.locator(".tile .open").first.get_attribute("aria-label") or "")
+    site.draw("a red apple")
+    assert str(site.stub.bodies[-1]["seed"]) == first
+
+
+@thorough
+def test_what_the_viewer_says(site: Site) -> None:
+    """A sampler has one name, however it got into the form; what is upscaled says how strongly."""
+    site.draw("a red apple")
+    site.page.select_option("#sampler", "dpmpp_2m")
+    site.draw("a red apple")
+    said = []
+    for _ in range(2):
+        site.page.locator(".tile .open").nth(len(said)).focus()
+        site.page.keyboard.press("Enter")
+        said.append(site.page.inner_text("#viewer-settings"))
+        site.page.keyboard.press("Escape")
+    assert "DPM++ 2M" in said[0]
+    assert "Euler a" in said[1]
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("e")
+    site.page.wait_for_selector(".tile.busy", state="attached")
+    site.idle()
+    assert site.stub.bodies[-1]["strength"] == 0.3
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("Enter")
+    said.append(site.page.inner_text("#viewer-settings"))
+    assert re.search(r"strength\s+0\.3", said[2], re.IGNORECASE)
+
+
+@thorough
+def test_two_selected_are_compared_unless_one_is_a_sheet(site: Site) -> None:
+    for prompt in ("a red apple", "a blue pear", "a plum"):
+        site.draw(prompt)
+    for index in (0, 2):
+        site.page.locator(".tile .open").nth(index).focus()
+        site.page.keyboard.press("x")
+    site.page.keyboard.press("c")
+    site.page.wait_for_selector("#compare[open]")
+    assert {site.page.inner_text("#compare-left"), site.page.inner_text("#compare-right")} == {"a red apple", "a plum"}
+    site.page.keyboard.press("Escape")
+    site.page.click("#open-sheet")
+    site.page.fill("#sheet-x-values", "2, 3")
+    site.page.click("#sheet-draw")
+    site.idle()
+    site.page.click("#selection-clear")
+    for index in (0, 1):
+        site.page.locator(".tile .open").nth(index).focus()
+        site.page.keyboard.press("x")
+    for act in (lambda: site.page.keyboard.press("c"), lambda: site.page.click("#selection-compare")):
+        act()
+        site.page.wait_for_selector(".toast >> text=sheet")
+        site.page.click(".toast [aria-label=Dismiss]")
+    assert not site.count("#compare[open]")
+
+
+@thorough
+def test_images_that_have_not_begun_wait(site: Site) -> None:
+    site.stub.engine.turn.acquire()
+    try:
+        site.draw("a red apple", wait=False)
+        site.page.wait_for_selector(".tile.busy >> text=Queued")
+    finally:
+        site.stub.engine.turn.release()
+    site.idle()
+    assert "Begins" not in SCRIPTS["gallery.js"]
+
+
+@thorough
+def test_a_server_that_gets_ready(site: Site) -> None:
+    """The page is there at once, with the images that it kept, and says how far the models are."""
+    site.draw("a red apple")
+    site.stub.starting = ["loading its models (1 of 7 programs)", "loading its models (3 of 7 programs)"]
+    site.page.goto(site.url)
+    site.page.wait_for_selector(".tile[data-id]")
+    site.page.wait_for_selector("#starting >> text=1 of 7")
+    site.page.wait_for_selector("#starting >> text=3 of 7")
+    site.page.wait_for_selector("#starting", state="hidden")
+    site.page.wait_for_selector("body[data-ready]")
+    site.draw("a blue pear")
+    assert site.count(".tile[data-id]") == 2
+
+
+@thorough
+def test_hints_stand_below_the_prompt(site: Site) -> None:
+    site.stub.hints = ["stub has never seen: elephant", "(red:1.5) is read as text"]
+    site.draw("a (red:1.5) elephant")
+    assert site.page.inner_text("#hints").split("\n") == site.stub.hints
+    site.page.press("#prompt", "x")
+    assert site.page.inner_text("#hints") == ""
+    site.stub.hints = []
+    site.draw("an apple")
+    assert site.page.inner_text("#hints") == ""
+
+
+@thorough
+def test_the_keys_of_the_prompt_are_listed(site: Site) -> None:
+    site.page.click("#open-help")
+    listed = site.page.inner_text("#help-list")
+    assert "Shift" in listed
+    assert "New line" in listed
 
 
 @thorough

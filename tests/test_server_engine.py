@@ -118,6 +118,14 @@ def called(ask: dict[str, Any], given: dict[str, bool], seed: int) -> list[Image
     ).images  # fmt: skip
 
 
+def test_hints_of_a_job(engine: ImageEngine) -> None:
+    """Who asks a server is told of what a call of a pipeline warns of."""
+    job = engine.submit(Ask("a (red:1.5) elephantoid", seed=1, steps=2))
+    finished([job])
+    assert {"elephantoid", "red:1.5"} == {word for word in ("elephantoid", "red:1.5") if word in " ".join(job.hints)}
+    assert engine.submit(Ask("a red apple", seed=1, steps=2)).hints == ()
+
+
 def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(engine: ImageEngine) -> None:
     expected = [called(ask, given, 100 + i) for i, (ask, given) in enumerate(CALLS)]
     before, jobs = compilations(), []

@@ -95,7 +95,8 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
             if getattr(arguments, network) and not getattr(arguments, image):
                 flags = [f"--{one.replace('_', '-')}" for one in (network, image)]
                 warn(f"{flags[0]} without {flags[1]}: the network reads no image and changes nothing", HintWarning)
-        if arguments.lora_dir and not any("<l" in word for word in words):
+        is_folder = arguments.lora_dir and os.path.isdir(os.path.expanduser(arguments.lora_dir))
+        if is_folder and not any("<l" in word for word in words):
             warn("--lora-dir without <lora:name:0.8> in a prompt: changes nothing", HintWarning)
     if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
         warn(

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,11 @@ from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.adapter_info import adapter_info
-from canvax.weights.source import Source, tell_of_idle_cache
+from canvax.weights.entries import Entry
+from canvax.weights.identify import FLAGS, MODEL, Found, identify, listing
+from canvax.weights.layout import INDEX, PICKLES
+from canvax.weights.safetensors import open_safetensors
+from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -52,18 +56,30 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     path = named_path("MODEL|IMAGE", arguments.what)
     suffix = path.suffix.lower()
     is_image = suffix in FORMATS
+    if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file() and not arguments.memory:
+        _refuse_flags(arguments, _MODEL_FLAGS, f"{path} is no model in the diffusers layout; leave it out")
+        report |= folder_info(path)
+        _show(arguments, _folder_lines(report))
+        return
     if suffix in OTHERS and path.is_file():
         raise InputError(f"{path}: of images PNG, JPEG and WebP are read; the settings of other kinds are not")
     kind = "an image" if is_image else Source(arguments.what).other_kind()
     is_model = kind not in ("an image", "a LoRA", "a textual inversion")
-    for name in (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS:
-        if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            flag = "prompts" if name == "concepts" else name.replace("_", "-")
-            cure = "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
-            raise InputError(f"--{flag}: {cure}")
+    found = identify(path) if is_model and path.is_file() else None
+    if found is not None and found.kind in FLAGS and found.kind != MODEL:
+        kind, is_model = found.kind, False
+    else:
+        found = None
+    names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
+    _refuse_flags(
+        arguments, names, "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
+    )
     if is_image:
         report |= image_info(path)
         lines = _image_lines(report)
+    elif found is not None:
+        report |= part_info(found)
+        lines = _part_lines(report)
     elif not is_model:
         report |= adapter_info(path)
         lines = info_lines(report)
@@ -79,9 +95,71 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if arguments.memory:
             report["memory"] = memory_info(arguments)
             lines += ["", *_memory_lines(report["memory"])]
+    _show(arguments, lines)
+
+
+def _show(arguments: argparse.Namespace, lines: list[str]) -> None:
     if not arguments.json:
         for line in lines:
             say(line)
+
+
+def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], cure: str) -> None:
+    for name in names:
+        if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
+            raise InputError(f"--{'prompts' if name == 'concepts' else name.replace('_', '-')}: {cure}")
+
+
+def folder_info(folder: Path) -> dict[str, Any]:
+    """What lies in a folder of models and of what goes with them.
+
+    Raises:
+        InputError: it holds nothing that canvax knows, or cannot be read.
+    """
+    try:
+        found = [alone] if (alone := identify(folder)) else list(listing(folder))
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from None
+    if not found:
+        raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
+    rows = [{"file": str(one.path), "kind": one.kind, "family": one.family or None} for one in found]
+    return {"folder": str(folder), "files": rows}
+
+
+def _folder_lines(report: Mapping[str, Any]) -> list[str]:
+    root = Path(report["folder"])
+    rows = [("file", "what it is", "for")]
+    for one in report["files"]:
+        path = Path(one["file"])
+        rows.append((str(path.relative_to(root)) if path != root else str(path), one["kind"], one["family"] or ""))
+    lines = table(rows)
+    if any(Path(one["file"]).suffix.lower() in PICKLES for one in report["files"]):
+        lines += ["", "canvax convert FILE FILE.safetensors takes the tensors out of a pickle without running it."]
+    return lines
+
+
+def part_info(found: Found) -> dict[str, Any]:
+    """What a file is that holds a part of a model, or what goes beside one."""
+    entries = open_safetensors(found.path, plain_names=False)
+    stored = Counter(entry.dtype.name for entry in entries)
+    return {
+        "file": str(found.path),
+        "kind": found.kind,
+        "family": found.family or None,
+        "flag": FLAGS[found.kind],
+        "arrays": len(entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "stored": dict(stored),
+    }
+
+
+def _part_lines(report: Mapping[str, Any]) -> list[str]:
+    facts = {
+        "for": report["family"],
+        "use with": report["flag"],
+        "arrays": f"{report['arrays']} in {', '.join(report['stored'])}, {byte_size(report['bytes'])}",
+    }
+    return [f"{report['file']}: {report['kind']}", "", *(f"{name:<8}  {text}" for name, text in facts.items() if text)]
 
 
 def image_info(path: Path) -> dict[str, Any]:
@@ -304,8 +382,16 @@ def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
     return {
         "parameters": dtypes.total(),
         "stored": dict(dtypes),
-        "files": {path.name: path.stat().st_size for path in dict.fromkeys(entry.path for entry in entries)},
+        "files": _bytes_of(entries),
     }
+
+
+def _bytes_of(entries: Sequence[Entry]) -> dict[str, int]:
+    """The bytes of the arrays in each file. A file may hold those of several components."""
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        sizes[entry.path.name] += entry.nbytes
+    return dict(sizes)
 
 
 def _model_lines(report: Mapping[str, Any]) -> list[str]:

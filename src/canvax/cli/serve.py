@@ -41,7 +41,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     del report
-    _check_extra()
+    _check_extra(arguments.command)
     from canvax.parallel.mesh import mesh_of
     from canvax.quantize import check_kind
     from canvax.server.app import Settings, create_app
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             say(f"images are saved in {output.absolute()}")
         engine.start()
         if opens_page:
-            threading.Thread(target=_open_page, args=(engine, url, say), daemon=True).start()
+            threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
         answer(app, listener, engine, arguments.drain_seconds, say)
 
 
@@ -133,7 +133,7 @@ def _checked(flag: str, values: list[str], form: re.Pattern[str]) -> tuple[str, 
     return tuple(value.lower() for value in values)
 
 
-def _check_extra() -> None:
+def _check_extra(command: str) -> None:
     try:
         import msgspec
         import prometheus_client
@@ -141,7 +141,8 @@ def _check_extra() -> None:
         import starlette
         import uvicorn
     except ImportError as error:
-        raise InputError(f"canvax serve needs {error.name}; install it: pip install 'canvax[serve]'") from None
+        cure = "pip install 'canvax[serve]', or in a checkout pip install '.[serve]'"
+        raise InputError(f"canvax {command} needs {error.name}; install it: {cure}") from None
     del msgspec, prometheus_client, python_multipart, starlette, uvicorn
 
 
@@ -340,10 +341,13 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         raise engine.failure if known else CanvaxError(f"the server could not start: {engine.failure}")
 
 
-def _open_page(engine: ImageEngine, url: str, say: Callable[[str], None]) -> None:
-    from canvax.server.jobs import State
-
-    while engine.state is State.STARTING:
-        threading.Event().wait(0.2)
-    if engine.state is State.READY and not webbrowser.open(url):
+def _open_page(address: tuple[str, int], url: str, say: Callable[[str], None]) -> None:
+    """Open the page as soon as the server listens; the page says how far the models are."""
+    for _ in range(100):
+        try:
+            socket.create_connection(address, 1).close()
+            break
+        except OSError:
+            threading.Event().wait(0.1)
+    if not webbrowser.open(url):
         say(f"open {url} in a browser")

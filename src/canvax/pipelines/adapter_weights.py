@@ -15,6 +15,7 @@ MOST = 1000.0
 ODD = 10.0
 """Beyond this a weight is most likely meant in percent."""
 
+_NETWORKS = ("text_encoder", "text_encoder_2", "unet")
 _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
 """Parts of a UNet as diffusers calls them in tables of weights."""
 
@@ -32,6 +33,11 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
     found = dict(_flattened("", weight))
     if adapter is not None:
         paths = [".".join(key) for key in adapter.parts]
+        parts = {key[0] for key in adapter.parts}
+        for name in [name for name in found if name in _NETWORKS and name not in parts]:
+            if len(found) > 1:  # many adapters change the UNet alone
+                warn(f"weight of {name!r}: the adapter changes nothing there", HintWarning)
+                del found[name]
         for name in found:
             if not any(path == name or path.startswith(f"{name}.") for path in paths):
                 blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}

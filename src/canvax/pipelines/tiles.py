@@ -58,7 +58,7 @@ class Tiles:
         model: decides the size of a tile and of its noise.
         source: the image, RGB.
         scale: how many times larger, 1..16.
-        overlap: pixels that neighbours share at least; None for a quarter of a tile.
+        overlap: pixels that neighbours share at least; None for three eighths of a tile.
         seed: of the noise.
         noise: its kind.
 
@@ -77,7 +77,7 @@ class Tiles:
     ) -> None:
         self.width, self.height = check_scale(scale, source)
         tall, wide = self._size = model.native_size
-        overlap = min(tall, wide) // 4 if overlap is None else check_count("overlap", overlap, min(tall, wide) // 2)
+        overlap = min(tall, wide) * 3 // 8 if overlap is None else check_count("overlap", overlap, min(tall, wide) // 2)
         self._overlap, self._factor = overlap, model.vae.factor
         # A canvas of whole latents that holds a tile at least; what is added goes in the end.
         sides = ((self.height, tall), (self.width, wide))
@@ -145,8 +145,12 @@ def starts(length: int, tile: int, overlap: int, step: int) -> list[int]:
 
 
 def fade(start: int, tile: int, length: int, overlap: int) -> HostArray:
-    """Weights of a tile along one axis [tile] float32: 1, falling to almost nothing over the overlap with others."""
-    ramp = (np.arange(overlap, dtype=np.float32) + 0.5) / overlap
+    """Weights of a tile along one axis [tile] float32: 1, falling to almost nothing over the overlap with others.
+
+    A model draws the borders of a tile as those of an image, such as white margins, and its decoder pads them with
+    zeros. So the outermost pixels must weigh next to nothing: the weights fall as a squared sine.
+    """
+    ramp = np.sin(np.pi / 2 * (np.arange(overlap, dtype=np.float32) + 0.5) / overlap) ** 2
     weight = np.ones(tile, np.float32)
     if start > 0:
         weight[:overlap] = ramp

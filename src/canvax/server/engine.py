@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 
 from canvax.errors import CanvaxError, InputError
+from canvax.pipelines.hints import hints
 from canvax.server.book import Book, reason
 from canvax.server.group import Group
 from canvax.server.jobs import (
@@ -119,6 +120,7 @@ class ImageEngine:
         self.state = State.STARTING
         self.failure: Exception | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
+        self._announcer = Announcer(say, metrics.compiled)
         alone = settings.batching == "none"
         self._models = ModelSet(
             names,
@@ -130,7 +132,7 @@ class ImageEngine:
             adapters=settings.adapters,
             lanes=1 if alone else None,
             say=say,
-            announce=Announcer(say, metrics.compiled),
+            announce=self._announcer,
         )
         self._book = Book(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = threading.Condition(self._book.lock)
@@ -150,7 +152,7 @@ class ImageEngine:
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         if not self._models.cards:
-            check_ready(self.state)
+            check_ready(self.state, self._announcer.progress)
         return self._models.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
@@ -214,6 +216,7 @@ class ImageEngine:
             alone = self._models.expected(checked, self._built)
             self._check_room(ask, checked, alone, self._models.cost(checked, alone))
         job = checked.job(ask, self._cancel)
+        job.hints = () if checked.tiles else tuple(hints(served.model, checked.request))
         row = self._book.packed(job)
         with self._door:
             with self._wake:

@@ -122,6 +122,13 @@ class Group:
         for batch in self.batches[1:]:
             self._denoisers[batch] = self._programs.denoisers(params, self._latents(batch), kinds, announce)
 
+    @property
+    def programs(self) -> int:
+        """How many programs ``compile`` makes."""
+        kinds = self.key.kinds
+        shared = 1 + bool(kinds.decoder) + bool(kinds.image_encoder) + len(kinds.controls) + len(kinds.image_prompts)
+        return shared + len(kinds.guided) * len(self.batches)
+
     def measure(self, carry: Carried) -> None:
         """Time a row of each batch, in one lane and in more, and forget what is no faster than fewer images."""
         found: dict[int, tuple[float, int]] = {}

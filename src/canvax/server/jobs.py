@@ -254,6 +254,8 @@ class Job:
         """Code and message of a job that failed."""
         self.ahead = 0
         """Images that come before it."""
+        self.hints: tuple[str, ...] = ()
+        """What is said to whoever asked, such as words that the model never saw."""
         self.seconds_left: float | None = None
         self._cancel = cancel
         self._lock = threading.Lock()
@@ -426,11 +428,11 @@ _UNREADY = {
 """Why nothing is accepted, and after how many seconds it may be."""
 
 
-def check_ready(state: State) -> None:
-    """Refuse a request that an engine in this state cannot take."""
+def check_ready(state: State, progress: str = "") -> None:
+    """Refuse a request that an engine in this state cannot take; ``progress`` says how far it is."""
     if state is not State.READY:
         words, wait = _UNREADY[state]
-        raise Refused(503, state, words, retry_after=wait)
+        raise Refused(503, state, f"{words} ({progress})" if progress else words, retry_after=wait)
 
 
 class Engine(Protocol):

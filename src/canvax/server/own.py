@@ -200,6 +200,7 @@ def told(job: Job) -> dict[str, Any]:
         "seconds_left": _rounded(job.seconds_left),
         "images": [_shown(job, picture) for picture in job.pictures],
         "error": code_message,
+        "hints": job.hints,
     }
 
 

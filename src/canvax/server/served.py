@@ -190,6 +190,8 @@ class Served:
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
         group = Group(key, self.model, self.programs, self.own_params, batches, self._lanes)
+        if isinstance(announce, Announcer):
+            announce.expect(group.programs)
         group.compile(self._shapes, announce)
         self.groups[key] = group
         return group
@@ -285,13 +287,28 @@ def model_names(models: Sequence[str]) -> dict[str, str]:
 
 
 class Announcer:
-    """Tells operators and metrics what is compiled."""
+    """Tells operators and metrics what is compiled.
+
+    Attributes:
+        progress: how many programs of a size are ready, such as "3 of 7 programs".
+    """
 
     def __init__(self, say: Callable[[str], None], compiled: Callable[[str, float], None]) -> None:
         self._say, self._compiled = say, compiled
+        self._ready = self._all = 0
+        self.progress = ""
+
+    def expect(self, count: int) -> None:
+        """The programs of another size come now."""
+        self._ready, self._all = 0, count
+        self.progress = f"0 of {count} programs"
 
     def __call__(self, build: Build) -> None:
         """As ``BuildCallback``."""
-        if build.seconds is not None and not build.cached:
+        if build.seconds is None:
+            return
+        self._ready += 1
+        self.progress = f"{self._ready} of {max(self._ready, self._all)} programs"
+        if not build.cached:
             self._compiled(build.program, build.seconds)
-            self._say(f"compiled the {build.program} in {build.seconds:.1f} s")
+            self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")

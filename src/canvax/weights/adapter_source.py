@@ -166,7 +166,7 @@ class AdapterSource:
         if not tensors and (pickles := sorted(name for name in names if name.endswith(PICKLES))):
             name = pickles[0]
             raise CheckpointError(f"{self.name}: has only {name}. {pickle_refused(Path(name))}")
-        several = "several files; name one of them, FOLDER/FILE, or choose with weight_name"
+        several = "several files; name one of them, FOLDER/FILE"
         what = several if tensors else "no safetensors file"
         if "model_index.json" in names:
             what = "a whole model in it (model_index.json), and no adapter; canvax.load loads models"

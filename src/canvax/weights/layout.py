@@ -213,11 +213,13 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
             kind = str(read_json(folder / "config.json").get("_class_name"))
             if kind in _PARTS:
                 return f"is a network alone ({kind}), not a model; {_PARTS[kind]}."
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    if pickles:
-        return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."
     files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not files:
+        return f"has no {INDEX}, only {pickles[0]}. {PICKLE_REFUSED}."
     single = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
+    if files and folder is not None:
+        single = f" Pass one of its files, such as {folder / files[0]}; canvax info {folder} says what they are."
     below = sorted(path.parent for path in folder.glob(f"*/{INDEX}")) if folder is not None else []
     cure = f" {below[0].name} in it has one: pass {below[0]}." if below else single
     if not cure and folder is not None:  # the folder of models of other programs

@@ -43,7 +43,7 @@ _MOST_RANK = 1024
 """A rank above it that is also above both sides of the weight is not one."""
 
 _OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
-_BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
+BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
 """Width of the text that cross-attention reads -> whose it is."""
 
 OTHERS = {
@@ -314,13 +314,13 @@ def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str,
         widths = entry.shape[1:2]
         reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k")
         if split and reads and widths and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
-            return _BASES.get(widths[0], ""), widths[0]
+            return BASES.get(widths[0], ""), widths[0]
     if any(entry.name.startswith("lora_te2_") for entry in entries):
-        return _BASES[2048], 0
+        return BASES[2048], 0
     told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
     for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
         if any(word in told for word in words):
-            return _BASES[width], 0
+            return BASES[width], 0
     if any(entry.name.startswith("lora_te_") for entry in entries):
         return "Stable Diffusion 1.x or 2.x", 0
     return "", 0
@@ -330,14 +330,14 @@ def _check_base(path: Path, entries: Sequence[Entry], specs: Mapping[str, Spec],
     """Refuse an adapter of another family before each of its arrays is a fault."""
     family, width = base_of(entries, metadata)
     own = _reads_width(specs)
-    ours = _BASES.get(own, "")
+    ours = BASES.get(own, "")
     if width and own and width != own:
         of = f" ({family})" if family else ""
         raise CheckpointError(
             f"{path}: was made for another model: it reads text of width {width}{of}, this model reads {own}"
             f"{f' ({ours})' if ours else ''}. Load the model it was made for, or an adapter made for this one."
         )
-    strangers = (*OTHERS.values(), *(() if not ours else _BASES.values()))
+    strangers = (*OTHERS.values(), *(() if not ours else BASES.values()))
     if not width and family in strangers and family != ours:
         raise CheckpointError(
             f"{path}: was made for {family}, and this is another model{f', {ours}' if ours else ''}. Load the model it "

@@ -26,7 +26,7 @@ CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizer: ``tokenizer`` fills up with the end token, ``tokenizer_2`` with "!" as OpenCLIP does."""
 
 _WHOLE = "pass the folder of the whole model (model_index.json is in it)"
-_PARTS = (
+PARTS = (
     (OF_A_VAE, "an autoencoder", "pass a model, and this to vae= or --vae"),
     (OF_A_UNET, "a UNet", _WHOLE),
     (("text_model.",), "a text encoder", _WHOLE),
@@ -298,7 +298,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     lacking = [what for what, start in wanted if not _any(names, start)]
     if kind is None and not _any(names, _ONE) and not _any(names, "conditioner."):
         lacking.append("a text encoder")
-    for starts, kind_of_part, cure in _PARTS:
+    for starts, kind_of_part, cure in PARTS:
         if lacking and all_begin(names, starts):
             raise CheckpointError(f"{name}: is {kind_of_part} alone; {cure}")
     if other := next((family for piece, family in OTHERS.items() if any(piece in one for one in names)), None):

@@ -11,7 +11,7 @@ from canvax.checked import placed
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.adapter_names import are_words, is_adapters
-from canvax.weights.layout import INDEX, PICKLE_REFUSED, PICKLES, check_variant
+from canvax.weights.layout import INDEX, PICKLES, check_variant, pickle_refused
 from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
@@ -157,7 +157,7 @@ class Source:
         if is_folder:
             return path
         if text.lower().endswith(PICKLES) and is_file:
-            raise CheckpointError(f"{text}: {PICKLE_REFUSED}.")
+            raise CheckpointError(f"{text}: {pickle_refused(path)}.")
         if is_file:
             kind = _other_kind(path) or "no safetensors file"
             raise CheckpointError(

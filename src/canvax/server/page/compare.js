@@ -1,4 +1,5 @@
 // Two images in one place, with a slider between them.
+import { samplerLabel } from "./composer.js";
 import { crisp, summary, urlOf } from "./pictures.js";
 import { $, openDialog } from "./ui.js";
 
@@ -21,7 +22,7 @@ function show() {
   for (const [side, record] of [["left", pair[0]], ["right", pair[1]]]) {
     const [title, settings] = side === "left" ? [$("compare-left"), $("compare-left-settings")] : [$("compare-right"), $("compare-right-settings")];
     title.textContent = record.settings.prompt;
-    settings.textContent = summary(record);
+    settings.textContent = summary(record, samplerLabel(record.settings.sampler));
   }
   slide();
 }

@@ -6,9 +6,11 @@ import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null} or null. */
 let input = null;
+let lastSeed = null;
 
 export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
 export const samplers = () => catalogue.samplers;
+export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
@@ -39,8 +41,7 @@ function showModel() {
   $("count").max = card.max_images;
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
   $("steps").max = Math.min(card.max_steps, 100);
-  const label = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
-  const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${label(card.sampler)}` : "The model's own" });
+  const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${samplerLabel(card.sampler)}` : "The model's own" });
   $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
   return showBeside(card);
@@ -115,7 +116,7 @@ function showLock(locked) {
 export const seedIsNumber = () => !locked() || /^\d*$/.test($("seed").value.trim());
 export const locked = () => $("seed-lock").ariaPressed === "true";
 export const toggleLock = () => {
-  if (!locked() && !$("seed").value) $("seed").value = randomSeed();
+  if (!locked() && !$("seed").value) $("seed").value = lastSeed ?? randomSeed();
   showLock(!locked());
 };
 
@@ -178,7 +179,12 @@ export function growAll() {
   }
 }
 
-export const usedSeed = (seed) => { if (!locked()) $("seed").value = seed; };
+export function usedSeed(seed) {
+  if (locked()) return;
+  lastSeed = seed;
+  $("seed").value = "";
+  $("seed").placeholder = `A new one each time, last ${seed}`;
+}
 
 /** What stands in the folded part, in a line. */
 function showFold() {
@@ -193,8 +199,27 @@ export const keepDraft = () => {
   remember("draft", { ...draft, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
 };
 
-/** Use an image as input, with a mask or without. The size becomes one that is ready. */
+/** A function that puts back what using an image as input changes. */
+export function snapshot() {
+  const [before, { width, height }] = [input, settings()];
+  const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
+  return async () => {
+    input = before;
+    setSize(width, height);
+    for (const [id, value] of Object.entries(fields)) $(id).value = value;
+    await showInput();
+    growAll();
+    keepDraft();
+  };
+}
+
+/**
+ * Use an image as input, with a mask or without. The size becomes one that is ready. Under a mask all is generated anew
+ * at first; without one strength 1 would keep nothing of the image.
+ */
 export async function setInput(blob, mask = null) {
+  if (mask && !input?.mask) $("strength").value = 1;
+  if (!mask && Number($("strength").value) === 1) $("strength").value = $("strength").defaultValue;
   if (!blob) {
     input = null;
   } else {
@@ -265,6 +290,9 @@ export async function bodyOf(job, files) {
   return Object.assign(body, besideBody(job, body));
 }
 
+/** What the server says of a job that it accepted. */
+export const showHints = (hints) => $("hints").replaceChildren(...hints.map((text) => el("li", { textContent: text })));
+
 export function formError(text, param = null) {
   $("form-error").textContent = text;
   if (text) $("form-error").scrollIntoView({ block: "nearest" });
@@ -298,6 +326,6 @@ export function prepareComposer() {
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
   $("reset").addEventListener("click", () => { ownSettings(); keepDraft(); });
-  $("composer").addEventListener("input", () => { formError(""); growAll(); keepDraft(); });
+  $("composer").addEventListener("input", () => { formError(""); showHints([]); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { setInput(null); $("prompt").focus(); });
 }

@@ -199,7 +199,7 @@ function textOf(task, image) {
   }
   if (task.status === "running") {
     const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;
-    return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : "Begins";
+    return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : "Waiting";
   }
   return task.status === "queued" && task.ahead ? `Queued, ${task.ahead} before it` : task.status === "queued" ? "Queued" : "Sending";
 }
@@ -246,6 +246,8 @@ export function setCurrent(tile) {
   for (const node of $("tiles").querySelectorAll('[tabindex="0"]')) node.tabIndex = -1;
   for (const node of tile.querySelectorAll("button")) node.tabIndex = 0;
 }
+
+export const selectedIds = () => [...selected];
 
 /** The record under the keyboard's focus, if any. */
 export const currentId = () => document.activeElement?.closest?.(".tile")?.dataset.id ?? null;

@@ -32,7 +32,8 @@ async function draw() {
   if (narrow.matches) showTiles();
   const files = await composer.inputFiles(job);
   if (!files.image) delete job.strength;
-  start(job, files);
+  const task = start(job, files);
+  task.addEventListener("accepted", () => composer.showHints(task.hints));
 }
 
 /** The settings as they are kept with an image: with what the model's card decided. */
@@ -157,7 +158,7 @@ Object.assign(viewer.viewerActions, {
   upscale(record) {
     if (!canUpscale()) return toast("The size of this model's tiles is not ready on this server.");
     closeDialogs();
-    start(anew({ settings: { ...record.settings, upscale: 2, strength: undefined } }), { image: record.blob });
+    start(anew({ settings: { ...record.settings, upscale: 2, strength: 0.3 } }), { image: record.blob });
   },
   async use(record) {
     closeDialogs();
@@ -167,10 +168,14 @@ Object.assign(viewer.viewerActions, {
     announce("It is the input image now");
   },
   async mask(record) {
+    const back = composer.snapshot();
     await viewer.viewerActions.use(record);
-    openMask();
+    openMask(back);
   },
   compare(record) {
+    const two = gallery.selectedIds();
+    if (two.length === 2 && !viewer.viewed()) return comparePair(...two);
+    if (record.kind === "sheet") return toast("A sheet cannot be compared.");
     const all = gallery.listed().filter(({ kind }) => kind !== "sheet");
     const place = all.findIndex(({ id }) => id === record.id);
     const other = all[place + 1] ?? all[place - 1];
@@ -189,17 +194,24 @@ Object.assign(viewer.viewerActions, {
   },
 });
 
-function openMask() {
+function comparePair(...ids) {
+  const pair = ids.map(gallery.byId);
+  if (pair.some(({ kind }) => kind === "sheet")) return toast("A sheet cannot be compared.");
+  compare(...pair);
+}
+
+function openMask(back) {
   const input = composer.currentInput();
   if (!input) return;
   editMask(input.blob, input.mask, async (mask) => {
     await composer.setInput(input.original, mask);
+    composer.keepDraft();
     $("prompt").focus();
-  });
+  }, back);
 }
 
 const act = (name) => (id) => viewer.viewerActions[name](gallery.byId(id));
-const unlessSheet = (action) => (id) => { if (gallery.byId(id).kind !== "sheet") action(id); };
+const unlessSheet = (action) => (id) => (gallery.byId(id).kind === "sheet" ? toast("A sheet has no such action.") : action(id));
 
 function remove(id) {
   if (viewer.viewed()) viewer.remove();
@@ -212,7 +224,7 @@ const onImage = {
   f: async (id) => { await gallery.toggleFavourite(id); if (viewer.viewed()) viewer.view(id); },
   x: gallery.toggleSelected,
   v: unlessSheet(act("vary")), V: unlessSheet(act("varyLittle")), u: unlessSheet(act("use")), p: unlessSheet(act("mask")),
-  e: unlessSheet(act("upscale")), c: unlessSheet(act("compare")), r: unlessSheet(act("restore")),
+  e: unlessSheet(act("upscale")), c: act("compare"), r: unlessSheet(act("restore")),
   d: (id) => save(gallery.byId(id).blob, fileName(gallery.byId(id))),
 };
 
@@ -287,8 +299,18 @@ async function loadModels() {
   } catch (error) {
     if (error instanceof Gone) connection.lost();
     else if (error.status === 401) askKey(error.message);
+    else if (error.code === "starting") return startingSoon(error);
     else toast(error.message);
   }
+  $("starting").hidden = true;
+}
+
+/** The server is there, its models are not yet: it says how far they are. */
+async function startingSoon({ message, retryAfter }) {
+  $("starting").textContent = `Getting ready: ${message}`;
+  $("starting").hidden = false;
+  await new Promise((resolve) => { setTimeout(resolve, 1000 * Math.min(2, retryAfter ?? 2)); });
+  return loadModels();
 }
 
 function askKey(text = "") {
@@ -362,7 +384,7 @@ function prepareForm() {
   }
   $("fold").open = !narrow.matches;
   narrow.addEventListener("change", () => { $("fold").open = !narrow.matches; });
-  for (const id of ["input-mask", "input-open"]) $(id).addEventListener("click", openMask);
+  for (const id of ["input-mask", "input-open"]) $(id).addEventListener("click", () => openMask());
   $("queue-cancel").addEventListener("click", cancelAll);
   $("open-sheet").addEventListener("click", openSheet);
   $("open-theme").addEventListener("click", switchTheme);
@@ -372,7 +394,7 @@ function prepareForm() {
 function prepareActions() {
   Object.assign(gallery.actions, {
     open: viewer.view,
-    compare: (a, b) => compare(gallery.byId(a), gallery.byId(b)),
+    compare: comparePair,
     again(task, tile) {
       gallery.removeBusy(tile);
       if (task.again instanceof Function) return beginSheet(task.again());
@@ -400,7 +422,7 @@ gallery.prepareGallery();
 prepareSheet(beginSheet);
 prepareActions();
 showTheme();
-await loadModels();
 await gallery.loadImages();
+await loadModels();
 await resume();
 document.body.dataset.ready = "yes";

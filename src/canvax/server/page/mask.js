@@ -12,13 +12,17 @@ let cursor = { x: 0, y: 0 };
 let past = [];
 let future = [];
 let use = () => {};
+let cancel = () => {};
 
 const canvas = () => $("mask-canvas");
 const context = () => canvas().getContext("2d", { willReadFrequently: true });
 const radius = () => Number($("mask-size").value) / 2;
 
-/** Edit `mask` (a canvas or null) over the image; `done` is given a canvas, or null where nothing is painted. */
-export async function editMask(blob, mask, done) {
+/**
+ * Edit `mask` (a canvas or null) over the image. `done` is given a canvas, or null where nothing is painted; `cancelled`
+ * is called where the editor is closed in any other way.
+ */
+export async function editMask(blob, mask, done, cancelled = () => {}) {
   const bitmap = await createImageBitmap(blob);
   for (const node of [$("mask-picture"), canvas()]) [node.width, node.height] = [bitmap.width, bitmap.height];
   $("mask-picture").getContext("2d").drawImage(bitmap, 0, 0);
@@ -30,7 +34,7 @@ export async function editMask(blob, mask, done) {
   $("mask-size").max = Math.round(side * 0.6);
   $("mask-size").value = Math.round(side / 6);
   $("mask-zoom").value = 1;
-  [past, future, use] = [[], [], done];
+  [past, future, use, cancel] = [[], [], done, cancelled];
   cursor = { x: bitmap.width / 2, y: bitmap.height / 2 };
   choose("brush");
   openDialog($("mask"));
@@ -297,6 +301,7 @@ export function prepareMask() {
   $("mask-redo").addEventListener("click", () => back(future, past));
   $("mask-invert").addEventListener("click", invert);
   $("mask-clear").addEventListener("click", clear);
-  $("mask-use").addEventListener("click", () => { $("mask").close(); use(result()); });
+  $("mask-use").addEventListener("click", () => { cancel = () => {}; $("mask").close(); use(result()); });
+  $("mask").addEventListener("close", () => cancel());
   addEventListener("resize", fit);
 }

@@ -76,10 +76,10 @@ export function fileName(record) {
   return `${words || "image"}-${record.kind === "sheet" ? "sheet" : record.settings.seed}.${kind === "jpeg" ? "jpg" : kind}`;
 }
 
-export function summary({ settings, width, height }) {
+export function summary({ settings, width, height }, sampler) {
   const parts = [`seed ${settings.seed}`, `${width} × ${height}`];
   if (settings.steps) parts.push(`${settings.steps} steps`);
   if (settings.guidance_scale) parts.push(`guidance ${settings.guidance_scale}`);
-  if (settings.sampler) parts.push(settings.sampler);
+  if (sampler) parts.push(sampler);
   return parts.join(" · ");
 }

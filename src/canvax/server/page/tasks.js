@@ -67,7 +67,7 @@ const OVER = new Set(["done", "failed", "cancelled"]);
 
 /**
  * One job. status is "sending", "waiting" (with `why`: "gone", "full" or "key", and `retryAt`) or one of the server's.
- * Tells of "change" (its status), "progress" (an image is further, detail: index), "image" (one is done, detail: index
+ * Tells of "accepted" (the server's `hints` are there), "change" (its status), "progress" (an image is further, detail: index), "image" (one is done, detail: index
  * and blob), "refused" (not accepted, detail: the error) and "over".
  */
 export class Task extends EventTarget {
@@ -119,6 +119,8 @@ export class Task extends EventTarget {
       return;
     }
     this.id = job.id;
+    this.hints = job.hints ?? [];
+    this.#tell("accepted");
     await this.#take(job);
     await this.#keep();
   }

@@ -1,4 +1,5 @@
 // One image, large: its settings and what can be done with it.
+import { samplerLabel } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { crisp, fileName, urlOf } from "./pictures.js";
 import { $, announce, button, el, openDialog, save } from "./ui.js";
@@ -28,7 +29,7 @@ function show() {
   $("viewer-prompt").textContent = settings.prompt;
   $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
-    ["Sampler", settings.sampler], ["Strength", current.inputs?.image ? settings.strength : null],
+    ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image ? settings.strength : null],
     ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
