@@ -34,7 +34,7 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP of any size")
     parser.add_argument("--scale", type=float, metavar="X", help="how many times larger, 1 to 16 (2)")
     parser.add_argument("--strength", type=float, metavar="X", help="0..1, how much the model may change (0.3)")
-    parser.add_argument("--overlap", type=int, metavar="PIXELS", help="what tiles share (a quarter of a tile)")
+    parser.add_argument("--overlap", type=int, metavar="PIXELS", help="what tiles share (three eighths of a tile)")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
     parser.add_argument("-N", "--negative-prompt", metavar="TEXT", help="what it should not show")
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="(-1, the default: random)")

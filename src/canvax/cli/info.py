@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     path = named_path("MODEL|IMAGE", arguments.what)
     suffix = path.suffix.lower()
     is_image = suffix in FORMATS
-    if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file() and not arguments.memory:
+    if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file():
         _refuse_flags(arguments, _MODEL_FLAGS, f"{path} is no model in the diffusers layout; leave it out")
         report |= folder_info(path)
         _show(arguments, _folder_lines(report))

@@ -342,7 +342,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             negative_prompt: what to keep away from.
             scale: how many times larger, 1..16.
             strength: 0..1, how much the model may change.
-            overlap: pixels that neighbouring tiles share at least; by default a quarter of a tile.
+            overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
             batch: tiles at once.
             num_inference_steps: as in a call, and so are all below.
             guidance_scale: see there.
