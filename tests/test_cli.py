@@ -432,11 +432,13 @@ def test_what_depends_on_the_model_is_checked_without_it(run: Run, monkeypatch: 
 def test_info_of_a_model(run: Run) -> None:
     code, out, err = run("info", "emoji")
     assert (code, err) == (0, "")
-    for said in ("8,071,200", "UNet2DConditionModel", "64 x 64", "v_prediction", "DDIM (ddim)", "20 steps", "16.2 MB"):
+    for said in ("8,071,200", "UNet2DConditionModel", "64 x 64", "v_prediction", "DDIM (ddim)", "20 steps", "16.1 MB"):
         assert said in out
     report = json.loads(run("info", "emoji", "--json")[1])
     assert report["components"]["vae"]["stored"] == {"float16": 2574379}
     assert report["memory_bytes"]["float32"] == 4 * report["parameters"]
+    unet = report["components"]["unet"]  # its arrays alone: a file may hold those of several components
+    assert sum(unet["files"].values()) == 2 * unet["parameters"]
 
 
 def test_info_names_what_is_not_used(run: Run) -> None:
