@@ -190,7 +190,7 @@ def test_what_borders_of_tiles_are_drawn_like_is_not_seen(emoji: canvax.StableDi
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["", "a fox"])
 def test_no_grid(prompt: str, emoji: canvax.StableDiffusion) -> None:
-    fox = emoji("a fox", hires=2, seed=4, progress=False).images[0]
+    fox = draw(emoji, hires=2, num_inference_steps=20).images[0]
     result = emoji.upscale(fox, prompt, scale=3, strength=0.2, seed=4, options=canvax.Options(progress=False))
     overlap = result.metadata[0]["upscale"]["overlap"]
     smooth = np.asarray(fox.resize((384, 384), Image.Resampling.LANCZOS), np.float32) / 255
