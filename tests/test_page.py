@@ -20,7 +20,7 @@ import uvicorn
 from PIL import Image
 
 from canvax.server.jobs import ControlCard, Refused
-from tests.page_stub import PAGE, PaintedEngine, Stub
+from tests.page_stub import PAGE, PaintedEngine, Stub, encoded
 
 HTML = (PAGE / "index.html").read_text()
 SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}
@@ -489,6 +489,9 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.page.wait_for_selector("text=Its settings stand in the form")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
+    data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
+    site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+    site.page.wait_for_selector("text=clip_skip")  # which the form does not have
     site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()

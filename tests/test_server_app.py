@@ -250,6 +250,16 @@ def test_an_image_tells_how_it_was_made(site: Web, tmp_path: Path) -> None:
         site.submit(**told["settings"])
 
 
+def test_options_that_no_job_has_are_missing(site: Web, tmp_path: Path) -> None:
+    """What is told of an image can be sent as a job."""
+    options = {"hires": 2, "hires_strength": 0.4, "clip_skip": 1}
+    metadata = {"prompt": "a red apple", "seed": 5, "options": options}
+    path = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), metadata)
+    told = site.http.post("/api/inspect", content=path.read_bytes()).json()
+    assert told["settings"]["options"] == {"clip_skip": 1}
+    assert told["missing"] == ["options.hires", "options.hires_strength"]
+
+
 @pytest.mark.parametrize("data", [b"", b"no image", picture(), picture("JPEG"), picture("WEBP"), picture()[:60]])
 def test_an_image_that_tells_nothing(site: Web, data: bytes) -> None:
     assert check_refused("own", site.http.post("/api/inspect", content=data), 400)["error"]["code"] == "no_settings"

@@ -51,6 +51,7 @@ from canvax.server.jobs import (
     Refused,
     Stepped,
 )
+from canvax.server.work import NOT_OFFERED
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -373,8 +374,13 @@ def _inspected(data: bytes) -> bytes:
             given["upscale"] = enlarged.get("scale")
         if isinstance(beside := one.get("adapters"), dict):
             given["adapters"] = {name: told.get("weight") for name, told in beside.items() if isinstance(told, dict)}
-        settings = {name: value for name, value in given.items() if _fits(name, value)}
-        missing = [name for name in given if name not in settings]
+        options = given.get("options")
+        left_out = [name for name in options if name in NOT_OFFERED] if isinstance(options, dict) else []
+        if left_out:
+            given["options"] = {name: value for name, value in options.items() if name not in left_out}
+        settings = {name: value for name, value in given.items() if value != {} and _fits(name, value)}
+        missing = [name for name in given if name not in settings and given[name] != {}]
+        missing += [f"options.{name}" for name in left_out]
         missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in one]
         missing += ["image_prompt"] if "image_prompts" in one else []
         if one.get("noise") == "given":

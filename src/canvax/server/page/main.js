@@ -234,12 +234,13 @@ async function openImage(file) {
   if (!file.type.startsWith("image/")) return toast("That is no image.");
   const asInput = async () => { await composer.setInput(file).catch(() => toast("This browser cannot read that image.")); };
   try {
-    const { settings } = await inspect(file);
-    const { image, mask, ...rest } = settings;
+    const { settings, missing } = await inspect(file);
+    const { image, mask, options = {}, ...rest } = settings;
     composer.apply({ ...rest, n: 1, lock: settings.seed !== undefined });
     composer.keepDraft();
     $("prompt").focus();
-    toast("Its settings stand in the form.", [["Use it as input too", asInput]]);
+    const lost = [...Object.keys(options), ...missing].slice(0, 8).join(", ");
+    toast(`Its settings stand in the form${lost && `, without ${lost}`}.`, [["Use it as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
     if (!canDo("image-to-image")) return toast(error.message);
