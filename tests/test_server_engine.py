@@ -377,7 +377,7 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     same(job, expected.images)
     (picture,) = job.pictures
     assert dict(picture.metadata) == expected.metadata[0]
-    tiles = 3 * 3
+    tiles = 3 * 4
     assert (picture.width, picture.height) == (150, 125)
     assert picture.step == picture.steps == tiles * expected.metadata[0]["steps_run"]
     steps = [event.step for event in seen if isinstance(event, Stepped)]
@@ -459,7 +459,7 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
         ({"upscale": 2.0, "image": APPLE, "width": 64}, 400, "invalid_value", "width", "leave it out"),
         ({"upscale": 2.0, "image": APPLE, "mask": APPLE}, 400, "invalid_value", "mask", "leave it out"),
         ({"upscale": 2.0, "image": APPLE, "n": 2}, 400, "invalid_value", "n", "several jobs"),
-        ({"upscale": 16.0, "image": APPLE}, 400, "invalid_value", "upscale", "441 tiles, more than 256"),
+        ({"upscale": 16.0, "image": APPLE}, 400, "invalid_value", "upscale", "625 tiles, more than 256"),
         ({"upscale": 16.0, "image": Image.new("RGB", (999, 999))}, 400, "invalid_value", "upscale", "pixels"),
         ({"upscale": 2.0, "image": APPLE, "options": {"outpaint": 8}}, 400, "invalid_value", "options", "outpaint"),
         ({"upscale": 2.0, "image": APPLE, "options": {"noise": "x"}}, 400, "invalid_value", "options", "noise"),
