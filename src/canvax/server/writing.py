@@ -81,14 +81,15 @@ class Writer:
             if served.safety_checker:
                 (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
                 metadata = {**metadata, "nsfw": flag}
-            data = image_file(pixels, job.ask.format, job.ask.quality, metadata if job.ask.metadata else {})
+            kept = metadata if job.ask.metadata else {}
+            data = image_file(pixels, job.ask.format, job.ask.quality, kept)
         except Exception as error:
             log.exception("an image cannot be written")
             self._book.fail(job, *reason(error))
             return
         self._metrics.written(time.perf_counter() - began)
         if self._output is not None and not (shown.status.over or job.status.over):
-            self._save(self._output, pixels, metadata)
+            self._save(self._output, pixels, kept, metadata["seed"])
         with self._book.lock:
             if shown.status.over or job.status.over:
                 return
@@ -98,10 +99,10 @@ class Writer:
             self._metrics.image(item.group.size, shown.width * shown.height)
         self._book.finished(job, shown.index)
 
-    def _save(self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any]) -> None:
+    def _save(self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any], seed: int) -> None:
         """Save an image [H, W, 3] in a folder; a full disk is no fault of who asked for the image."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_numbered(folder, to_pil(pixels[None])[0], metadata, metadata["seed"])
+            save_numbered(folder, to_pil(pixels[None])[0], metadata, seed)
         except (CanvaxError, OSError) as error:
             log.error("an image is not saved: %s", error)
