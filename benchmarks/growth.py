@@ -2,8 +2,9 @@
 
     python benchmarks/growth.py [--rounds 3] [--output docs/images]
     python benchmarks/growth.py --parts plan --target v5e --chips 1x1 2x2 4x4     # needs libtpu, and hours
+    python benchmarks/growth.py --parts batch --rows 100000
 
-Four kinds of figures. "measured": the model in the package on this CPU, points taking turns. "full-size": guided
+Five kinds of figures. "measured": the model in the package on this CPU, points taking turns. "full-size": guided
 evaluations of Stable Diffusion 1.5's UNet on this CPU, random weights in float32 (10 GB and minutes). "traced": Stable
 Diffusion 1.5 and XL at full size, FLOPs and memory of a guided evaluation in bfloat16, from traces alone. "plan": what
 ``canvax plan`` says of TPUs, a picture on each chip (weak scaling); minutes for each program not planned before.
@@ -165,6 +166,45 @@ def planned(model: str, target: str, wirings: list[str]) -> dict[int, dict[str, 
     return found
 
 
+def batch_job(rows: int, into: Any, shard_size: int = 1000) -> dict[int, dict[str, float]]:
+    """Seconds of a row, by tenths of a batch job whose images cost nothing: reading, writing, the manifest."""
+    from tempfile import TemporaryDirectory
+
+    from PIL import Image
+
+    from canvax.images.formats import GeneratedImage
+    from canvax.scale.batch import Plan, run, windows
+    from canvax.scale.output import Output
+    from canvax.scale.rows import digest_of, settings_of
+    from canvax.scale.work import Made, image_file
+
+    record = {"prompt": "a cat", "negative_prompt": "", "sampler": "ddim", "model": "stub", "height": 8, "width": 8,
+              "num_inference_steps": 1, "seed": 1, "guidance_scale": 1.0, "id": "r"}  # fmt: skip
+    data = image_file(GeneratedImage.of(Image.new("RGB", (8, 8)), record), "png")
+
+    def generate(window: Any) -> Any:
+        for start in range(0, len(window), 64):
+            part = window[start : start + 64]
+            yield len(part), [Made(row, digest_of(settings_of(row, {})), record, data) for row in part]
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        with file.open("w", encoding="utf-8") as lines:
+            lines.writelines(f'{{"id": "r{i:07d}", "prompt": "a cat, number {i}"}}\n' for i in range(rows))
+        plan = Plan.read(file, {})
+        output = Output(Path(folder) / "out", {}, into=into, shard_size=shard_size)
+        ends = [(0, 0.0)]
+        for tally in run(plan, plan.left(output.known), output, windows(generate)):
+            ends.append((tally.done, tally.seconds))
+        output.close(done=True)
+    found, begun = {}, ends[0]
+    for done, seconds in ends:
+        if done - begun[0] >= rows // 10 or done == rows:
+            found[done] = {"seconds": (seconds - begun[1]) / (done - begun[0])}
+            begun = (done, seconds)
+    return found
+
+
 def table(title: str, points: dict[int, dict[str, float]], unit: int = 1) -> None:
     """Rows of Markdown; the last column is cost over what proportional growth would be, from the first row on."""
     first, *_ = points
@@ -196,12 +236,13 @@ def chart(everything: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Make the tables asked for, and the chart if all its lines are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["measured", "devices", "full-size", "traced", "plan"],
+    parser.add_argument("--parts", nargs="+", choices=["measured", "devices", "full-size", "traced", "plan", "batch"],
                         default=["measured", "devices", "traced"])  # fmt: skip
     parser.add_argument("--models", nargs="+", default=["sd15", "sdxl"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--target", default="v5e", help="TPU of the plans")
     parser.add_argument("--chips", nargs="+", default=["1x1", "2x2", "4x4", "8x8", "16x16"], help="how they are wired")
+    parser.add_argument("--rows", type=int, default=100_000, help="of the batch job")
     parser.add_argument("--output", type=Path, help="folder for the chart and growth.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -227,6 +268,9 @@ def main() -> None:
     for model in options.models if "plan" in options.parts else ():
         everything[f"plan {model}"] = planned(model, options.target, options.chips)
         table(f"plan, {model}: chips of {options.target}", everything[f"plan {model}"], 0)
+    for into in ("files", "tar") if "batch" in options.parts else ():
+        everything[f"batch {into}"] = batch_job(options.rows, into)
+        table(f"a row of a batch job, {into}", everything[f"batch {into}"], 0)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "growth.json").write_text(json.dumps(drawn | everything, indent=1) + "\n")

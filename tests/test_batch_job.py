@@ -26,11 +26,12 @@ import canvax
 from canvax.cli import main
 from canvax.compile.monitor import counting
 from canvax.errors import InputError
+from canvax.images.formats import GeneratedImage
 from canvax.images.metadata import read_metadata
 from canvax.scale.batch import Plan, run, windows
-from canvax.scale.output import Output, _locked, listed
-from canvax.scale.rows import Row, read_rows, seed_of, settings_of
-from canvax.scale.work import Made, Worker
+from canvax.scale.output import Listing, Output, _locked, listed
+from canvax.scale.rows import Row, digest_of, read_rows, seed_of, settings_of
+from canvax.scale.work import Made, Worker, image_file
 
 PROMPTS = ("a red apple", "a dog face", "a lemon", "a house", "a clock", "a fire engine")
 SAMPLERS = ("Euler", "DPM++ 2M", "Euler a")
@@ -332,6 +333,166 @@ def keys_of(path: Path) -> set[str]:
     import pyarrow.parquet
 
     return {row["path"].partition(".")[0] for row in pyarrow.parquet.read_table(path)["image"].to_pylist()}
+
+
+RECORD = {"prompt": "a", "negative_prompt": "", "sampler": "ddim", "model": "stub", "height": 8, "width": 8,
+          "num_inference_steps": 1, "seed": 1, "guidance_scale": 1.0}  # fmt: skip
+
+
+def stub(rows: Sequence[Row]) -> Iterator[tuple[int, list[Made]]]:
+    """Eight images at a time that cost nothing."""
+    for start in range(0, len(rows), 8):
+        some = rows[start : start + 8]
+        yield len(some), [Made(row, digest_of(settings_of(row, {})), RECORD, image_of(row.id)) for row in some]
+
+
+def image_of(name: str) -> bytes:
+    return image_file(GeneratedImage.of(Image.new("RGB", (8, 8)), RECORD | {"id": name}), "png")
+
+
+def add(output: Output, name: str) -> None:
+    """A row that was generated."""
+    output.add({"id": name, "row": "", "status": "done", "seed": 1, "width": 8, "height": 8}, image_of(name))
+
+
+def stub_job(folder: Path, ids: Sequence[str], **keywords: Any) -> Output:
+    """A job of the stub, done to its end."""
+    plan = Plan.read(write(folder / f"{ids[0]}.jsonl", [{"id": name, "prompt": "a"} for name in ids]), {})
+    output = Output(folder / "out", {}, **keywords)
+    for _ in run(plan, plan.left(output.known), output, windows(stub)):
+        pass
+    output.close(done=True)
+    return output
+
+
+LISTED: list[str] | None = None
+"""Folders that were listed, while a test counts them."""
+
+
+def note_lists(event: str, arguments: tuple[Any, ...]) -> None:
+    if LISTED is not None and event in ("os.scandir", "os.listdir"):
+        LISTED.append(str(arguments[0]))
+
+
+sys.addaudithook(note_lists)
+
+
+@pytest.mark.parametrize("into", ["files", "tar"])
+def test_no_row_lists_a_folder(into: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing grows with the job; what killed processes left is looked for once."""
+    counts = []
+    for rows in (8, 160):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        monkeypatch.setattr(sys.modules[__name__], "LISTED", [])
+        stub_job(folder, [f"r{i}" for i in range(rows)], into=into, shard_size=10)
+        counts.append(len(LISTED or ()))
+    assert counts[0] == counts[1] < 20
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    """In the folder and where images wait for their shard; what is new may be another process's."""
+    waiting = tmp_path / "out" / "waiting"
+    waiting.mkdir(parents=True)
+    (tmp_path / "out" / "batch.json").write_text("{}")
+    for folder in (waiting, waiting.parent):
+        for name in ("left", "alive"):
+            (folder / f".canvax-{name}.partial").write_bytes(b"half")
+        os.utime(folder / ".canvax-left.partial", (time.time() - 7200,) * 2)
+    Output(tmp_path / "out", {}, into="tar").close(done=False)
+    assert [path.name for path in (tmp_path / "out").rglob("*.partial")] == [".canvax-alive.partial"] * 2
+
+
+def test_last_shard_costs_what_the_first_did(tmp_path: Path) -> None:
+    """Counted in lines of Python that are run."""
+
+    def lines_run(name: str) -> int:
+        count = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        line, data = {"id": name, "status": "done"}, image_of(name)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            output.add(line, data)
+        finally:
+            sys.settrace(before)
+        return count
+
+    output = Output(tmp_path / "out", {}, into="tar", shard_size=1)
+    counts = [lines_run(f"r{i:03d}") for i in range(100)]
+    output.close(done=True)
+    assert counts[-1] <= counts[1] + 20
+
+
+def together(folder: Path, processes: Sequence[tuple[int, int]], rows: int) -> None:
+    """Jobs that run at the same time, each (process, processes), with rows of their own, one after the other."""
+    outputs = [Output(folder, {}, into="tar", shard_size=2, process=k, processes=n) for k, n in processes]
+    first = len(listed(folder))
+    for i in range(rows):
+        for number, output in enumerate(outputs):
+            add(output, f"r{first + i * len(outputs) + number:03d}")
+    for output in outputs:
+        output.close(done=True)
+
+
+def in_shards(folder: Path) -> None:
+    """Each row of the manifests is in its shard under its key, and nowhere else; no number is left out."""
+    lines = listed(folder)
+    assert sorted(packed(folder)) == sorted(lines)
+    keys = [key for path in folder.glob("*.tar") for key in keys_of(path)]
+    assert len(keys) == len(set(keys))
+    for line in lines.values():
+        assert line["key"] in keys_of(folder / line["file"])
+    numbers: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        numbers.setdefault(path.stem.partition("-")[2], []).append(int(path.stem.partition("-")[0]))
+    assert all(found == list(range(len(found))) for found in numbers.values())
+    assert not (folder / "waiting").exists()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[(0, 2), (1, 2)]],
+        [[(0, 2), (1, 2)], [(0, 2), (1, 2)]],
+        [[(0, 2), (1, 2), (2, 3)]],  # a third one joins, and says that there are three
+        [[(0, 2), (1, 2)], [(0, 3), (1, 3), (2, 3)], [(0, 1)], [(1, 2), (0, 2)]],
+    ],
+)
+def test_processes_do_not_overwrite_shards(runs: list[list[tuple[int, int]]], tmp_path: Path) -> None:
+    """Whatever number of them there is, at the same time and from run to run."""
+    for processes in runs:
+        together(tmp_path / "out", processes, 7)
+    in_shards(tmp_path / "out")
+
+
+def test_fewer_processes_finish_the_shards_of_more(tmp_path: Path) -> None:
+    """Images that waited for the shard of a process that is not there any more."""
+    outputs = [Output(tmp_path, {}, into="tar", shard_size=5, process=k, processes=3) for k in range(3)]
+    for number, output in enumerate(outputs):
+        add(output, f"r{number}")
+        output.close(done=False)
+    Output(tmp_path, {}, into="tar", shard_size=5).close(done=True)
+    in_shards(tmp_path)
+
+
+def test_lists_are_read_once(tmp_path: Path) -> None:
+    """What is read already is not read again; the beginning of a line is read when the rest is there."""
+    first, second = (tmp_path / name for name in ("manifest.jsonl", "manifest-0001.jsonl"))
+    first.write_text('{"id": "a", "status": "error"}\n{"id": "b"')
+    lists = Listing(tmp_path)
+    assert lists.read() == {"a": {"id": "a", "status": "error"}}
+    with first.open("r+") as file:
+        file.write('{"id": "z"')
+        file.seek(0, os.SEEK_END)
+        file.write('}\n{"id": "a", "status": "done"}\n')
+    second.write_text('{"id": "c"}\n')
+    assert lists.read() == {"a": {"id": "a", "status": "done"}, "b": {"id": "b"}, "c": {"id": "c"}}
 
 
 def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ def _is_there(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A new folder inside ``parent``, removed when the block ends if it still has its name."""
+    """A new folder inside ``parent``, removed when the block ends if it still has its name; leftovers are removed."""
+    remove_leftovers(parent)
     folder = temporary_name(parent)
     folder.mkdir()
     try:
@@ -207,12 +208,19 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def temporary_name(folder: Path) -> Path:
-    """A name that no other thread or process has; what killed processes left under such names is removed."""
-    for left in folder.glob(".canvax-*.partial"):
-        with suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _LEFTOVER:
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    """A name in ``folder`` that no other thread or process has."""
     return folder / f".canvax-{secrets.token_hex(8)}.partial"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left under temporary names.
+
+    It is called when a folder is opened for writing, not at each file: it lists the folder, whose size grows.
+    """
+    for path in folder.glob(".canvax-*.partial"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _LEFTOVER:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
-from canvax.files import named_path, read_json, written
+from canvax.files import named_path, read_json, remove_leftovers, written
 from canvax.images.metadata import read_metadata
 from canvax.scale.rows import pyarrow
 
 Into = Literal["files", "tar", "parquet"]
 RUN, WAITING = "batch.json", "waiting"
+_LISTS = "manifest*.jsonl"
 _FIRST_COUNTS = ("most", "canvax", "defaults")
 """What may change while a job goes on: its batches stay those that it was begun with. Of defaults each row that they
 change is refused by itself."""
@@ -71,18 +72,23 @@ class Output:
         self.run: dict[str, Any] = {}
         made = self._begin()
         # What nothing came of binds nobody: the model of its first attempt may have been misspelt.
-        self._goes_on = bool(listed(self.folder))
+        self._goes_on = any(True for _ in _lines(self.folder, _LISTS))
         self.agree({**run, "into": into})
-        name = f"manifest-{process:04d}.jsonl" if process else "manifest.jsonl"
+        # The names of a process's list and shards are its alone, so that no process overwrites a shard of another one,
+        # whatever number of processes each was started with.
+        self._suffix = f"-{process:04d}" if process else ""
+        name = f"manifest{self._suffix}.jsonl"
         # Two processes that append to one list would each do the other's work, so the second is turned away.
         begun = (self.folder / name).exists()
         self._list = _locked(self.folder / name)
         self._made = made and processes == 1
         self._own = [self.folder / name] * (not begun) + [self.folder / RUN] * self._made
         self.known = listed(self.folder)
+        self._shard = self._next_shard()
         self._waiting: dict[str, dict[str, Any]] = {}
         if into != "files":
             (self.folder / WAITING).mkdir(exist_ok=True)
+            remove_leftovers(self.folder / WAITING)
             own = _lines(self.folder, name)
             self._waiting = {line["id"]: line for line in own if line == self.known[line["id"]] and _waits(line)}
             self._pack(self._shard_size)
@@ -121,8 +127,9 @@ class Output:
         """Let others write here; if all rows are ``done``, the last images go into a shard."""
         if done and self._waiting:
             self._pack(1)
-        with suppress(OSError):
-            if done and self.into != "files":
+        if done and self.into != "files":
+            self._finish_others()
+            with suppress(OSError):
                 (self.folder / WAITING).rmdir()
         self._list.close()
         if self._own and not self.known:  # nothing was done: nothing stays
@@ -165,6 +172,7 @@ class Output:
         try:
             made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
             known = known or any(self.folder.glob("manifest-*.jsonl"))  # the other processes may have begun
             if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
@@ -184,26 +192,37 @@ class Output:
         """Make shards of what waits, as long as at least ``least`` images do."""
         while len(self._waiting) >= least and self._waiting:
             lines = [*self._waiting.values()][: self._shard_size]
-            number = self._next_shard()
-            path = self.folder / f"{number:05d}.{self.into}"
+            name = f"{self._shard:05d}"
+            path = self.folder / f"{name}{self._suffix}.{self.into}"
             samples = [(line, (self.folder / line["file"]).read_bytes()) for line in lines]
             records = [read_metadata(self.folder / line["file"]) for line in lines]
             write = _write_tar if self.into == "tar" else _write_parquet
-            packed = [{**line, "file": path.name, "key": f"{number:05d}{i:04d}"} for i, line in enumerate(lines)]
+            packed = [
+                {**line, "file": path.name, "key": f"{name}{i:04d}{self._suffix}"} for i, line in enumerate(lines)
+            ]
             named = [(line["key"], Path(one["file"]).suffix, data) for line, (one, data) in
                      zip(packed, samples, strict=True)]  # fmt: skip
             with written(path) as draft:
                 write(draft, named, records)
             self._append(packed)
+            self._shard += 1
             for line in lines:
                 (self.folder / line["file"]).unlink(missing_ok=True)
                 del self._waiting[line["id"]]
 
     def _next_shard(self) -> int:
-        """The first number of this process after those in the list: a shard that is not listed is made again."""
-        listed = {int(line["file"].split(".")[0]) for line in self.known.values() if "key" in line}
-        own = [number for number in listed if number % self._processes == self._process]
-        return max(own) + self._processes if own else self._process
+        """The first number after this process's shards in the list: a shard that is not listed is made again."""
+        names = {line["file"].partition(".")[0].partition("-") for line in self.known.values() if "key" in line}
+        return max((int(number) for number, *rest in names if "".join(rest) == self._suffix), default=-1) + 1
+
+    def _finish_others(self) -> None:
+        """Pack what waits for shards of processes that an earlier run had and this one has not."""
+        for path in self.folder.glob("manifest-*.jsonl"):
+            number = path.stem.partition("-")[2]
+            if number.isdecimal() and int(number) >= self._processes:
+                numbers = {"process": int(number), "processes": int(number) + 1}
+                with suppress(InputError):  # that process is running after all
+                    Output(self.folder, {}, into=self.into, shard_size=self._shard_size, **numbers).close(done=True)
 
 
 def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,22 +232,46 @@ def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
     """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
-    return {line["id"]: line for line in _lines(named_path("--output", folder), "manifest*.jsonl")}
+    return Listing(folder).read()
 
 
-def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Also those that later ones replace; not those that a kill cut off."""
+class Listing:
+    """The lists of a job's folder, of all processes that write there. Each ``read`` continues after the last one."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = named_path("--output", folder)
+        self._ends: dict[Path, int] = {}
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """The last line of each row, by id."""
+        self._known.update((line["id"], line) for line in _lines(self._folder, _LISTS, self._ends))
+        return self._known
+
+
+def _lines(folder: Path, name: str, ends: dict[Path, int] | None = None) -> Iterator[dict[str, Any]]:
+    """Also those that later ones replace; not those that a kill cut off.
+
+    Args:
+        folder: of the job.
+        name: pattern of the lists' names.
+        ends: how many bytes of each list are read already; it is updated.
+    """
+    ends = {} if ends is None else ends
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(f"--output {folder}: {path.name} is not a regular file; choose another folder")
         try:
-            file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115
+            file = open(path, "rb")  # noqa: SIM115
         except OSError as error:
             raise InputError(f"--output {folder}: {path.name} cannot be read ({error.strerror or error})") from None
         with file:
+            file.seek(ends.get(path, 0))
             for text in file:
+                if text.endswith(b"\n"):
+                    ends[path] = ends.get(path, 0) + len(text)
                 with suppress(ValueError):
-                    line = json.loads(text)
+                    line = json.loads(text.decode(errors="replace"))
                     if isinstance(line, dict) and isinstance(line.get("id"), str):
                         yield line
 

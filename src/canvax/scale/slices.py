@@ -20,7 +20,7 @@ from typing import Any
 
 from canvax.errors import CanvaxError, InputError
 from canvax.scale.data import connected
-from canvax.scale.output import listed
+from canvax.scale.output import Listing
 
 SLICE = "ray.io/tpu-slice-name"
 """Ray's label of the machines of one slice."""
@@ -110,7 +110,8 @@ def run_on_slices(
     """
     ray = connected(arguments["ray"])
     began = time.monotonic()
-    before = listed(arguments["output"])
+    lists = Listing(arguments["output"])
+    before = dict(lists.read())
     try:
         found = slices_of(ray.nodes())
         # Ray tells of machines that it has lost on stdout, where results go.
@@ -121,13 +122,13 @@ def run_on_slices(
                 for (name, hosts), share in zip(found.items(), shares, strict=True)
             ]
             while wait(parts, _TOLD).not_done and not any(part.done() and part.exception() for part in parts):
-                done = len(listed(arguments["output"]))
+                done = len(lists.read())
                 if say:
                     say(f"{done} of {rows} rows, {(done - len(before)) / (time.monotonic() - began):.3g} a second")
             reports = [report for part in parts for report in part.result()]
     finally:
         ray.shutdown()
-    seconds, after = time.monotonic() - began, listed(arguments["output"])
+    seconds, after = time.monotonic() - began, lists.read()
     done = len(_done(after) - _done(before))
     return reports[0] | {
         "rows": rows, "done": done, "skipped": len(_done(before) if arguments["retry_errors"] else before),
