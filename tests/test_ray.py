@@ -15,6 +15,7 @@ import pytest
 
 import canvax
 from canvax.errors import InputError
+from canvax.scale.data import blocks_of
 
 ROOT = Path(__file__).parent.parent
 needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install 'canvax[ray]'")
@@ -35,6 +36,17 @@ def alone(words: list[str], folder: Path = ROOT) -> Any:
     assert done.returncode == 0, done.stderr[-3000:]
     out = "\n" + done.stdout
     return json.loads(out[out.rindex("\n{") :])
+
+
+@pytest.mark.parametrize(
+    ("rows", "actors", "blocks"),
+    [(60, 2, 2), (60, 1, 1), (1, 8, 1), (5, 8, 5), (5, 4, 4), (130, 2, 3), (1000, 2, 16), (1_000_000, 8, 15625)],
+)
+def test_every_actor_has_a_block(rows: int, actors: int, blocks: int) -> None:
+    """As many as there are rows for, and no block of more than 64 rows."""
+    assert blocks_of(rows, actors) == blocks
+    assert blocks >= min(rows, actors)
+    assert blocks * 64 >= rows
 
 
 @needs_ray

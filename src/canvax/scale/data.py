@@ -27,7 +27,7 @@ from canvax.scale.rows import Row, pyarrow, row_of, settings_of
 from canvax.scale.work import MOST, Made, Worker, image_file
 
 PER_BLOCK = 64
-"""Rows of a block: what is lost with a machine, and what an actor does at a time. Seconds to a minute of work."""
+"""Most rows of a block: what is lost with a machine, and what an actor does at a time. Seconds to a minute of work."""
 
 
 class Generate:
@@ -161,14 +161,16 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
             return
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
-        # Blocks of their own: Ray would put a small file into one block, which is one task on one machine.
-        blocks = -(-len(items) // PER_BLOCK)
+        pool, resources = _resources(ray, actors)
         items.sort(key=lambda item: item[:2])  # one size a block, where that can be
-        made = ray.data.from_items([told for *_, told in items], override_num_blocks=blocks).map_batches(
+        made = ray.data.from_items(
+            [told for *_, told in items], override_num_blocks=blocks_of(len(items), pool)
+        ).map_batches(
             _Settings,
             batch_size=None,
             fn_constructor_kwargs={"folder": os.getcwd(), **arguments},
-            **_resources(ray, actors),
+            compute=ray.data.ActorPoolStrategy(size=pool),
+            **resources,
         )
         # Ray tells of machines that it has lost on stdout, where results go.
         with redirect_stdout(sys.stderr):
@@ -201,6 +203,11 @@ def connected(address: str | None) -> Any:
     return ray
 
 
+def blocks_of(rows: int, actors: int) -> int:
+    """How many blocks rows are split into, so that every actor gets some: Ray would make one block of a small file."""
+    return max(-(-rows // PER_BLOCK), min(rows, actors))
+
+
 def _side(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
@@ -209,7 +216,7 @@ def _made(row: Row, told: Mapping[str, Any]) -> Made:
     return Made(row, told["row"], json.loads(told["metadata"]), told["image"], told["error"] or "")
 
 
-def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
+def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:
     """How many actors there are, and what each holds: a GPU, the chips of a machine, or nothing.
 
     No processors: reading tasks want whole ones, and a pool that holds the last of them waits for itself for ever.
@@ -222,7 +229,7 @@ def _resources(ray: Any, actors: int | None) -> dict[str, Any]:
     elif there.get("TPU"):
         hosts = [int(node["Resources"]["TPU"]) for node in ray.nodes() if node["Resources"].get("TPU")]
         count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
-    return wanted | {"compute": ray.data.ActorPoolStrategy(size=actors or max(count, 1))}
+    return actors or max(count, 1), wanted
 
 
 def ray_module() -> Any:
