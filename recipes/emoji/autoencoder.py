@@ -64,19 +64,27 @@ def train_autoencoder(
 
 
 def _crop_loss(
-    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, crop: int, kl: float, dtype: DType
+    p: Params,
+    samples: dict[str, Array],
+    shared: None,
+    key: Array,
+    *,
+    cfg: VaeConfig,
+    crop: int,
+    kl: float,
+    dtype: DType,
 ) -> tuple[Array, dict[str, Array]]:
     rows_key, columns_key, noise_key = jax.random.split(key, 3)
-    _, height, width, _ = data["pixels"].shape
-    rows = jax.random.randint(rows_key, chosen.shape, 0, height - crop + 1)
-    columns = jax.random.randint(columns_key, chosen.shape, 0, width - crop + 1)
+    count, height, width, _ = samples["pixels"].shape
+    rows = jax.random.randint(rows_key, (count,), 0, height - crop + 1)
+    columns = jax.random.randint(columns_key, (count,), 0, width - crop + 1)
 
     def piece(picture: Array, row: Array, column: Array) -> Array:
-        return jax.lax.dynamic_slice(data["pixels"], (picture, row, column, 0), (1, crop, crop, 3))[0]
+        return jax.lax.dynamic_slice(picture, (row, column, 0), (crop, crop, 3))
 
-    images = as_input(jax.vmap(piece)(chosen, rows, columns)).astype(dtype)
+    images = as_input(jax.vmap(piece)(samples["pixels"], rows, columns)).astype(dtype)
     side = crop // cfg.factor
-    noise = jax.random.normal(noise_key, (chosen.shape[0], side, side, cfg.latent_channels), jnp.float32)
+    noise = jax.random.normal(noise_key, (count, side, side, cfg.latent_channels), jnp.float32)
     return autoencoder_loss(cast(p, dtype), images, noise, cfg, kl=kl, edges=EDGES)
 
 
@@ -108,14 +116,14 @@ def train_decoder(
 
 
 def _decoder_loss(
-    p: Params, data: dict[str, Array], chosen: Array, key: Array, *, cfg: VaeConfig, dtype: DType
+    p: Params, samples: dict[str, Array], shared: None, key: Array, *, cfg: VaeConfig, dtype: DType
 ) -> tuple[Array, dict[str, Array]]:
     form_key, size_key, noise_key = jax.random.split(key, 3)
-    form = jax.random.randint(form_key, chosen.shape, 0, 2)
-    images = as_input(data["pixels"][chosen])
+    form = jax.random.randint(form_key, samples["pixels"].shape[:1], 0, 2)
+    images = as_input(samples["pixels"])
     images = jnp.where(form[:, None, None, None] == 1, images[:, :, ::-1], images)
-    latents = data["latents"][chosen, form].astype(jnp.float32)
-    size = jax.random.uniform(size_key, (*chosen.shape, 1, 1, 1), maxval=LATENT_NOISE)
+    latents = jax.vmap(lambda forms, index: forms[index])(samples["latents"], form).astype(jnp.float32)
+    size = jax.random.uniform(size_key, (*form.shape, 1, 1, 1), maxval=LATENT_NOISE)
     latents += size * jax.random.normal(noise_key, latents.shape)
     drawn = vae_decode(cast(p, dtype), latents.astype(dtype), cfg)
     loss, mse = reconstruction_loss(drawn, images, EDGES)

@@ -339,7 +339,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
     latents = _latents(run, recipe, train.pixels, vae)
-    data = denoising_data({FIRST: tokenizer}, latents, [texts[: recipe.forms] for texts in train.captions], 77)
+    data, shared = denoising_data({FIRST: tokenizer}, latents, [texts[: recipe.forms] for texts in train.captions], 77)
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -356,7 +356,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     else:
         begin = {name: start[name] for name in (FIRST, "unet")}
-    return fit(begin, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview))
+    return fit(begin, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview), shared)
 
 
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:

@@ -85,11 +85,11 @@ def denoising_data(
     time_ids: HostArray | None = None,
     control: HostArray | None = None,
     mask: HostArray | None = None,
-) -> dict[str, Any]:
-    """What ``denoising_loss`` reads.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``denoising_loss`` reads: samples, and what they share.
 
-    A second one under its key ``prior`` is of pictures that keep a model from forgetting what it knew (Ruiz et al.
-    2023, section 3.2): of each batch as many are drawn from it, at random.
+    Samples under the key ``prior`` of what is shared are of pictures that keep a model from forgetting what it knew
+    (Ruiz et al. 2023, section 3.2): for each batch as many are drawn from them, at random.
 
     Args:
         tokenizers: of each text encoder.
@@ -100,13 +100,10 @@ def denoising_data(
         control: control images [N, V, H, W, 3] uint8.
         mask: what the error of each place of the latents is multiplied with [N, V, h, w].
     """
-    data: dict[str, Any] = {
-        "latents": latents,
-        "ids": {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()},
-        "empty": {name: tokenizer([""], length=length)[0] for name, tokenizer in tokenizers.items()},
-    }
-    more = {"time_ids": time_ids, "control": control, "mask": mask}
-    return data | {name: array for name, array in more.items() if array is not None}
+    ids = {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()}
+    samples = {"latents": latents, "ids": ids, "time_ids": time_ids, "control": control, "mask": mask}
+    empty = {name: tokenizer([""], length=length)[0] for name, tokenizer in tokenizers.items()}
+    return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
 
 
 class Draw(NamedTuple):
@@ -131,36 +128,48 @@ class Draw(NamedTuple):
 
 @checked
 def draw(
-    data: Mapping[str, Any], chosen: Array, key: Array, size: int, *, focus: tuple[float, float] | None, empty: float
+    samples: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    key: Array,
+    size: int,
+    *,
+    focus: tuple[float, float] | None,
+    empty: float,
 ) -> Draw:
-    """The random choices of one step: form, caption, time and noise of the samples ``chosen`` [B].
+    """The random choices of one step: form, caption, time and noise of the samples of a batch.
 
-    The samples of ``data["prior"]``, which has masks where ``data`` has them, follow behind them: [2 B, ...].
+    Samples of ``shared["prior"]``, which has masks where the batch has them, follow behind them: [2 B, ...].
     """
     form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
-    batch = chosen.shape
-    form = jax.random.randint(form_key, batch, 0, data["latents"].shape[1])
-    x0 = data["latents"][chosen, form].astype(jnp.float32)
-    captions = next(iter(data["ids"].values())).shape[1]
-    caption = jax.random.randint(caption_key, batch, 0, captions)
-    without = jax.random.uniform(empty_key, batch) < empty
+    count, forms = samples["latents"].shape[:2]
+    form = jax.random.randint(form_key, (count,), 0, forms)
+    x0 = _picked(samples["latents"], form).astype(jnp.float32)
+    captions = next(iter(samples["ids"].values())).shape[1]
+    caption = jax.random.randint(caption_key, (count,), 0, captions)
+    without = jax.random.uniform(empty_key, (count,)) < empty
     ids = {
-        name: jnp.where(without[:, None], data["empty"][name], of_all[chosen, caption])
-        for name, of_all in data["ids"].items()
+        name: jnp.where(without[:, None], shared["empty"][name], _picked(of_all, caption))
+        for name, of_all in samples["ids"].items()
     }
-    conditions = {"time_ids": data["time_ids"][chosen]} if "time_ids" in data else {}
-    if "control" in data:
-        conditions["control"] = data["control"][chosen, form]
-    times = training_times(order_key, time_key, batch[0], size, focus)
+    conditions = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
+    if "control" in samples:
+        conditions["control"] = _picked(samples["control"], form)
+    times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
-    mask = data["mask"][chosen, form].astype(jnp.float32) if "mask" in data else None
+    mask = _picked(samples["mask"], form).astype(jnp.float32) if "mask" in samples else None
     drawn = Draw(x0, ids, conditions, times, noise, mask)
-    if "prior" not in data:
+    if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
-    which = jax.random.randint(which_key, batch, 0, data["prior"]["latents"].shape[0])
-    other = draw(data["prior"], which, key, size, focus=focus, empty=empty)
+    which = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
+    prior = jax.tree.map(lambda leaf: leaf[which], shared["prior"])
+    other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
     return jax.tree.map(lambda one, two: jnp.concatenate([one, two]), drawn, other)
+
+
+def _picked(forms: Array, which: Array) -> Array:
+    """Of each sample one form, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
+    return jax.vmap(lambda sample, index: sample[index])(forms, which)
 
 
 @checked
@@ -211,10 +220,11 @@ def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule
             al. 2024, section 3.1); None takes all times alike. ``empty``: share of empty captions. ``dtype``: computed
             in. ``remat``: compute the blocks again on the way back instead of keeping what they held. ``assemble``:
             makes the parameters of all components. ``control``: a ControlNet whose parameters are among them, as
-            ``CONTROL``. ``prior``: weight of the loss on ``data["prior"]``.
+            ``CONTROL``. ``prior``: weight of the loss on ``shared["prior"]``.
 
     Returns:
-        A loss over ``denoising_data``, to which ``frozen`` may be added: parameters that are used and not trained.
+        A loss over ``denoising_data``. To what is shared ``frozen`` may be added: parameters that are used and not
+        trained.
 
     Raises:
         InputError: what the network predicts cannot be trained, see ``check_trainable``.
@@ -253,13 +263,19 @@ def training_times(
 
 
 def _denoising_loss(
-    p: Params, data: dict[str, Any], chosen: Array, key: Array, *, tables: tuple[Array, Array], objective: Objective
+    p: Params,
+    samples: dict[str, Any],
+    shared: dict[str, Any],
+    key: Array,
+    *,
+    tables: tuple[Array, Array],
+    objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
     alphas, weights = tables
     x0, ids, conditions, times, noise, mask = draw(
-        data, chosen, key, alphas.size, focus=objective.focus, empty=objective.empty
+        samples, shared, key, alphas.size, focus=objective.focus, empty=objective.empty
     )
-    p = cast(objective.assemble(p, data.get("frozen", {})), objective.dtype)
+    p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
     told: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
     noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
@@ -267,8 +283,8 @@ def _denoising_loss(
     special = Special(remat=objective.remat)
     output = unet(p["unet"], noisy, times, cfg=objective.unet, special=special, residuals=residuals, **told)
     errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type), mask)
-    weighted = (weights[times] * errors).reshape(-1, chosen.size).mean(1)
-    loss = weighted[0] if "prior" not in data else weighted[0] + objective.prior * weighted[1]
+    weighted = (weights[times] * errors).reshape(-1, len(samples["latents"])).mean(1)
+    loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
     return loss, {"mse": errors.mean()}
 
 

@@ -61,8 +61,8 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
 
 @checked
 def jitted(function: Any, mesh: Mesh) -> Any:
-    """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split."""
-    return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=over_batch(mesh))
+    """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split, all results on each."""
+    return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=replicated(mesh))
 
 
 @checked

@@ -22,7 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.checked import check_function, checked, shown
 from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
+from canvax.parallel import multihost
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
 from canvax.train.progress import Progress
@@ -30,12 +32,14 @@ from canvax.train.state import TrainState, check_arrays, load_state, new_state, 
 from canvax.types import Array, HostArray
 
 STATE, LOG = "state.safetensors", "log.jsonl"
+_OVER_BATCH = PartitionSpec(None, None, "data")
+"""How samples [chunk, accumulate, B, ...] lie on the devices."""
 
-Loss = Callable[[Params, Any, Array, Array], tuple[Array, dict[str, Array]]]
-"""``(params, data, indices [B], key) -> (loss, what else to log)``."""
+Loss = Callable[[Params, Any, Any, Array], tuple[Array, dict[str, Array]]]
+"""``(params, samples, shared, key) -> (loss, what else to log)``; each array of the samples is [B, ...]."""
 
 
-Program = Callable[[TrainState, Any, HostArray, Any], tuple[TrainState, dict[str, Any]]]
+Program = Callable[[TrainState, Any, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
 @checked
@@ -153,16 +157,22 @@ class Session:
 
 
 @checked
-def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session) -> tuple[Params, bool]:
+def fit(
+    params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session, shared: Any = None
+) -> tuple[Params, bool]:
     """Train, or go on with a run that ``session.folder`` holds.
+
+    Of several processes each calls it with the same arguments, on a disk that all of them read; the first one writes.
 
     Args:
         params: where to begin, host or device arrays.
         loss: what to minimise.
-        data: a pytree of arrays, put on every device.
-        samples: how many samples ``loss`` can be asked for by index.
+        data: a pytree of arrays [samples, ...]. They stay on the host; devices get the samples of a chunk of steps, each
+            its part of every batch.
+        samples: how many there are.
         plan: how long and how. Another plan than the one the folder was begun with is refused.
         session: where and when.
+        shared: a pytree of arrays that each step reads, put on every device.
 
     Returns:
         The averaged parameters, and whether the run is finished (or was stopped by the deadline).
@@ -177,7 +187,9 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         raise InputError(f"samples = {samples}: there is nothing to train on")
     check_arrays("params", params, trained=True)
     check_arrays("data", data)
-    _check_loss(loss, params, data, plan)
+    check_arrays("shared", shared)
+    data = _on_host(data, samples)
+    _check_loss(loss, params, data, shared, plan)
     if plan.batch % session.mesh.shape["data"]:
         raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
@@ -185,46 +197,61 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
         check_same(path, plan, samples, session.about)
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
-    data = jax.device_put(data, everywhere)
-    progress = Progress(session.name)
+    shared = jax.device_put(shared, everywhere)
+    writes, spread = multihost.leads(session.mesh), multihost.is_spread(session.mesh)
+    progress = Progress(session.name, shown=writes)
     progress.say("compiling")
-    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, plan, session.mesh)
+    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, shared, plan,
+                       session.mesh)  # fmt: skip
     if path.is_file():
         steps = read_facts(path)["total"]
         state = load_state(path, state)
     else:
         steps = -(-plan.steps // plan.chunk) * plan.chunk
         if plan.minutes is not None:
-            steps = _steps_in(plan, program, state, data, samples)
+            steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
         elif steps != plan.steps:
             warn(f"steps={plan.steps} becomes {steps}, a multiple of chunk={plan.chunk}", HintWarning)
     done = int(state.step)
-    _cut_log(session.folder / LOG, done)
+    if spread:
+        (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done)
+    if writes:
+        remove_leftovers(session.folder)
+        _cut_log(session.folder / LOG, done)
     facts = facts_of(plan, samples) | {**session.about, "total": steps}
     if 0 < done < steps:
         progress.say(f"going on from step {done} of {steps}")
     progress.begin(steps, plan.accumulate * plan.batch, done)
     saved = shown = time.monotonic()
+    chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
     while done < steps:
         began = time.monotonic()
-        state, metrics = program(state, data, plan.indices(done, samples), np.int32(steps))
+        state, metrics = program(state, chunk, shared, np.int32(steps))
         done += plan.chunk
+        if done < steps:  # while the devices work
+            chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
         _check_finite("the loss", metrics["loss"], session.name, done)
         numbers = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
-        _log(session.folder / LOG, done, numbers)
+        if writes:
+            _log(session.folder / LOG, done, numbers)
         progress.advance(done, numbers["loss"])
         if session.watch:
             rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
             pace = plan.chunk * plan.accumulate * plan.batch / max(now - began, 1e-9)
             session.watch(done, numbers | {"learning_rate": rate, "images_per_second": pace})
         stop = session.deadline is not None and now >= session.deadline
-        if done >= steps or stop or now - saved >= session.save_every:
+        due = np.array([stop, now - saved >= session.save_every, now - shown >= session.preview_every])
+        if spread:  # clocks differ, and all processes must do the same
+            due = multihost.any_of(due)
+        stop, save, preview = due
+        if done >= steps or stop or save:
             # The loss is of the parameters before the last update.
             _check_finite("a parameter", _largest(state.params), session.name, done)
-            save_state(path, state, facts)
+            if writes:
+                save_state(path, state, facts)
             saved = now
-        if session.preview and (done >= steps or now - shown >= session.preview_every):
+        if session.preview and (done >= steps or preview):
             session.preview(done, _drawn_with(state))
             shown = time.monotonic()
         if stop:
@@ -233,11 +260,40 @@ def fit(params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session
     return _drawn_with(state), done >= steps
 
 
-def _check_loss(loss: Loss, params: Params, data: Any, plan: Plan) -> None:
+def _on_host(data: Any, samples: int) -> Any:
+    """The data in host memory, in dtypes that JAX knows."""
+
+    def host(path: Any, leaf: Any) -> HostArray:
+        if not leaf.shape or len(leaf) != samples:
+            where = "data" + jax.tree_util.keystr(path)
+            raise InputError(
+                f"{where} has shape {leaf.shape}, not [samples, ...] of samples={samples}; give it as shared"
+            )
+        return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+
+    return jax.tree_util.tree_map_with_path(host, data)
+
+
+def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
+    """Samples of a chunk of steps, each array [chunk, accumulate, B, ...]; a process sends what its devices need."""
+    split = NamedSharding(mesh, _OVER_BATCH)
+
+    def put(leaf: HostArray) -> Array:
+        shape = (*indices.shape, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, split, lambda index: leaf[indices[index[: indices.ndim]]])
+
+    return jax.tree.map(put, data)
+
+
+def _abstract(data: Any, *shape: int) -> Any:
+    """Shapes of samples of the data, in place of all of them."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape[1:]), leaf.dtype), data)
+
+
+def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) -> None:
     """Refuse a loss that does not give ``(number, what to log)``; what it raises itself is its own."""
-    check_function("loss", loss, 4, "(params, data, indices, key)")
-    chosen, key = jax.ShapeDtypeStruct((plan.batch,), jnp.int32), jax.random.key(0)
-    found = jax.eval_shape(loss, params, data, chosen, key)
+    check_function("loss", loss, 4, "(params, samples, shared, key)")
+    found = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     if not pair or getattr(found[0], "shape", None) != () or not jnp.issubdtype(found[0].dtype, jnp.floating):
         raise InputError(f"loss returned {shown(found)}; return (a number, {{}}), the second what else to log, by name")
@@ -315,23 +371,24 @@ def _optimizer(plan: Plan) -> Any:
 
 
 def _update(
-    state: TrainState, data: Any, chosen: Array, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
+    state: TrainState, samples: Any, shared: Any, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update from the samples ``chosen`` [accumulate, B]; also returns what the loss logs."""
+    """One update from samples [accumulate, B, ...]; also returns what the loss logs."""
     key = step_key(plan.seed, state.step)
     value_and_gradient = jax.value_and_grad(loss, has_aux=True)
+    first = jax.tree.map(lambda leaf: leaf[0], samples)
     if plan.accumulate == 1:
-        (value, more), gradient = value_and_gradient(state.params, data, chosen[0], key)
+        (value, more), gradient = value_and_gradient(state.params, first, shared, key)
     else:
 
-        def one(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-            indices, place = part
-            found = value_and_gradient(state.params, data, indices, jax.random.fold_in(key, place))
+        def one(total: Any, part: tuple[Any, Array]) -> tuple[Any, None]:
+            batch, place = part
+            found = value_and_gradient(state.params, batch, shared, jax.random.fold_in(key, place))
             return jax.tree.map(jnp.add, total, found), None
 
-        shapes = jax.eval_shape(value_and_gradient, state.params, data, chosen[0], key)
+        shapes = jax.eval_shape(value_and_gradient, state.params, first, shared, key)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        total, _ = jax.lax.scan(one, nothing, (chosen, jnp.arange(plan.accumulate)))
+        total, _ = jax.lax.scan(one, nothing, (samples, jnp.arange(plan.accumulate)))
         (value, more), gradient = jax.tree.map(lambda leaf: leaf / plan.accumulate, total)
     changes, memory = optimizer.update(gradient, state.optimizer, state.params)
     rate = learning_rate(state.step, steps, plan)
@@ -350,41 +407,40 @@ def _update(
     return TrainState(state.step + 1, params, average, memory), {"loss": value, **more}
 
 
-def _compile(update: Any, state: TrainState, data: Any, plan: Plan, mesh: Mesh) -> Program:
-    """``(state, data, indices [chunk, B], steps) -> (state, means of what is logged)``; the state given is used up.
+def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan, mesh: Mesh) -> Program:
+    """``(state, samples [chunk, accumulate, B, ...], shared, steps) -> (state, means of what is logged)``.
 
-    The chunk is one program, so that Python never keeps the device waiting.
+    The state that is passed in is used up. The chunk is one program, so that Python never keeps the device waiting.
     """
     everywhere = replicated(mesh)
-    split = NamedSharding(mesh, PartitionSpec(None, None, "data"))
 
-    def chunk(state: TrainState, data: Any, indices: Array, steps: Array) -> tuple[TrainState, dict[str, Array]]:
-        state, metrics = jax.lax.scan(lambda state, chosen: update(state, data, chosen, steps), state, indices)
+    def chunk(state: TrainState, samples: Any, shared: Any, steps: Array) -> tuple[TrainState, dict[str, Array]]:
+        def step(state: TrainState, part: Any) -> Any:
+            return update(state, part, shared, steps)
+
+        state, metrics = jax.lax.scan(step, state, samples, length=plan.chunk)
         return state, jax.tree.map(jnp.mean, metrics)
 
-    shapes = ((plan.chunk, plan.accumulate, plan.batch), ())
-    indices, steps = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
     return compiled_on(
         mesh,
         chunk,
         state,
-        data,
-        indices,
-        steps,
-        in_shardings=(everywhere, everywhere, split, everywhere),
+        _abstract(data, plan.chunk, plan.accumulate, plan.batch),
+        shared,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        in_shardings=(everywhere, NamedSharding(mesh, _OVER_BATCH), everywhere, everywhere),
         out_shardings=everywhere,
         donate_argnums=0,
     )
 
 
-def _steps_in(plan: Plan, program: Any, state: TrainState, data: Any, samples: int) -> int:
+def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: Any) -> int:
     """As many steps as fit into ``plan.minutes``, by the time of a chunk that is then thrown away."""
-    indices = plan.indices(0, samples)
     seconds = []
     for _ in range(2):
         copy = jax.tree.map(jnp.copy, state)
         began = time.perf_counter()
-        jax.block_until_ready(program(copy, data, indices, np.int32(plan.steps)))
+        jax.block_until_ready(program(copy, chunk, shared, np.int32(plan.steps)))
         seconds.append(time.perf_counter() - began)
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 

@@ -11,8 +11,9 @@ from canvax.errors import to_stderr
 class Progress:
     """One line on stderr that is written over on a terminal, a line a minute elsewhere."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, shown: bool = True) -> None:
         self.name = name
+        self._write = to_stderr if shown else lambda _: None
         self.steps, self.batch = 0, 0
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._shown = -60.0
@@ -32,16 +33,16 @@ class Progress:
         speed = pace * self.batch
         left = duration(max(self.steps - done, 0) / max(pace, 1e-9))
         text = f"{self.name}: step {done} of {self.steps}, loss {loss:.4f}, {speed:.1f} samples/s, {left} left"
-        to_stderr(f"\r{text:<100}" if self._terminal else f"{text}\n")
+        self._write(f"\r{text:<100}" if self._terminal else f"{text}\n")
 
     def say(self, what: str) -> None:
         """A line of its own, before the first step."""
-        to_stderr(f"{self.name}: {what}\n")
+        self._write(f"{self.name}: {what}\n")
 
     def close(self) -> None:
         """End the line."""
         if self._terminal:
-            to_stderr("\n")
+            self._write("\n")
 
 
 def duration(seconds: float) -> str:

@@ -21,7 +21,7 @@ from canvax.errors import InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
-from canvax.parallel.multihost import leads
+from canvax.parallel.multihost import is_spread, leads, together
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, default_dtype
 from canvax.pipelines.open import open_model
@@ -248,9 +248,10 @@ def train(
     say(f"{len(own)} pictures at {size} x {size}" + (f", {own.masked} of them masked" if own.masked else ""))
     start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
     make_folder(training.folder)  # which the disk may refuse: better before an hour's work than after
-    data = _data(own, training, model, params, mesh, masked=masked)
+    data, shared = _data(own, training, model, params, mesh, masked=masked)
     if prior is not None:
-        data["prior"] = _data(prior, training, model, params, mesh, masked=masked)
+        shared["prior"], _ = _data(prior, training, model, params, mesh, masked=masked)
+    shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text,
         model.unet,
@@ -275,8 +276,13 @@ def train(
         watch=board.numbers if board else None,
     )
     with closing(board) if board else nullcontext():
-        trained, finished = fit(start.trained, loss, {**data, "frozen": start.frozen}, len(own), plan, session)
-    return aim.save(target, model, params, trained, training) if finished else None
+        trained, finished = fit(start.trained, loss, data, len(own), plan, session, shared)
+    if not finished:
+        return None
+    with together("saving") if is_spread(mesh) else nullcontext():
+        if leads(mesh):
+            aim.save(target, model, params, trained, training)
+    return target
 
 
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
@@ -319,6 +325,8 @@ def _preview(
         seeds = list(range(len(training.prompts)))
         shown = aim.shown(params, trained)
         images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
+        if not leads(pipe.mesh):  # whose images are another part of the batch
+            return
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
         grid.save(training.folder / "previews" / f"{step:07d}.png")
@@ -410,8 +418,11 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
 
 def _data(
     pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, *, masked: bool
-) -> dict[str, Any]:
-    """Latents of all pictures, encoded once, the ids of their captions, and their masks if there are any."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Latents of all pictures, encoded once, the ids of their captions, and their masks if there are any.
+
+    Also what they share: see ``denoising_data``.
+    """
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
