@@ -47,11 +47,10 @@ def run_loss(
     loss = diffusion.denoising_loss(TextEncoders(TEXT), UNET, NoiseSchedule(ALPHAS, kind), **options)
     x0 = np.random.default_rng(0).standard_normal((batch, 1, 2, 2, 3), np.float32)
     ids = np.arange(1, batch + 1, dtype=np.int32).reshape(batch, 1, 1)
-    chosen = np.arange(batch)[::-1]
-    told = {"ids": {"text_encoder": jnp.asarray(ids)}, "empty": {"text_encoder": jnp.zeros(1, jnp.int32)}}
-    data = {"latents": jnp.asarray(x0), **told}
-    value, parts = loss({"text_encoder": {}, "unet": {}}, data, jnp.asarray(chosen), jax.random.key(5))
-    seen.update(x0=x0[chosen, 0].astype(np.float64), own_ids=ids[chosen, 0])
+    samples = {"latents": jnp.asarray(x0), "ids": {"text_encoder": jnp.asarray(ids)}}
+    shared = {"empty": {"text_encoder": jnp.zeros(1, jnp.int32)}}
+    value, parts = loss({"text_encoder": {}, "unet": {}}, samples, shared, jax.random.key(5))
+    seen.update(x0=x0[:, 0].astype(np.float64), own_ids=ids[:, 0])
     return seen, float(value), float(parts["mse"])
 
 

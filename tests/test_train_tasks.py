@@ -106,8 +106,8 @@ def test_which_layers(model: Path) -> None:
 def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
     """Without random choices of its own, four batches of 2 an update are one of 8."""
 
-    def loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
-        error = ((data["x"][chosen] @ p["w"] - data["y"][chosen]) ** 2).mean()
+    def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+        error = ((samples["x"] @ p["w"] - samples["y"]) ** 2).mean()
         return error, {}
 
     rng = np.random.default_rng(0)
@@ -442,8 +442,8 @@ def test_the_board(tmp_path: Path) -> None:
     """Curves of a run that was stopped and gone on with, and a picture."""
     plan = Plan(steps=6, batch=2, chunk=2, warmup=0, final=0.5, average=0.0, learning_rate=0.01, accumulate=2)
 
-    def loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
-        return jnp.square(p["w"]).sum() + 0 * data["x"][chosen].sum(), {"mse": p["w"].sum()}
+    def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
+        return jnp.square(p["w"]).sum() + 0 * samples["x"].sum(), {"mse": p["w"].sum()}
 
     def go_on(deadline: float | None) -> None:
         board = Board(tmp_path / "board")

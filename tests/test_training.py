@@ -69,9 +69,9 @@ def one_device() -> Any:
     return make_mesh(jax.devices()[:1])
 
 
-def toy_loss(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     """A quadratic whose samples are noisy, so that a wrong key or index shows in the loss."""
-    wanted = data["x"][chosen] + 0.1 * jax.random.normal(key, (chosen.shape[0], 3))
+    wanted = samples["x"] + 0.1 * jax.random.normal(key, samples["x"].shape)
     value = jnp.square(p["w"] - wanted).mean()
     return value, {"distance": jnp.abs(p["w"] - wanted).mean()}
 
@@ -152,7 +152,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     toy(tmp_path, deadline=time.monotonic())
     before = (tmp_path / STATE).read_bytes()
 
-    def broken(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+    def broken(p: Any, samples: Any, shared: Any, key: Any) -> Any:
         return p["w"].sum() * jnp.nan, {"distance": jnp.zeros(())}
 
     with pytest.raises(CanvaxError, match="loss is nan at step 4"):
@@ -163,7 +163,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 def test_parameters_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
     """The last update before a state is written is in no loss."""
 
-    def breaks(p: Any, data: Any, chosen: Any, key: Any) -> Any:
+    def breaks(p: Any, samples: Any, shared: Any, key: Any) -> Any:
         here = p["w"].sum()
         # At zero the slope of the root is infinite, and its value is not.
         return here + jnp.sqrt(0.0 * here), {"distance": jnp.zeros(())}
@@ -304,11 +304,11 @@ def test_gradients_reach_every_parameter() -> None:
     tokenizer = ClipTokenizer.from_folder(BUNDLED["emoji"] / "tokenizer")
     captions = [["a cat", "cat"], ["a dog"], ["a red apple"], ["a lemon"]]
     latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
-    data = jax.device_put(denoising_data({"text_encoder": tokenizer}, latents, captions, 77))
+    samples, shared = jax.device_put(denoising_data({"text_encoder": tokenizer}, latents, captions, 77))
     plain = None
     for remat in (False, True):
         loss = denoising_loss(TextEncoders(TEXT), UNET, SCHEDULE, remat=remat, empty=0.0)
-        gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, data, jnp.arange(4), jax.random.key(0))[0]))(params)
+        gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, samples, shared, jax.random.key(0))[0]))(params)
         still = [name for name, leaf in flatten(gradient) if not np.abs(leaf).max() > 0]
         # Keys are compared with queries, so a number added to all of them changes nothing.
         assert [name for name in still if not name.endswith("k_proj.bias")] == []

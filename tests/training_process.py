@@ -11,8 +11,8 @@ from canvax.parallel.mesh import make_mesh
 from canvax.train.loop import Plan, Session, fit
 
 
-def loss(p, data, chosen, key):
-    wanted = data["x"][chosen] @ p["w"] + jax.random.normal(key, (chosen.shape[0], 64))
+def loss(p, samples, shared, key):
+    wanted = samples["x"] @ p["w"] + jax.random.normal(key, samples["x"].shape)
     return jnp.square(wanted).mean(), {}
 
 

@@ -100,10 +100,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     real = tasks.fit
 
-    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Plan, session: Any) -> Any:
-        found.update(data={name: part for name, part in data.items() if name != "frozen"}, samples=samples, plan=plan)
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Plan, session: Any, shared: Any) -> Any:
+        more = {name: part for name, part in shared.items() if name != "frozen"}
+        found.update(data=data, shared=more, samples=samples, plan=plan)
         found["start"] = jax.tree.map(np.array, start)
-        return real(start, loss, data, samples, plan, session)
+        return real(start, loss, data, samples, plan, session, shared)
 
     monkeypatch.setattr(tasks, "fit", fit)
     return found
@@ -129,8 +130,9 @@ def draws(seen: Mapping[str, Any], step: int, empty: float = 0.25) -> Iterable[t
     for i, indices in enumerate(chosen):
         key = step_key(plan.seed, step)
         key = jax.random.fold_in(key, i) if plan.accumulate > 1 else key
-        drawn = draw(jax.tree.map(jax.numpy.asarray, seen["data"]), jax.numpy.asarray(indices), key, 1000,
-                     focus=None, empty=empty)  # fmt: skip
+        batch = jax.tree.map(lambda leaf, indices=indices: jax.numpy.asarray(leaf[indices]), seen["data"])
+        shared = jax.tree.map(jax.numpy.asarray, seen["shared"])
+        drawn = draw(batch, shared, key, 1000, focus=None, empty=empty)
         yield jax.tree.map(np.asarray, drawn), indices
 
 

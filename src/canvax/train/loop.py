@@ -167,8 +167,8 @@ def fit(
     Args:
         params: where to begin, host or device arrays.
         loss: what to minimise.
-        data: a pytree of arrays [samples, ...]. They stay on the host; devices get the samples of a chunk of steps, each
-            its part of every batch.
+        data: a pytree of arrays [samples, ...]. They stay on the host; devices get the samples of a chunk of steps,
+            each its part of every batch.
         samples: how many there are.
         plan: how long and how. Another plan than the one the folder was begun with is refused.
         session: where and when.
@@ -266,9 +266,7 @@ def _on_host(data: Any, samples: int) -> Any:
     def host(path: Any, leaf: Any) -> HostArray:
         if not leaf.shape or len(leaf) != samples:
             where = "data" + jax.tree_util.keystr(path)
-            raise InputError(
-                f"{where} has shape {leaf.shape}, not [samples, ...] of samples={samples}; give it as shared"
-            )
+            raise InputError(f"{where} has shape {leaf.shape} and not one entry for each of samples={samples}")
         return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
     return jax.tree_util.tree_map_with_path(host, data)
