@@ -154,7 +154,7 @@ def test_what_an_annotation_takes() -> None:
 
 LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda p, d, i, k: jnp.float32(0)}, "loss returned"), ({"loss": lambda p, d, i, k: (jnp.ones(3), {})}, "loss returned"), ({"loss": lambda p, d: 0}, "loss=.* cannot be called"),
-    ({"params": {"w": "x"}}, r"params\['w'\]='x'"), ({"params": {"w": None}}, "params"), ({"params": {}}, "nothing to train"), ({"params": {"w": np.zeros(4, int)}}, "no gradient"), ({"data": {"x": "a"}}, r"data\['x'\]"),
+    ({"params": {"w": "x"}}, r"params\['w'\]='x'"), ({"params": {"w": None}}, "params"), ({"params": {}}, "nothing to train"), ({"params": {"w": np.zeros(4, int)}}, "no gradient"), ({"data": {"x": "a"}}, r"data\['x'\]"), ({"data": {"x": np.zeros((3, 4))}}, r"data\['x'\].*samples=4"),
 ]  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def test_what_is_trained_is_looked_at_before_it_is_compiled(index: int, tmp_path
         "samples": 4,
         "plan": PLAN,
     }
-    given |= {"loss": lambda p, d, i, k: ((d["x"][i] @ p["w"]).mean(), {}), "session": session}
+    given |= {"loss": lambda p, d, s, k: ((d["x"] @ p["w"]).mean(), {}), "session": session}
     with pytest.raises(canvax.InputError, match=words):
         loop.fit(**given | changes)
     assert not list(tmp_path.iterdir())

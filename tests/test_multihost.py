@@ -141,6 +141,24 @@ def test_batch(checkpoint: Path, tmp_path: Path) -> None:
     assert [line["error"] for line in lines if line["id"] == "bad"] == ["width=13 is not divisible by 8; use 8 or 16"]
 
 
+def test_training(tmp_path: Path) -> None:
+    """One process writes; each sends its own samples; both stop together and continue with the same numbers."""
+    import training_hosts_worker
+
+    folder = tmp_path / "run"
+    runs = run_two([sys.executable, str(HERE / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)])
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
+    assert int(runs[0].stdout.split()[-1]) > 0
+    assert runs[1].stdout.split()[-1] == "0"
+    for name in ("state.safetensors", "log.jsonl"):
+        assert (folder / "whole" / name).read_bytes() == (folder / "parts" / name).read_bytes()
+    alone, _ = training_hosts_worker.train(tmp_path / "alone", training_hosts_worker.data())
+    for process in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"run-{process}.npy"), alone["w"], rtol=1e-5)
+    assert "step 6 of 6" in runs[0].stderr
+    assert "toy" not in runs[1].stderr
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

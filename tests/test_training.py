@@ -31,6 +31,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.tokenizers.clip import ClipTokenizer
+from canvax.train import loop
 from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
@@ -208,6 +209,21 @@ def test_eight_devices_learn_what_one_does(tmp_path: Path) -> None:
     np.testing.assert_allclose(one["w"], eight["w"], rtol=1e-6)
     with pytest.raises(InputError, match="batch = 4 cannot be split over 8 devices"):
         toy(tmp_path / "4", PLAN, make_mesh(jax.devices()))
+
+
+def test_devices_hold_their_samples_of_a_chunk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[Any] = []
+    real = loop._compile
+
+    def compiled(*arguments: Any) -> Any:
+        program = real(*arguments)
+        return lambda state, samples, *more: chunks.append(samples) or program(state, samples, *more)
+
+    monkeypatch.setattr(loop, "_compile", compiled)
+    toy(tmp_path, replace(PLAN, batch=8), make_mesh(jax.devices()))
+    assert len(chunks) == 4
+    for chunk in chunks:
+        assert [shard.data.shape for shard in chunk["x"].addressable_shards] == [(2, 1, 1, 3)] * 8
 
 
 def test_a_chunk_of_steps_is_as_its_steps_one_by_one(tmp_path: Path) -> None:
