@@ -64,7 +64,8 @@ class Output:
         processes: int = 1,
     ) -> None:
         self.folder = named_path("--output", folder)
-        self.into, self._shard_size = into, shard_size
+        self.into: Into = into
+        self._shard_size = shard_size
         self._process, self._processes = process, processes
         self._lock = threading.Lock()
         if into == "parquet":

@@ -278,7 +278,7 @@ def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
 
     def put(leaf: HostArray) -> Array:
         shape = (*indices.shape, *leaf.shape[1:])
-        return jax.make_array_from_callback(shape, split, lambda index: leaf[indices[index[: indices.ndim]]])
+        return jax.make_array_from_callback(shape, split, lambda index: leaf[indices[(index or ())[: indices.ndim]]])
 
     return jax.tree.map(put, data)
 
