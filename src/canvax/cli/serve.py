@@ -163,7 +163,7 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
     from canvax.server.engine import EngineSettings
     from canvax.server.served import Warm
 
-    for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "rate"):
+    for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
             raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0 and of at most {MOST:g}")
@@ -178,6 +178,7 @@ def _engine_settings(arguments: argparse.Namespace) -> EngineSettings:
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
         keep_seconds=arguments.keep_seconds,
+        stall_seconds=arguments.stall_seconds,
         memory=byte_count("--memory", arguments.memory) if arguments.memory else None,
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
@@ -303,7 +304,7 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         signal.signal(number, handler)
     if engine.failure is not None:
         known = isinstance(engine.failure, CanvaxError)
-        raise engine.failure if known else CanvaxError(f"the server could not start: {engine.failure}")
+        raise engine.failure if known else CanvaxError(f"the server failed: {engine.failure}")
 
 
 def _open_page(engine: ImageEngine, url: str, say: Callable[[str], None]) -> None:
