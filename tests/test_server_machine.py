@@ -483,7 +483,7 @@ def machine(examples: int) -> None:
     run_state_machine_as_test(
         Server,
         settings=settings(
-            max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck),
             print_blob=False,
         ),
     )  # fmt: skip

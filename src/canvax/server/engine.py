@@ -335,7 +335,7 @@ class ImageEngine:
         self._leading = None
         with self._wake:
             self._book.expire()
-            self._models.trim(lambda: {item.group for items in (self._queue, self._in_decoder()) for item in items})
+            self._models.trim(lambda: {item.group for item in (*self._queue, *self._in_decoder())})
             self._leading = leader = self._leader()
         if leader is not None and (served := self._put_on(leader.group)):
             group = self._models.group(leader.group)
