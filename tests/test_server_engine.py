@@ -663,34 +663,34 @@ def test_a_model_that_cannot_be_loaded_again_costs_its_jobs() -> None:
     gone = threading.Event()
 
     def load_unless_gone(name: str) -> Any:
-        if gone.is_set() and name == "one":
+        if gone.is_set() and name == "first":
             raise canvax.CheckpointError("no such file")
         return load("emoji")
 
     memory = sum(leaf.nbytes for leaf in jax.tree.leaves(PIPE.params)) * 3 // 2
     settings = EngineSettings(warm=(Warm(None, (1,)),), memory=memory)
-    engine = ImageEngine(["one", "two"], settings, Metrics(), load_unless_gone)
+    engine = ImageEngine(["first", "second"], settings, Metrics(), load_unless_gone)
     engine.start()
     until(lambda: engine.state is State.READY, 300)
     try:
         gone.set()
-        job = engine.submit(Ask("a red apple", n=2, steps=3, model="one"))
+        job = engine.submit(Ask("a red apple", n=2, steps=3, model="first"))
         until(lambda: job.status.over)
         assert (job.status, job.error and job.error[0]) == (Status.FAILED, "model_unavailable")
         with pytest.raises(Refused) as refused:
-            engine.submit(Ask("a red apple", model="one"))
+            engine.submit(Ask("a red apple", model="first"))
         assert (refused.value.status, refused.value.code) == (503, "model_unavailable")
         assert refused.value.retry_after
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="two"))])
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="second"))])
         gone.clear()
-        engine._models.named("one").retry = 0.0
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="one"))])
+        engine._models.named("first").retry = 0.0
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="first"))])
     finally:
         engine.close()
 
 
 def test_an_engine_without_progress_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it has work: an idle one is well. It is ready again when it goes on."""
+    """While it has work; not while it is idle. It is ready again when it goes on."""
     engine, step, going = started(warm=(Warm(None, (1,)),), stall_seconds=0.5), Group.step, threading.Event()
     try:
         finished([engine.submit(Ask("a red apple", steps=2))])

@@ -214,7 +214,7 @@ class StubServed(Served):
 
     def time(self, *_: Any) -> None: ...
 
-    def card(self, *_: Any, **more: Any) -> Any: ...
+    def card(self, *_: Any, **options: Any) -> Any: ...
 
 
 class StubItem(Item):
@@ -377,17 +377,17 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert sum(one.loaded for one in self.engine._models._served.values()) <= FITTING
+        assert self.engine._models.loaded() <= FITTING
 
     @invariant()
     def adapters_are_where_images_have_them(self) -> None:
         for name in MODELS:
-            one: Any = self.engine._models.named(name)
+            model: Any = self.engine._models.named(name)
             items = [item for item in self.engine._queue.begun if item.group.model == name]
-            assert one.shelf.slots._pins == Counter(entry for item in items for entry in item.adapters)
-            assert len(one.shelf.slots._pins) <= PLACES
-            for entry in (entry for item in items if item.carried and one.loaded for entry in item.adapters):
-                assert one.shelf.written[one.shelf.slots.held[entry]] is entry
+            assert model.shelf.slots._pins == Counter(entry for item in items for entry in item.adapters)
+            assert len(model.shelf.slots._pins) <= PLACES
+            for entry in (entry for item in items if item.carried and model.loaded for entry in item.adapters):
+                assert model.shelf.written[model.shelf.slots.held[entry]] is entry
 
     @invariant()
     def every_job_ends(self) -> None:
@@ -407,7 +407,8 @@ class Server(RuleBasedStateMachine):
         assert self.engine.state is State.READY
         assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
         assert not any(shelf.slots._pins for shelf in shelves if shelf)
-        assert all(len(one.groups) <= MOST_GROUPS + 1 for one in self.engine._models._served.values())
+        self.engine._models.trim(set)
+        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS)
         assert all(item.over for key in self.engine._models.groups() for item in self.engine._models.group(key).seated)
 
     def check_invariants_now(self) -> None:
@@ -470,7 +471,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
     monkeypatch.setattr(engine, "check", StubChecked)
     monkeypatch.setattr(model_set, "Served", StubServed)
-    monkeypatch.setattr(model_set, "sample", lambda name, *_, **more: StubChecked(Ask(""), name))
+    monkeypatch.setattr(model_set, "sample", lambda name, *_, **options: StubChecked(Ask(""), name))
     monkeypatch.setattr(model_set, "MOST_GROUPS", MOST_GROUPS)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")

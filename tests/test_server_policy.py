@@ -185,8 +185,8 @@ def test_a_batch_that_is_filled_again_and_again_does_not_starve_another_group() 
     other = arrive(queue, 0.0, "other", 6.0, group="large")
     while (leader := queue.first(LOADED, now)) is not other:
         assert now < 4 * PATIENCE * other.seconds
-        while len(queue.begun) < 2 and (more := queue.next("small", LOADED, now)) is not None:
-            queue.begin(more, now)
+        while len(queue.begun) < 2 and (work := queue.next("small", LOADED, now)) is not None:
+            queue.begin(work, now)
         assert leader in queue.begun
         now += 1.0
         for work in list(queue.begun):

@@ -22,7 +22,7 @@ UNKNOWN_SECONDS = 60.0
 """Of an image, where nothing was measured yet."""
 
 MOST_GROUPS = 32
-"""Sizes and kinds of each model; of more, those that nobody uses go."""
+"""That each model keeps; where there are more, those that no image needs are forgotten."""
 
 LARGEST = 4
 """Times the pixels of the largest size in ``warm``, that are compiled on demand."""
@@ -205,10 +205,10 @@ class ModelSet:
             used: the groups of images that wait, are in a batch or are to be decoded.
         """
         for served in self._served.values():
-            if (more := len(served.groups) - MOST_GROUPS) > 0:
+            if (excess := len(served.groups) - MOST_GROUPS) > 0:
                 busy = used()
                 idle = sorted(served.groups.keys() - busy, key=lambda key: served.groups[key].used)
-                served.groups = {key: group for key, group in served.groups.items() if key not in idle[:more]}
+                served.groups = {key: group for key, group in served.groups.items() if key not in idle[:excess]}
 
     def _make_room(self, coming: Served | None) -> None:
         """Take models off the devices, the one that was not used for longest first, until another one fits."""
