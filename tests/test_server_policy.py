@@ -171,6 +171,7 @@ def test_a_model_that_is_not_loaded_waits_until_its_deadline() -> None:
 def test_a_stream_does_not_starve_a_model_that_is_not_loaded() -> None:
     queue, now = Queue(), 0.0
     other = arrive(queue, 0.0, "other", 1.0, client="bob", group="large")
+    arrive(queue, 0.0, "stream", 1.0, client="alice")
     while queue.first({"small": None, "large": 0.0}, now) is not other:
         assert now < PATIENCE + 2
         arrive(queue, now, "stream", 1.0, client="alice")
