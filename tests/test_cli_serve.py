@@ -77,6 +77,7 @@ WRONG = [
     (["--queue-images", "0"], "--queue-images 0 is not a number above 0"),
     (["--keep-seconds", "-5"], "--keep-seconds -5.0 is not a number above 0"),
     (["--drain-seconds", "0"], "is not a number above 0"),
+    (["--stall-seconds", "0"], "is not a number above 0"),
     (["--rate", "0"], "--rate 0.0 is not a number above 0"),
     (["--rate", "inf"], "--rate inf is not a number"),
     (["--chunks", "0"], "whole numbers in 1..8"),

@@ -182,6 +182,25 @@ def test_arguments_of_serve() -> None:
             Wanted.of(given)
 
 
+def test_a_dead_engine_fails_its_health_check() -> None:
+    """Whether its thread ended or makes no progress; Serve replaces the replica then."""
+    from types import SimpleNamespace
+
+    from canvax.errors import CanvaxError
+    from canvax.scale.serve import Images
+    from canvax.server.jobs import State
+
+    def replica(state: State) -> Any:
+        return SimpleNamespace(_engine=SimpleNamespace(state=state, failure=None))
+
+    for state in State:
+        if state is State.FAILED:
+            with pytest.raises(CanvaxError):
+                Images.check_health(replica(state))
+        else:
+            Images.check_health(replica(state))
+
+
 def test_imagine() -> None:
     """The route of the samples of KubeRay and GKE, behind the same guard and over the same engine as the others."""
     import httpx2 as httpx

@@ -26,7 +26,7 @@ from canvax.server.jobs import Ask, Refused
 from canvax.server.served import Warm
 from canvax.server.shelf import AdapterSettings, Shelf, Wanted
 from canvax.server.words import Words
-from canvax.server.work import check
+from canvax.server.work import check, may_begin
 from canvax.weights.embeddings import Embedding
 from tests.serving import generating
 
@@ -213,8 +213,8 @@ def test_refusals(
 class Waits:
     """An image, as far as a shelf sees it."""
 
+    shelf: Shelf
     adapters: Wanted
-    over: bool = False
 
 
 def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
@@ -243,31 +243,52 @@ def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Stabl
     """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
     shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
     assert (shelf.bank.places.layers, shelf.bank.places.rank) == ("attention", 8)  # as the files have it
-    ink, clay, wool = (Waits({shelf.read(name): {"": 1.0}}) for name in NAMES)
-    again, plain = Waits(ink.adapters), Waits({})
-    for one in (ink, clay):
-        assert shelf.may_begin(one)
-        shelf.begin(one)
-        shelf.shares(one.adapters, {})
-    held = dict(shelf._held)
-    assert not shelf.may_begin(wool)
-    assert not shelf.may_begin(again)  # there is a place for it; it would keep wool out
-    assert shelf.may_begin(plain)
-    shelf.end(clay)
-    assert shelf.may_begin(wool)
-    shelf.begin(wool)
+    ink, clay, wool = (Waits(shelf, {shelf.read(name): {"": 1.0}}) for name in NAMES)
+    again, plain = Waits(shelf, ink.adapters), Waits(shelf, {})
+
+    def may(*images: Waits) -> list[Waits]:
+        items: Any = images
+        return may_begin(items)  # type: ignore[return-value]
+
+    for image in (ink, clay):
+        assert may(image) == [image]
+        shelf.slots.pin(image.adapters)
+        shelf.shares(image.adapters, {})
+    held = dict(shelf.slots.held)
+    assert may(wool, again, plain) == [plain]  # there is a place for ``again``; it would keep wool out
+    assert may(again, wool, plain) == [again, plain]  # wool is not asked for: nobody remembers it
+    shelf.slots.unpin(clay.adapters)
+    assert may(wool, again, plain) == [wool, again, plain]
+    shelf.slots.pin(wool.adapters)
     rows = shelf.shares(wool.adapters, {}).weights["unet"]
     (where,) = np.flatnonzero(rows[0])
     assert where == next(place for entry, place in held.items() if entry.name == "clay")  # which nobody holds
-    assert shelf.may_begin(again)
-    assert not shelf.may_begin(clay)
+    assert may(again) == [again]
+    assert may(clay) == []
     before = jax.tree.map(np.asarray, shelf.bank.arrays)
     shelf.take_off()  # as when another model needs the memory
     assert not jax.tree.leaves(shelf.bank.arrays)
     shelf.put_on()
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, shelf.bank.arrays))
-    clay.over = True  # who waited is not wanted any more
-    assert shelf.may_begin(again)
+
+
+def test_a_place_that_cannot_be_written_is_not_held(
+    folder: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next image would have the weights of another adapter, or none."""
+    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
+    ink = {shelf.read("ink"): {"": 1.0}}
+
+    def fail(place: int, packed: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf.bank, "put", fail)
+        with pytest.raises(RuntimeError):
+            shelf.shares(ink, {})
+    assert not shelf.slots.held
+    shelf.shares(ink, {})
+    assert any(np.any(np.asarray(array)) for array in jax.tree.leaves(shelf.bank.arrays))
 
 
 def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,8 @@ def test_models_and_samplers(site: Web) -> None:
 @pytest.mark.parametrize("state", State)
 def test_health_and_readiness(site: Web, state: State) -> None:
     site.state = state
-    assert site.http.get("/health").json() == {"status": "ok"}
+    answer, dead = site.http.get("/health"), state is State.FAILED
+    assert (answer.status_code, answer.json()) == (503 if dead else 200, {"status": "failed" if dead else "ok"})
     answer = site.http.get("/ready")
     assert (answer.status_code, answer.json()) == (200 if state is State.READY else 503, {"status": str(state)})
     assert site.http.get("/").status_code == 200

@@ -18,6 +18,7 @@ from PIL import Image
 
 import canvax
 from canvax.compile.monitor import compilations
+from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
@@ -735,6 +736,126 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
         engine.close()
 
 
+def test_a_join_that_fails_costs_its_jobs(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: Batch, images: Any) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "join", fail)
+        jobs = [engine.submit(Ask("a red apple", seed=i, steps=3)) for i in range(3)]
+        until(lambda: all(job.status.over for job in jobs))
+    assert {job.error and job.error[0] for job in jobs} == {"server_error"}
+    finished([engine.submit(Ask("a red apple", seed=1, steps=3))])
+
+
+def test_a_model_that_cannot_be_loaded_again_costs_its_jobs() -> None:
+    """And is not asked for again at once, since every try takes the others off the devices."""
+    gone = threading.Event()
+
+    def load_unless_gone(name: str) -> Any:
+        if gone.is_set() and name == "first":
+            raise canvax.CheckpointError("no such file")
+        return load("emoji")
+
+    memory = sum(leaf.nbytes for leaf in jax.tree.leaves(PIPE.params)) * 3 // 2
+    settings = EngineSettings(warm=(Warm(None, (1,)),), memory=memory)
+    engine = ImageEngine(["first", "second"], settings, Metrics(), load_unless_gone)
+    engine.start()
+    until(lambda: engine.state is State.READY, 300)
+    try:
+        gone.set()
+        job = engine.submit(Ask("a red apple", n=2, steps=3, model="first"))
+        until(lambda: job.status.over)
+        assert (job.status, job.error and job.error[0]) == (Status.FAILED, "model_unavailable")
+        with pytest.raises(Refused) as refused:
+            engine.submit(Ask("a red apple", model="first"))
+        assert (refused.value.status, refused.value.code) == (503, "model_unavailable")
+        assert refused.value.retry_after
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="second"))])
+        gone.clear()
+        engine._models.named("first").retry = 0.0
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="first"))])
+    finally:
+        engine.close()
+
+
+def test_an_engine_without_progress_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it has work; not while it is idle. It is ready again when it goes on."""
+    engine, step, going = started(warm=(Warm(None, (1,)),), stall_seconds=0.5), Group.step, threading.Event()
+    try:
+        finished([engine.submit(Ask("a red apple", steps=2))])
+        time.sleep(0.8)
+        assert engine.state is State.READY
+        monkeypatch.setattr(Group, "step", lambda group: (going.wait(60), step(group))[1])
+        job = engine.submit(Ask("a red apple", steps=2))
+        until(lambda: engine.state is State.FAILED)
+        with pytest.raises(Refused) as refused:
+            engine.submit(Ask("a red apple"))
+        assert (refused.value.status, refused.value.code) == (503, "failed")
+        going.set()
+        finished([job])
+        assert engine.state is State.READY
+    finally:
+        going.set()
+        engine.close()
+
+
+@pytest.mark.parametrize("where", ["_wait", "_turn", "_start_over"])
+def test_an_engine_that_only_fails_gives_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It never ends in silence: jobs fail, nothing is accepted, and whoever watches hears of it."""
+    engine = started(warm=(Warm(None, (1,)),))
+
+    def fail() -> None:
+        raise KeyError("broken")
+
+    try:
+        monkeypatch.setattr(engine, where, fail)
+        if where == "_start_over":
+            monkeypatch.setattr(engine, "_turn", fail)
+        job = engine.submit(Ask("a red apple", steps=200))
+        until(lambda: engine.state is State.FAILED)
+        assert isinstance(engine.failure, KeyError)
+        assert (job.status, job.error and job.error[0]) == (Status.FAILED, "server_error")
+        with pytest.raises(Refused) as refused:
+            engine.submit(Ask("a red apple"))
+        assert (refused.value.status, refused.value.code) == (503, "failed")
+    finally:
+        engine.close()
+
+
+def test_compiling_on_demand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, by the room in the queue, and to one group at a time; what nobody waits for is not compiled."""
+    engine = started(warm=(Warm(None, (1,)),), compile_on_demand=True, queue_images=4)
+    built: list[tuple[str, int]] = []
+    going, running = threading.Event(), threading.Semaphore(1)
+
+    def build(key: Any) -> Any:
+        alone = running.acquire(blocking=False)
+        built.append((key.size, alone))
+        going.wait(60)
+        running.release()
+        raise canvax.CheckpointError("not today")
+
+    try:
+        monkeypatch.setattr(engine._models, "build", build)
+        for too_much, code in ({"width": 512}, "size_not_ready"), ({"width": 96, "n": 5}, "invalid_value"):
+            with pytest.raises(Refused) as refused:
+                engine.submit(Ask("a red apple", **too_much))
+            assert refused.value.code == code
+        assert not built
+        jobs = [engine.submit(Ask("a red apple", width=width)) for width in (72, 80, 88, 96)]
+        with pytest.raises(Refused, match="are waiting"):
+            engine.submit(Ask("a red apple", width=104))
+        jobs[1].cancel()
+        going.set()
+        until(lambda: all(job.status.over for job in jobs))
+        assert built == [("72x64", True), ("88x64", True), ("96x64", True)]
+        assert jobs[2].error == ("server_error", "not today")
+    finally:
+        going.set()
+        engine.close()
+
+
 def test_without_its_model_it_says_why() -> None:
     def fail(name: str) -> Any:
         raise canvax.CheckpointError(f"{name}: no such thing")
@@ -743,8 +864,8 @@ def test_without_its_model_it_says_why() -> None:
     engine.start()
     until(lambda: engine.state is State.FAILED)
     assert "gone: no such thing" in str(engine.failure)
-    with pytest.raises(Refused, match="could not load"):
-        engine.submit(Ask("a red apple"))
-    with pytest.raises(Refused, match="could not load"):
-        engine.models()
+    for refuses in (lambda: engine.submit(Ask("a red apple")), engine.models):
+        with pytest.raises(Refused) as refused:
+            refuses()
+        assert (refused.value.status, refused.value.code) == (503, "failed")
     engine.close()

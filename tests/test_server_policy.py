@@ -9,6 +9,8 @@ import pytest
 
 from canvax.server.policy import PATIENCE, Queue, best_batch
 
+LOADED = {"small": None, "large": None}
+
 
 @dataclass(eq=False)
 class Work:
@@ -18,6 +20,7 @@ class Work:
     client: str = ""
     group: str = "small"
     turn: float | None = None
+    adapted: bool = False
     done: float = 0.0
     finished: float | None = None
 
@@ -33,11 +36,11 @@ def arrive(queue: Queue, now: float, name: str, seconds: float, **more: str) -> 
 
 
 def run(
-    queue: Queue, until: float, now: float = 0.0, slice_: float = 0.5, groups: dict[str, bool] | None = None
+    queue: Queue, until: float, now: float = 0.0, slice_: float = 0.5, groups: dict[str, float | None] | None = None
 ) -> float:
     """One image at a time, in slices; the time when there is nothing more to do, or ``until``."""
-    while now < until and (work := queue.first(groups or {"small": False, "large": False})) is not None:
-        if work.turn is None:
+    while now < until and (work := queue.first(groups or LOADED, now)) is not None:
+        if queue.waits(work):
             queue.begin(work, now)
         now += min(slice_, work.left)
         work.done += min(slice_, work.left)
@@ -140,13 +143,67 @@ def test_time_without_work_is_no_credit() -> None:
 
 
 def test_a_model_that_is_not_loaded_waits_for_those_that_are() -> None:
-    queue = Queue()
+    queue, groups = Queue(), {"small": None, "large": 0.0}
     other = arrive(queue, 0.0, "other", 1.0, group="large")
     first = arrive(queue, 1.0, "first", 1.0)
-    assert queue.first({"small": False, "large": True}) is first
+    assert queue.first(groups, 2.0) is first
     queue.remove(first)
-    assert queue.first({"small": False, "large": True}) is other
-    assert queue.first({"small": False}) is None
+    assert queue.first(groups, 2.0) is other
+    assert queue.first({"small": None}, 2.0) is None
+
+
+def test_a_model_that_is_not_loaded_waits_until_its_deadline() -> None:
+    """Then nothing else begins, and it is loaded when what has begun is done; but not so soon after another one."""
+    queue, groups = Queue(), {"small": None, "large": 10.0}
+    other = arrive(queue, 0.0, "other", 1.0, group="large")  # its deadline is 3
+    begun, waits = (arrive(queue, 0.0, name, 5.0) for name in ("begun", "waits"))
+    queue.begin(begun, 0.0)
+    assert queue.next("small", groups, 10.0) is waits
+    assert queue.first(groups, 11.0) is begun
+    assert queue.next("small", groups, 11.0) is None
+    queue.remove(begun)
+    assert queue.first(groups, 11.0) is other
+    assert queue.first({"small": 12.0, "large": None}, 11.0) is other  # it is loaded
+    queue.remove(other)
+    assert queue.first(groups, 11.0) is waits
+
+
+def test_a_stream_does_not_starve_a_model_that_is_not_loaded() -> None:
+    queue, now = Queue(), 0.0
+    other = arrive(queue, 0.0, "other", 1.0, client="bob", group="large")
+    arrive(queue, 0.0, "stream", 1.0, client="alice")
+    while queue.first({"small": None, "large": 0.0}, now) is not other:
+        assert now < PATIENCE + 2
+        arrive(queue, now, "stream", 1.0, client="alice")
+        now = run(queue, now + 1.0, now, groups={"small": None})
+
+
+def test_a_batch_that_is_filled_again_and_again_does_not_starve_another_group() -> None:
+    """Of one client: two images of a batch never end together, and others take their slots."""
+    queue, now = Queue(), 0.0
+    for i in range(100):
+        arrive(queue, 0.0, f"stream {i}", 4.0 + i % 3)
+    other = arrive(queue, 0.0, "other", 6.0, group="large")
+    while (leader := queue.first(LOADED, now)) is not other:
+        assert now < 4 * PATIENCE * other.seconds
+        while len(queue.begun) < 2 and (work := queue.next("small", LOADED, now)) is not None:
+            queue.begin(work, now)
+        assert leader in queue.begun
+        now += 1.0
+        for work in list(queue.begun):
+            work.done += 1.0
+            if work.left <= 0:
+                queue.remove(work)
+
+
+def test_images_that_wait_for_places_are_passed_by_others() -> None:
+    queue = Queue()
+    waits = arrive(queue, 0.0, "waits", 1.0)
+    waits.adapted = True
+    queue = Queue()
+    queue.add(waits)
+    plain = arrive(queue, 1.0, "plain", 1.0)
+    assert queue.first(LOADED, 1.0, lambda works: [work for work in works if not work.adapted]) is plain
 
 
 def test_nothing_is_lost_whatever_happens() -> None:
@@ -158,9 +215,9 @@ def test_nothing_is_lost_whatever_happens() -> None:
             client, group = chance.choice("abc"), chance.choice(["small", "large"])
             alive.append(arrive(queue, i, str(i), chance.uniform(0.1, 9.0), client=client, group=group))
         elif what < 0.75:
-            work = queue.first({"small": False, "large": False})
+            work = queue.first(LOADED, i)
             assert work in alive
-            if work.turn is None:
+            if queue.waits(work):
                 queue.begin(work, i)
         else:
             work = alive.pop(chance.randrange(len(alive)))

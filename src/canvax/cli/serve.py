@@ -12,6 +12,7 @@ import threading
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
@@ -186,7 +187,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     from canvax.server.engine import EngineSettings
     from canvax.server.served import Warm
 
-    for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "rate"):
+    for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
             raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0 and of at most {MOST:g}")
@@ -201,6 +202,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
         keep_seconds=arguments.keep_seconds,
+        stall_seconds=arguments.stall_seconds,
         memory=byte_count("--memory", arguments.memory) if arguments.memory else None,
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
@@ -338,7 +340,7 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         signal.signal(number, handler)
     if engine.failure is not None:
         known = isinstance(engine.failure, CanvaxError)
-        raise engine.failure if known else CanvaxError(f"the server could not start: {engine.failure}")
+        raise engine.failure if known else CanvaxError(f"the server failed: {engine.failure}")
 
 
 def _open_page(address: tuple[str, int], url: str, say: Callable[[str], None]) -> None:

@@ -29,8 +29,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="lengths of prompts to make ready, in chunks of 75 tokens (1)",
     )  # fmt: skip
     parser.add_argument(
-        "--compile-on-demand", action="store_true", help="other sizes too: their first request waits for the compiler"
-    )
+        "--compile-on-demand", action="store_true",
+        help="other sizes too, up to 4 times the pixels of --warm: their first request waits for the compiler",
+    )  # fmt: skip
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))
     model = parser.add_argument_group("model")
@@ -82,6 +83,10 @@ def _limits(group: Any) -> None:
     group.add_argument("--memory", metavar="SIZE", help="weights on each device at a time: 20GB (what is free)")
     group.add_argument("--keep-seconds", type=float, default=600.0, metavar="S", help="how long results wait (600)")
     group.add_argument("--drain-seconds", type=float, default=30.0, metavar="S", help="time to finish at the end (30)")
+    group.add_argument(
+        "--stall-seconds", type=float, default=600.0, metavar="S",
+        help="time without progress after which /health fails (600)",
+    )  # fmt: skip
     group.add_argument("--journal", metavar="FILE", help="keep accepted jobs in this file, so that a kill loses none")
     group.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
     group.add_argument(

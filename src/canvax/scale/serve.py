@@ -60,6 +60,7 @@ class Wanted:
         gpus: likewise.
         tpus: likewise: the chips of a machine.
         drain: seconds in which a replica that is to stop finishes what it has.
+        stall: seconds without progress after which an engine that has work fails its health check; 0 for never.
         holds: models that Serve counts on a replica to have in memory; 0 for all. Requests whose header
             serve_multiplexed_model_id names a model go to replicas that have generated with it lately.
     """
@@ -84,6 +85,7 @@ class Wanted:
     gpus: float = 0.0
     tpus: float = 0.0
     drain: float = 60.0
+    stall: float = 600.0
     holds: int = 0
 
     @classmethod
@@ -120,7 +122,9 @@ class Images:
         self._wanted = wanted
         warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
         metrics = Metrics()
-        settings = EngineSettings(warm=warm, compile_on_demand=wanted.compile_on_demand)
+        settings = EngineSettings(
+            warm=warm, compile_on_demand=wanted.compile_on_demand, stall_seconds=wanted.stall or math.inf
+        )
         self._names = model_names(wanted.model.split(","))
 
         def load(name: str, **pinned: Any) -> Any:
@@ -160,8 +164,8 @@ class Images:
 
     def check_health(self) -> None:
         """For Serve, which replaces a replica that raises here."""
-        if self._engine.failure is not None:
-            raise CanvaxError(f"the engine is dead: {self._engine.failure}")
+        if self._engine.state is State.FAILED:
+            raise CanvaxError(f"the engine is dead: {self._engine.failure or 'it makes no progress'}")
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._engine.drain, self._wanted.drain)

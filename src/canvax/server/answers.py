@@ -51,7 +51,8 @@ _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _HEAD = re.compile(r"(?:options\.)?([a-z_0-9]+)(?=[=: ])")
 _FIELD = re.compile(r"(missing required|unknown) field `([^`]*)")
 _BYTE = re.compile(r"\(byte (\d+)\)")
-_STATUSES = {"cancelled": 409, "timeout": 504, "deadline": 504, "too_late": 504, "out_of_memory": 503, "draining": 503}
+_STATUSES = {"cancelled": 409, "timeout": 504, "deadline": 504, "too_late": 504, "out_of_memory": 503, "draining": 503,
+             "model_unavailable": 503}  # fmt: skip
 """Of a job that failed, by its code; 500 for others."""
 
 

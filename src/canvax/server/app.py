@@ -127,7 +127,8 @@ def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[Module
     described = encoded(description({path: body for api in apis for path, body in api.BODIES.items()}))
 
     async def health(_: Request) -> Response:
-        return json_answer({"status": "ok"})
+        failed = state() is State.FAILED
+        return json_answer({"status": "failed" if failed else "ok"}, status=503 if failed else 200)
 
     async def ready(_: Request) -> Response:
         now = state()

@@ -35,7 +35,7 @@ from canvax.server.jobs import (
 )
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.model_set import ModelSet
+from canvax.server.model_set import ModelSet, unavailable
 from canvax.server.policy import PATIENCE, Queue
 from canvax.server.served import Announcer, Loaded, Served, Warm
 from canvax.server.shelf import AdapterSettings
@@ -50,6 +50,8 @@ _TELLING = 50
 
 INPUT_BYTES = 1 << 30
 """Of the decoded images of jobs that are not over."""
+MOST_FAULTS = 10
+"""Turns in a row that may fail for reasons that nobody foresaw; after one more the engine gives up."""
 
 CHEAP_PREVIEWS = 0.25
 """Part of an image's own time that its previews may take with the real decoder; else a linear map makes them."""
@@ -76,6 +78,8 @@ class EngineSettings:
         log_prompts: whether the log holds prompts.
         adapters: that requests may name; None for none.
         output: the folder in which finished images are saved; None for none.
+        stall_seconds: without progress of an engine that has work, after which it counts as failed. Loading weights and
+            compiling do not count; a call of a device does.
     """
 
     warm: tuple[Warm, ...] = (Warm(),)
@@ -89,6 +93,7 @@ class EngineSettings:
     log_prompts: bool = False
     adapters: AdapterSettings | None = None
     output: Path | None = None
+    stall_seconds: float = 600.0
 
 
 class ImageEngine:
@@ -103,8 +108,7 @@ class ImageEngine:
         say: told what it does, for people.
 
     Attributes:
-        state: what it does at present.
-        failure: why it could not start.
+        failure: why it could not start, or why it gave up.
     """
 
     def __init__(
@@ -117,8 +121,8 @@ class ImageEngine:
         journal: Journal | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.state = State.STARTING
-        self.failure: Exception | None = None
+        self._state = State.STARTING
+        self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
         self._announcer = Announcer(say, metrics.compiled)
         alone = settings.batching == "none"
@@ -142,8 +146,19 @@ class ImageEngine:
         self._to_decode: list[tuple[Item, HostArray]] = []
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
         self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
+        self._progress: float | None = None
+        self._faults = 0
+        self._leading: Item | None = None
+        self._compiler: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics, settings.output)
+
+    @property
+    def state(self) -> State:
+        """What it does at present. Without progress for ``stall_seconds`` it counts as failed until it goes on."""
+        progress = self._progress
+        stalled = progress is not None and time.monotonic() - progress > self._settings.stall_seconds
+        return State.FAILED if stalled else self._state
 
     def start(self) -> None:
         """Begin to load; ``state`` says when it is ready."""
@@ -173,10 +188,10 @@ class ImageEngine:
     def drain(self, seconds: float) -> bool:
         """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
         with self._wake:
-            if self.state is State.STARTING:  # nothing was accepted yet
+            if self._state is State.STARTING:  # nothing was accepted yet
                 return True
-            if self.state is not State.FAILED:
-                self.state = State.DRAINING
+            if self._state is not State.FAILED:
+                self._state = State.DRAINING
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
             for job in self.jobs():
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
@@ -188,7 +203,7 @@ class ImageEngine:
             self._closed = True
             self._wake.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(0 if self.state is State.STARTING else 60)  # no compiler can be stopped
+            self._thread.join(0 if self._state is State.STARTING else 60)  # no compiler can be stopped
         self._writer.close()
         self._book.close()
 
@@ -213,7 +228,7 @@ class ImageEngine:
         served = self._models.named(ask.model)
         checked = check(ask, served.name, served.model, served.shelf)
         with self._wake:  # what is refused is not recorded
-            alone = self._models.expected(checked, self._built)
+            alone = self._models.expected(checked)
             self._check_room(ask, checked, alone, self._models.cost(checked, alone))
         job = checked.job(ask, self._cancel)
         job.hints = () if checked.tiles else tuple(hints(served.model, checked.request))
@@ -223,7 +238,7 @@ class ImageEngine:
                 check_ready(self.state)
                 if earlier := self._book.earlier(ask):
                     return earlier
-                alone = self._models.expected(checked, self._built)
+                alone = self._models.expected(checked)
                 shared = self._models.cost(checked, alone)
                 self._check_room(ask, checked, alone, shared)
             self._book.record(job, row)  # without the lock: the engine does not wait for the disk
@@ -247,6 +262,7 @@ class ImageEngine:
                 items.append(item)
                 self._queue.add(item)
         job.seconds_left = before + _seconds(items)
+        self._compile_missing()
         self._wake.notify_all()
 
     def _check_room(self, ask: Ask, checked: Checked, alone: float, shared: float) -> None:
@@ -269,13 +285,6 @@ class ImageEngine:
             why = f"seconds={ask.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Refused(400, "too_late", why, param="seconds")
 
-    def _built(self, key: GroupKey, error: str | None) -> None:
-        """Programs that were compiled for a request are there, or are not."""
-        with self._wake:
-            for item in [item for item in self._queue if item.group == key] if error else []:
-                self._book.fail(item.job, "server_error", error or "")
-            self._wake.notify_all()
-
     def _cancel(self, job: Job) -> None:
         self._book.end(job, Status.CANCELLED)
 
@@ -295,19 +304,34 @@ class ImageEngine:
     def _run(self) -> None:
         try:
             self._begin()
-        except Exception as error:
+            while not self._closed:
+                self._next_turn()
+        except BaseException as error:
             if not isinstance(error, CanvaxError):  # which the command says itself
-                log.exception("the models cannot be loaded")
-            with self._wake:
-                self.failure, self.state = error, State.FAILED
-                self._wake.notify_all()
-            return
-        while self._wait():
-            try:
+                log.exception("the engine failed")
+            self._give_up(error)
+
+    def _next_turn(self) -> None:
+        """Wait for work, and do a part of it. What fails is the fault of the jobs in work, and the engine goes on."""
+        try:
+            if self._wait():
                 self._turn()
-            except Exception:  # nothing that one request does may end the thread that serves all
-                log.exception("a turn of the engine failed")
-                self._start_over()
+        except Exception:
+            log.exception("a turn of the engine failed")
+            self._faults += 1
+            if self._faults > MOST_FAULTS:
+                raise
+            self._start_over()
+        else:
+            self._faults = 0
+
+    def _give_up(self, error: BaseException) -> None:
+        """The end of the engine: nothing is accepted any more, and what was accepted fails."""
+        with self._wake:
+            self.failure, self._state, self._progress = error, State.FAILED, None
+            for job in self.jobs():
+                self._book.fail(job, "server_error", "the server failed; ask again", resumes=True)
+            self._wake.notify_all()
 
     def _begin(self) -> None:
         """Load and warm up, then take up what a journal still holds."""
@@ -316,8 +340,8 @@ class ImageEngine:
         with self._wake:
             for job in self._book.recover(self._cancel):
                 self._resume(job)
-            if self.state is State.STARTING:
-                self.state = State.READY
+            if self._state is State.STARTING:
+                self._state = State.READY
             self._wake.notify_all()
         self._say(f"ready in {time.perf_counter() - began:.1f} s")
 
@@ -326,7 +350,7 @@ class ImageEngine:
         try:
             served = self._models.named(job.model)
             checked = check(job.ask, job.model, served.model, served.shelf)
-            alone = self._models.expected(checked, self._built)
+            alone = self._models.expected(checked)
         except Refused as refused:
             self._book.fail(job, refused.code, str(refused))
         else:
@@ -340,22 +364,26 @@ class ImageEngine:
         self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
             while not self._closed and not self._to_decode and self._leader() is None:
+                self._progress = None  # nobody waits for it
                 self._wake.wait(self._book.until_late())
-                self._began = time.perf_counter()
+                self._began, self._progress = time.perf_counter(), time.monotonic()
                 self._book.expire()
+            self._progress = time.monotonic()
             return not self._closed
 
     def _leader(self) -> Item | None:
         """The image that decides what is done next."""
-        return self._queue.first(self._models.groups(), may_begin)
+        return self._queue.first(self._models.groups(), time.monotonic(), may_begin)
 
     def _turn(self) -> None:
         """Some rows of one batch, and one image decoded."""
+        self._leading = None
         with self._wake:
             self._book.expire()
-            leader = self._leader()
-        if leader is not None:
-            group, served = self._models.group(leader.group), self._models.put_on(leader.group)
+            self._models.trim(lambda: {item.group for item in (*self._queue, *self._in_decoder())})
+            self._leading = leader = self._leader()
+        if leader is not None and (served := self._put_on(leader.group)):
+            group = self._models.group(leader.group)
             if self._seat(group, leader):
                 self._step(group, served)
         self._decode()
@@ -363,21 +391,49 @@ class ImageEngine:
         if leader is not None:
             self._metrics.turned(time.perf_counter() - self._began - self._worked)
 
+    def _in_decoder(self) -> list[Item]:
+        """Images that are to be decoded."""
+        return [item for item, _ in self._to_decode if not item.over]
+
+    def _put_on(self, key: GroupKey) -> Served | None:
+        """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail."""
+        if self._models.groups()[key] is not None:
+            while self._in_decoder():  # while their weights are there
+                self._decode()
+        self._progress = None  # loading may take as long as it takes
+        try:
+            return self._models.put_on(key)
+        except Exception:
+            log.exception("a model cannot be loaded again")
+            with self._wake:
+                for item in [item for item in self._queue if item.group.model == key.model]:
+                    self._book.fail(item.job, "model_unavailable", unavailable(key.model))
+            return None
+        finally:
+            self._progress = time.monotonic()
+
     def _since(self, began: float) -> float:
         """Seconds, which are no overhead of this turn."""
         self._worked += (took := time.perf_counter() - began)
+        self._progress = time.monotonic()
         return took
 
     def _seat(self, group: Group, leader: Item) -> bool:
         """Choose who is in the batch; False if nobody is."""
         whole = self._settings.batching == "requests" and [item for item in group.seated if not item.over]
         with self._wake:
+            if leader.over:  # cancelled a moment ago
+                return False
+            groups, now = self._models.groups(), time.monotonic()
             begun = [item for item in self._queue.begun if item.group == group.key]
             size = group.size if whole else group.batch_for(len(begun) + self._queue.waiting(group.key))
             chosen = whole or [leader, *(one for one in self._queue.ranked(begun) if one is not leader)][:size]
-            if leader.turn is None and leader in chosen:
+            if self._queue.waits(leader) and leader in chosen:
                 self._start(leader)
-            while not whole and len(chosen) < size and (item := self._queue.next(group.key, may_begin)) is not None:
+            while not whole and len(chosen) < size:
+                item = self._queue.next(group.key, groups, now, may_begin)
+                if item is None:
+                    break
                 chosen.append(item)
                 self._start(item)
         ready = [item for item in chosen if self._encoded(group, item)]
@@ -431,19 +487,23 @@ class ImageEngine:
 
     def _preview(self, group: Group, served: Served, item: Item) -> None:
         """How an image looks now: decoded where that costs little, else by colours alone."""
-        latents = group.denoised(item)
-        if item.decodes is None:
-            item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
-        self._writer.preview(served, item, group.decode([latents])[0] if item.decodes else None, latents)
+        try:
+            latents = group.denoised(item)
+            if item.decodes is None:
+                item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
+            pixels = group.decode([latents])[0] if item.decodes else None
+        except Exception:  # the image itself may still succeed
+            log.exception("a preview cannot be made")
+        else:
+            self._writer.preview(served, item, pixels, latents)
 
     def _decode(self) -> None:
         """The images that wait for it longest, as many as are decoded at once."""
-        waiting = [(item, latents) for item, latents in self._to_decode if not item.over]
+        self._to_decode = waiting = [(item, latents) for item, latents in self._to_decode if not item.over]
         if not waiting:
-            self._to_decode = []
             return
         key = waiting[0][0].group
-        group, served = self._models.group(key), self._models.put_on(key)
+        group, served = self._models.group(key), self._models.named(key.model)
         some = [one for one in waiting if one[0].group == key][: group.decodes]
         self._to_decode = [one for one in waiting if not any(one is other for other in some)]
         began = time.perf_counter()
@@ -466,20 +526,59 @@ class ImageEngine:
             return run()
         except Exception as error:
             code, message = reason(error)
-            smaller = code == "out_of_memory" and len(group.batches) > 1
+            smaller = code == "out_of_memory" and group.size in group.batches[1:]
             log.warning("%s: %s", group.key.size, error)
             for item in group.clear(smaller=smaller):
-                item.faults += 1
-                if not smaller and item.faults > 1:
+                if not smaller:
+                    item.faults += 1
+                if item.faults > 1:
                     self._book.fail(item.job, code, message)
             return None
 
     def _start_over(self) -> None:
-        """After something unforeseen: everything that has begun fails."""
-        for item in list(self._queue.begun):
-            self._book.fail(item.job, "server_error", "the server failed; ask again")
-        self._to_decode = []
+        """After something unforeseen: everything that has begun fails, and what was about to."""
         self._models.clear()
+        with self._wake:
+            for item in (*self._queue.begun, *self._in_decoder(), *([self._leading] if self._leading else ())):
+                self._book.fail(item.job, "server_error", "the server failed; ask again")
+        self._to_decode, self._leading = [], None
+
+    # Programs that requests wait for are made in a thread of their own, one group after the other.
+
+    def _compile_missing(self) -> None:
+        """Start the thread, if there is something for it to do and it does not run."""
+        if self._compiler is None and self._missing() is not None:
+            self._compiler = threading.Thread(target=self._compile, name="canvax compiler", daemon=True)
+            self._compiler.start()
+
+    def _missing(self) -> GroupKey | None:
+        """A group that images wait for whose programs are not there."""
+        ready = self._models.groups()
+        return next((key for key in self._queue.groups() if key not in ready), None)
+
+    def _compile(self) -> None:
+        while True:
+            with self._wake:
+                key = self._missing()
+                if key is None or self._closed:
+                    self._compiler = None
+                    return
+            self._build(key)
+
+    def _build(self, key: GroupKey) -> None:
+        """Make a group's programs; where they cannot be made its jobs fail."""
+        try:
+            group = self._models.build(key)
+        except Exception as fault:
+            log.exception("compiling failed")
+            message = str(fault) if isinstance(fault, CanvaxError) else "its programs cannot be compiled"
+            with self._wake:
+                for item in [item for item in self._queue if item.group == key]:
+                    self._book.fail(item.job, "server_error", message)
+            return
+        with self._wake:
+            self._models.add(group)
+            self._wake.notify_all()
 
     def _tell_queue(self) -> None:
         """How long everyone will wait: once a second, and of a long queue less often, so that it costs little."""

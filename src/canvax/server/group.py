@@ -243,7 +243,7 @@ class Group:
                 if item is not None and (item in leaving or resized):
                     item.carried = held[slot]
         if resized:
-            self._batch = self._new_batch(size)
+            self._batch = None
             self._seats = [None] * size
             coming = [*staying, *coming]
         else:
@@ -252,11 +252,12 @@ class Group:
                     self._leave(slot)
         free = [slot for slot, item in enumerate(self._seats) if item is None]
         joining = dict(zip(free, coming, strict=False))
-        if joining:
-            assert self._batch is not None
-            self._batch.join({slot: self.begin(item) for slot, item in joining.items()})
-        for slot, item in joining.items():
+        for slot, item in joining.items():  # before anything that can fail: ``clear`` gives whom the fault concerns
             self._seats[slot] = item
+        if joining:
+            if self._batch is None:
+                self._batch = self._new_batch(size)
+            self._batch.join({slot: self.begin(item) for slot, item in joining.items()})
 
     def step(self) -> list[tuple[Item, HostArray]]:
         """Some rows of all that are in flight; those that are finished, with their latents [h, w, C]."""
@@ -274,11 +275,8 @@ class Group:
         full = len(self.seated) == len(self._seats) or self._lanes[len(self._seats)] == 1  # a lane without work is fast
         if full and any(item.request.guided or item.request.embedded for item in self.seated):
             self.timings.learn_row(len(self._seats), took / ran)
-        finished = []
+        finished = [(item, self._batch.take(slot)) for slot, item in seats if item is not None and slot in done]
         for slot in done:
-            item = self._seats[slot]
-            assert item is not None
-            finished.append((item, self._batch.take(slot)))
             self._leave(slot)
         return finished
 
@@ -310,10 +308,10 @@ class Group:
     def clear(self, *, smaller: bool = False) -> list[Item]:
         """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
 
-        ``smaller``: never use the present batch again, if there is a smaller one.
+        ``smaller``: never use the present batch again, which is not the smallest.
         """
         items, self._batch = self.seated, None
-        if smaller and len(self._seats) in self.batches[1:]:
+        if smaller:
             self.batches.remove(len(self._seats))
             self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
         self._seats = []
@@ -325,7 +323,7 @@ class Group:
         """Take all images off the devices; they can come back."""
         if self._batch is not None:
             self.seat([], len(self._seats))
-            self._batch, self._seats = None, []
+        self._batch, self._seats = None, []
 
     def _rows(self) -> int:
         """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""

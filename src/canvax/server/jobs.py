@@ -422,7 +422,7 @@ class State(StrEnum):
 
 _UNREADY = {
     State.STARTING: ("the server is still loading its models; try again soon", 5),
-    State.FAILED: ("the server could not load its models; its log says why", None),
+    State.FAILED: ("the server does not work; its log says why", None),
     State.DRAINING: ("the server is shutting down", 10),
 }
 """Why nothing is accepted, and after how many seconds it may be."""

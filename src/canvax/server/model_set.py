@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import InputError
 from canvax.parallel.memory import free_bytes
 from canvax.server.group import Group
 from canvax.server.jobs import ModelCard, Refused
-from canvax.server.served import MOST_GROUPS, Announcer, Loaded, Served, Warm
+from canvax.server.policy import PATIENCE, Groups
+from canvax.server.served import Announcer, Loaded, Served, Warm
 from canvax.server.shelf import AdapterSettings
-from canvax.server.work import Checked, GroupKey, Item, sample
-
-log = logging.getLogger("canvax.server")
+from canvax.server.work import Checked, GroupKey, sample
 
 FREE_PART = 0.7
 """Of the free memory, that weights may take; programs and images need some as well."""
@@ -24,7 +21,14 @@ FREE_PART = 0.7
 UNKNOWN_SECONDS = 60.0
 """Of an image, where nothing was measured yet."""
 
-Built = Callable[[GroupKey, str | None], None]
+MOST_GROUPS = 32
+"""That each model keeps; where there are more, those that no image needs are forgotten."""
+
+LARGEST = 4
+"""Times the pixels of the largest size in ``warm``, that are compiled on demand."""
+
+RETRY = 5.0, 300.0
+"""Seconds after which a model that could not be loaded is tried again: at first, doubled each time, and at most."""
 
 
 class ModelSet:
@@ -65,9 +69,7 @@ class ModelSet:
         self._adapters, self._lanes = adapters, lanes
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, Served] = {}
-        self._ready: dict[GroupKey, Group] = {}
-        self._building: set[GroupKey] = set()
-        self._lock = threading.Lock()
+        self._settled = 0.0
 
     def begin(self) -> None:
         """Load all, and make their programs ready."""
@@ -79,6 +81,7 @@ class ModelSet:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
+            self._served[name] = served
             if served.shelf:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
@@ -89,9 +92,8 @@ class ModelSet:
                     if served.model.networks.controls or served.model.networks.ip_adapters:
                         served.warm(sample(name, served.model, *size, **more, shown=True), group)
                     served.time(asked, group)
-                    self._ready[asked.group] = group
+                    self.add(group)
                     self._say(group.summary())
-            self._served[name] = served
         self.cards = [served.card(self._warm, any_size=self._on_demand) for served in self._served.values()]
 
     def named(self, name: str | None) -> Served:
@@ -109,82 +111,109 @@ class ModelSet:
 
     def group(self, key: GroupKey) -> Group:
         """Of a key that is ready."""
-        return self._ready[key]
+        return self._served[key.model].groups[key]
 
-    def groups(self) -> Mapping[GroupKey, bool]:
-        """The keys that are ready, with whether the model's weights have to be loaded."""
-        return {key: not self._served[key.model].loaded for key in self._ready}
+    def groups(self) -> Groups:
+        """The keys that are ready, with when their weights may displace others; None where they are on the devices."""
+        return {
+            key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
+        }
 
-    def expected(self, checked: Checked, built: Built) -> float:
-        """Seconds of one image alone; where its programs are not ready, they are begun.
-
-        Args:
-            checked: the image.
-            built: called in another thread with the key when they are, and with what went wrong, if something did.
+    def expected(self, checked: Checked) -> float:
+        """Seconds of one image alone.
 
         Raises:
-            Refused: they are not, and nothing is compiled on demand.
+            Refused: its programs are not ready, and they are not compiled on demand or the size is too large for that;
+                or the model could not be loaded lately.
         """
         key, served = checked.group, self._served[checked.group.model]
+        if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
+            raise Refused(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         load = 0.0 if served.loaded else served.load_seconds
-        if group := self._ready.get(key):
+        if group := served.groups.get(key):
             return load + group.timings.image(checked.rows)
         if not self._on_demand:
             raise served.refusal(key)
-        with self._lock:
-            if key not in self._building:
-                self._building.add(key)
-                threading.Thread(target=self._build, args=(served, key, built), daemon=True).start()
+        most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
+        if key.width * key.height > most:
+            message = (
+                f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
+            )
+            raise Refused(400, "size_not_ready", message, param="width")
         return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
 
     def cost(self, checked: Checked, alone: float) -> float:
         """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._ready.get(checked.group)
+        group = self._served[checked.group.model].groups.get(checked.group)
         return alone if group is None else min(alone, group.timings.shared(checked.rows))
 
     def put_on(self, key: GroupKey) -> Served:
-        """The model, with its weights on the devices."""
+        """The model, with its weights on the devices.
+
+        Raises:
+            Exception: it cannot be loaded.
+        """
         served = self._served[key.model]
         if not served.loaded:
+            self._load_again(served)
+        served.used = time.monotonic()
+        return served
+
+    def _load_again(self, served: Served) -> None:
+        began = time.monotonic()
+        try:
             self._make_room(served)
             self._say(f"reading {served.name}")
             served.put_on()
-        served.used = time.monotonic()
-        return served
+        except Exception:
+            served.take_off()
+            first, most = RETRY
+            served.retry = time.monotonic() + min(first * 2**served.failed, most)
+            served.failed += 1
+            raise
+        now = time.monotonic()
+        served.load_seconds, served.failed = now - began, 0
+        self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most
 
     def loaded(self) -> int:
         """How many models have their weights on the devices."""
         return sum(served.loaded for served in self._served.values())
 
-    def clear(self) -> list[Item]:
-        """Everything off the devices but weights, as after a fault; what was in flight."""
-        return [item for group in list(self._ready.values()) for item in group.clear()]
+    def clear(self) -> None:
+        """Everything off the devices but weights, as after a fault."""
+        for served in self._served.values():
+            for group in served.groups.values():
+                group.clear()
 
-    def _build(self, served: Served, key: GroupKey, built: Built) -> None:
-        """Compile for a request, beside the engine."""
-        error = None
-        try:
-            usual = next(iter(served.groups.values()), None)
-            group = served.build(key, (1,), self._announce)
-            if usual:
-                group.assume(usual)
-        except Exception as fault:
-            log.exception("compiling failed")
-            error = str(fault) if isinstance(fault, CanvaxError) else "its programs cannot be compiled"
-        else:
-            self._ready[key] = group
-            if len(served.groups) > MOST_GROUPS:
-                self._drop_one(served, key)
-        with self._lock:
-            self._building.discard(key)
-        built(key, error)
+    def build(self, key: GroupKey) -> Group:
+        """Compile for requests, in a thread beside the engine's; ``add`` it then.
 
-    def _drop_one(self, served: Served, but: GroupKey) -> None:
-        """The group that was not used for longest and has no image."""
-        idle = [group for key, group in served.groups.items() if key != but and not group.seated]
-        if idle:
-            oldest = min(idle, key=lambda group: group.used)
-            del served.groups[oldest.key], self._ready[oldest.key]
+        Raises:
+            Exception: it cannot be compiled.
+        """
+        served = self._served[key.model]
+        usual = next(iter(served.groups.values()), None)
+        group = served.build(key, (1,), self._announce)
+        if usual:
+            group.assume(usual)
+        return group
+
+    def add(self, group: Group) -> None:
+        """A group whose programs are ready. Under the engine's lock, as ``trim``."""
+        served = self._served[group.key.model]
+        served.groups = {**served.groups, group.key: group}
+
+    def trim(self, used: Callable[[], Collection[GroupKey]]) -> None:
+        """Forget the groups that were not used for longest, where there are too many. In the engine's thread.
+
+        Args:
+            used: the groups of images that wait, are in a batch or are to be decoded.
+        """
+        for served in self._served.values():
+            if (excess := len(served.groups) - MOST_GROUPS) > 0:
+                busy = used()
+                idle = sorted(served.groups.keys() - busy, key=lambda key: served.groups[key].used)
+                served.groups = {key: group for key, group in served.groups.items() if key not in idle[:excess]}
 
     def _make_room(self, coming: Served | None) -> None:
         """Take models off the devices, the one that was not used for longest first, until another one fits."""
@@ -200,3 +229,8 @@ class ModelSet:
                 return
             self._say(f"taking {loaded[0].name} off the devices")
             loaded.pop(0).take_off()
+
+
+def unavailable(name: str) -> str:
+    """Of a model that cannot be loaded again."""
+    return f"the model {name} cannot be loaded at present; the server's log says why"

@@ -45,7 +45,7 @@ _GETS = {
     "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
     "/controlnet/model_list": "Networks of control images, as A1111's clients read them.",
     "/controlnet/module_list": "Maps that are made here, as A1111's clients read them.",
-    "/health": "Whether the server lives.",
+    "/health": "Whether the server works: 503 when its engine is dead or makes no progress.",
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",
 }

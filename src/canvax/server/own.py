@@ -375,8 +375,9 @@ def _inspected(data: bytes) -> bytes:
         if isinstance(beside := one.get("adapters"), dict):
             given["adapters"] = {name: told.get("weight") for name, told in beside.items() if isinstance(told, dict)}
         options = given.get("options")
-        left_out = [name for name in options if name in NOT_OFFERED] if isinstance(options, dict) else []
-        if left_out:
+        left_out = []
+        if isinstance(options, dict):
+            left_out = [name for name in options if name in NOT_OFFERED]
             given["options"] = {name: value for name, value in options.items() if name not in left_out}
         settings = {name: value for name, value in given.items() if value != {} and _fits(name, value)}
         missing = [name for name in given if name not in settings and given[name] != {}]

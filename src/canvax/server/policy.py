@@ -4,13 +4,16 @@ Clients take turns: each has a count of the seconds it was given, and the one th
 client with thousands of images in the queue delays another one's by a turn (start-time fair queueing: Goyal, Vin and
 Cheng 1996). Among one client's images the earliest deadline comes first, and a deadline is some times an image's own
 seconds after its arrival, so that short work passes long work, and long work is passed for a limited time only.
+
+An image whose weights are not on the devices waits while those that are there have work, until its deadline is over:
+then no other image begins, those that have begun are finished, and its weights are loaded.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,7 +34,9 @@ class Work(Protocol):
         group: images of one group can be in one batch.
         client: whose it is.
         deadline: when it should be done.
-        turn: seconds that its client had been given when it began; None while it waits.
+        turn: seconds that its client had been given when it began, or when its deadline passed while it waited; None
+            before that.
+        adapted: whether it needs places for adapters; images without pass those that wait for places.
     """
 
     client: str
@@ -42,12 +47,19 @@ class Work(Protocol):
     def group(self) -> Hashable: ...
 
     @property
+    def adapted(self) -> bool: ...
+
+    @property
     def left(self) -> float:
         """Seconds that it still needs."""
         ...
 
 
 WorkT = TypeVar("WorkT", bound=Work)
+
+Groups = Mapping[Any, float | None]
+"""The groups that can run. None: the weights are on the devices. Else the time from which they may take the place of
+weights that are in use, for an image whose deadline is over."""
 
 
 def best_batch(seconds: Mapping[int, float], waiting: int) -> int:
@@ -67,7 +79,7 @@ def best_batch(seconds: Mapping[int, float], waiting: int) -> int:
 
 @dataclass(eq=False)
 class _Line(Generic[WorkT]):
-    """Images of one client and group that wait, by their deadlines."""
+    """Images of one client and group that wait, with adapters or without, by their deadlines."""
 
     order: list[tuple[float, int]] = field(default_factory=list)
     works: dict[tuple[float, int], WorkT] = field(default_factory=dict)
@@ -83,7 +95,7 @@ class Queue(Generic[WorkT]):
     def __init__(self, cost: Callable[[WorkT], float] = lambda work: work.left) -> None:
         self._cost = cost
         self.begun: list[WorkT] = []
-        self._lines: dict[tuple[str, Hashable], _Line[WorkT]] = {}
+        self._lines: dict[tuple[str, Hashable, bool], _Line[WorkT]] = {}
         self._entries: dict[int, tuple[float, int]] = {}
         self._given: dict[str, float] = {}
         self._active: dict[str, int] = {}
@@ -112,7 +124,7 @@ class Queue(Generic[WorkT]):
             others = [self._given[client] for client, count in self._active.items() if count]
             self._given[work.client] = max([self._given.get(work.client, 0.0), *([min(others)] if others else [])])
         self._active[work.client] = self._active.get(work.client, 0) + 1
-        line = self._lines.setdefault((work.client, work.group), _Line())
+        line = self._lines.setdefault((work.client, work.group, work.adapted), _Line())
         entry = work.deadline, next(self._numbers)
         bisect.insort(line.order, entry)
         line.works[entry] = work
@@ -126,7 +138,7 @@ class Queue(Generic[WorkT]):
         """
         self._take_out(work)
         work.deadline = max(work.deadline, now + PATIENCE * work.left)
-        work.turn = self._given[work.client]
+        work.turn = self._turn(work)
         self._given[work.client] += work.left
         self.begun.append(work)
 
@@ -144,34 +156,62 @@ class Queue(Generic[WorkT]):
             if not self._active:
                 self._given.clear()
 
-    def first(self, groups: Mapping[Any, bool], may: Callable[[WorkT], bool] = lambda work: True) -> WorkT | None:
+    def first(
+        self, groups: Groups, now: float, may: Callable[[Sequence[WorkT]], Sequence[WorkT]] = lambda works: works
+    ) -> WorkT | None:
         """The image that decides what is done next, of groups that can run; None if there is none.
 
         Args:
-            groups: those that can run, with whether something has to be loaded before.
-            may: whether one that waits can begin.
+            groups: those that can run.
+            now: the time, on the clock of the deadlines.
+            may: filters waiting images, in the order in which they come: those that can begin.
         """
-        heads = [line.works[line.order[0]] for (_, group), line in self._lines.items() if group in groups]
-        heads = [work for work in heads if may(work)]
-        works = [work for work in (*self.begun, *heads) if work.group in groups]
+        works = self._runnable(groups, now, may)
         if not works:
             return None
-        leader = min(works, key=lambda work: (groups[work.group], self._rank(work)))
+        leader = min(works, key=lambda work: (groups[work.group] is not None, self._rank(work)))
         hasty = [work for work in works if work is not leader and self._interrupts(work, leader, groups)]
         return min(hasty, key=self._rank) if hasty else leader
 
-    def next(self, group: Hashable, may: Callable[[WorkT], bool] = lambda work: True) -> WorkT | None:
-        """The one of a group that waits and comes first; ``may``: whether it can begin."""
-        heads = [line.works[line.order[0]] for (_, name), line in self._lines.items() if name == group]
-        return min((work for work in heads if may(work)), key=self._rank, default=None)
+    def next(
+        self,
+        group: Hashable,
+        groups: Groups,
+        now: float,
+        may: Callable[[Sequence[WorkT]], Sequence[WorkT]] = lambda works: works,
+    ) -> WorkT | None:
+        """The image of a group that waits, can begin and comes first; see ``first``."""
+        works = self._runnable(groups, now, may)
+        return next((work for work in works if work.group == group and self.waits(work)), None)
+
+    def waits(self, work: WorkT) -> bool:
+        """Whether it is in the queue and has not begun."""
+        return id(work) in self._entries
+
+    def groups(self) -> Iterator[Any]:
+        """The groups of images that wait."""
+        return (group for _, group, _ in self._lines)
 
     def waiting(self, group: Hashable) -> int:
         """How many of a group wait."""
-        return sum(len(line.order) for (_, name), line in self._lines.items() if name == group)
+        return sum(len(line.order) for (_, name, _), line in self._lines.items() if name == group)
 
-    def ranked(self, works: list[WorkT]) -> list[WorkT]:
+    def ranked(self, works: Iterable[WorkT]) -> list[WorkT]:
         """In the order in which they come."""
         return sorted(works, key=self._rank)
+
+    def _runnable(self, groups: Groups, now: float, may: Callable[[Sequence[WorkT]], Sequence[WorkT]]) -> list[WorkT]:
+        """The images that can go on or begin: those that have begun, then those that wait, first come first."""
+        heads = [line.works[line.order[0]] for (_, group, _), line in self._lines.items() if group in groups]
+        for work in heads:
+            if work.turn is None and now > work.deadline:
+                work.turn = self._given[work.client]  # what begins later in another group does not pass it any more
+        begun = [work for work in self.begun if work.group in groups]
+        works = [*begun, *may(self.ranked(heads))]
+        due = [work for work in works if (after := groups[work.group]) is not None and now > max(after, work.deadline)]
+        if not due:
+            return works
+        return [work for work in begun if groups[work.group] is None] or due
 
     def _rank(self, work: WorkT) -> tuple[float, float]:
         return self._turn(work), work.deadline
@@ -179,18 +219,19 @@ class Queue(Generic[WorkT]):
     def _turn(self, work: WorkT) -> float:
         return self._given[work.client] if work.turn is None else work.turn
 
-    def _interrupts(self, work: WorkT, leader: WorkT, groups: Mapping[Any, bool]) -> bool:
+    def _interrupts(self, work: WorkT, leader: WorkT, groups: Groups) -> bool:
         return (
             work.left < MUCH_SHORTER * leader.left
             and work.deadline < leader.deadline
             and (work.client == leader.client or self._turn(work) <= self._given[leader.client])
-            and not groups[work.group]
+            and groups[work.group] is None
         )
 
     def _take_out(self, work: WorkT) -> None:
         self._waiting -= self._cost(work)
         entry = self._entries.pop(id(work))
-        line = self._lines[work.client, work.group]
+        key = work.client, work.group, work.adapted
+        line = self._lines[key]
         del line.order[bisect.bisect_left(line.order, entry)], line.works[entry]
         if not line.order:
-            del self._lines[work.client, work.group]
+            del self._lines[key]

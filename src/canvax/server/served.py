@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -32,9 +32,6 @@ from canvax.server.group import Group
 from canvax.server.jobs import Ask, Job, ModelCard, Refused
 from canvax.server.shelf import AdapterSettings, Shelf
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey
-
-MOST_GROUPS = 32
-"""Sizes and kinds of each model; of more, one that nobody uses goes."""
 
 _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
@@ -102,11 +99,13 @@ class Served:
     Attributes:
         shelf: the adapters.
         model: everything but its weights.
-        groups: by key, those whose programs are ready or are being made.
+        groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
         safety_checker: looks at finished images, which have no previews then.
         used: when it was last run, on the engine's clock.
-        load_seconds: what loading it took.
+        load_seconds: what loading it took the last time.
+        failed: times in a row that it could not be loaded again.
+        retry: when it may be tried again after that, on the engine's clock.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class Served:
         lanes: int | None = None,
     ) -> None:
         self.name = name
-        self.groups: dict[GroupKey, Group] = {}
-        self.used = 0.0
+        self.groups: Mapping[GroupKey, Group] = {}
+        self.used, self.failed, self.retry = 0.0, 0, 0.0
         self._load = load
         began = time.perf_counter()
         loaded = load(name)
@@ -162,7 +161,7 @@ class Served:
 
     def take_off(self) -> None:
         """Free what it holds on the devices; images on their way can go on later."""
-        for group in list(self.groups.values()):
+        for group in self.groups.values():
             group.park()
         if self.shelf:
             self.shelf.take_off()
@@ -193,7 +192,6 @@ class Served:
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(self._shapes, announce)
-        self.groups[key] = group
         return group
 
     def warm(self, shown: Checked, group: Group) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -87,33 +87,69 @@ Wanted = Mapping[Entry, Weights]
 """The adapters of an image."""
 
 
-class Wanting(Protocol):
-    """An image, as far as adapters matter; ``over``: it is not wanted any more."""
+class Slots:
+    """Which adapter is in which place, and which of them images in the batch hold. No JAX.
 
-    adapters: Wanted
+    Args:
+        count: of the places.
+    """
 
-    @property
-    def over(self) -> bool: ...
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.held: OrderedDict[Entry, int] = OrderedDict()  # the last used last
+        self._pins: Counter[Entry] = Counter()
+        self._lock = threading.Lock()
+
+    def fit(self, wanted: Wanted) -> bool:
+        """Whether there are places for the adapters of an image that begins."""
+        with self._lock:
+            return len({*self._pins, *wanted}) <= self.count
+
+    def pin(self, wanted: Wanted) -> None:
+        """An image begins: its adapters stay until it is over."""
+        with self._lock:
+            self._pins.update(wanted.keys())
+
+    def unpin(self, wanted: Wanted) -> None:
+        """It is over."""
+        with self._lock:
+            self._pins.subtract(wanted.keys())
+            self._pins += Counter()  # without those that are not pinned any more
+
+    def place(self, wanted: Wanted, put: Callable[[int, Entry], None]) -> None:
+        """Give the adapters of an image places; ``put`` writes the weights of those that are in none."""
+        for entry in wanted:
+            if entry in self.held:
+                self.held.move_to_end(entry)
+                continue
+            free = set(range(self.count)) - set(self.held.values())
+            if not free:
+                with self._lock:
+                    pinned = {*self._pins, *wanted}
+                free = {self.held.pop(next(other for other in self.held if other not in pinned))}
+            put(place := min(free), entry)
+            self.held[entry] = place
 
 
 class Shelf:
     """The adapters of one model.
 
     Places are the engine's thread's; the rest may be called in any.
+
+    Attributes:
+        slots: who has which place.
     """
 
     def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
         self._model, self._settings = model, settings
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
-        self._reading, self._lock = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
         self.refresh()
         ranks, layers = _looked_at(model, self._files.paths.values())
         rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
         self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
         self._words = Words(model)
-        self._held: OrderedDict[Entry, int] = OrderedDict()  # the last used last
-        self._pins: Counter[Entry] = Counter()
-        self._first: Wanting | None = None
+        self.slots = Slots(settings.places)
         for path in settings.files:
             try:
                 self.read(path.stem)
@@ -225,29 +261,6 @@ class Shelf:
 
     # What follows is the engine's.
 
-    def may_begin(self, image: Wanting) -> bool:
-        """Whether there are places for the adapters of an image. One that waits for places comes before later ones."""
-        if not image.adapters:
-            return True
-        with self._lock:
-            if self._first is not None and self._first is not image and not self._first.over:
-                return False
-            fits = len({*self._pins, *image.adapters}) <= self.bank.places.count
-            self._first = self._first if fits else image
-            return fits
-
-    def begin(self, image: Wanting) -> None:
-        """An image begins: its adapters stay until it is over."""
-        with self._lock:
-            self._pins.update(image.adapters.keys())
-            self._first = None if self._first is image else self._first
-
-    def end(self, image: Wanting) -> None:
-        """It is over."""
-        with self._lock:
-            self._pins.subtract(image.adapters.keys())
-            self._pins += Counter()  # without those that are not pinned any more
-
     def shares(self, wanted: Wanted, params: Params) -> Shares:
         """How much of each place an image has, whose adapters are put there if they are not yet.
 
@@ -256,21 +269,10 @@ class Shelf:
             params: of the model, for words that these bring.
         """
         self._words.write((word for entry in wanted for word in entry.words), params)
-        for entry in wanted:
-            if entry in self._held:
-                self._held.move_to_end(entry)
-                continue
-            free = set(range(self.bank.places.count)) - set(self._held.values())
-            if not free:
-                with self._lock:
-                    pinned = {*self._pins, *wanted}
-                oldest = next(one for one in self._held if one not in pinned)
-                free = {self._held.pop(oldest)}
-            self._held[entry] = place = min(free)
-            self.bank.put(place, entry.packed)
+        self.slots.place(wanted, lambda place, entry: self.bank.put(place, entry.packed))
         weights = share_rows(
             [{entry.name: one for entry, one in wanted.items()}],
-            {entry.name: self._held[entry] for entry in wanted},
+            {entry.name: self.slots.held[entry] for entry in wanted},
             self.bank,
         )
         told = {
@@ -291,7 +293,7 @@ class Shelf:
     def put_on(self) -> None:
         """Fill the places again."""
         self.bank.fill()
-        for entry, place in self._held.items():
+        for entry, place in self.slots.held.items():
             self.bank.put(place, entry.packed)
 
 

@@ -136,13 +136,18 @@ class Item:
         """It begins: its adapters stay in their places."""
         if self.shelf is not None and not self._holds:
             self._holds = True
-            self.shelf.begin(self)
+            self.shelf.slots.pin(self.adapters)
 
     def let_go(self) -> None:
         """It is over."""
         if self.shelf is not None and self._holds:
             self._holds = False
-            self.shelf.end(self)
+            self.shelf.slots.unpin(self.adapters)
+
+    @property
+    def adapted(self) -> bool:
+        """See ``canvax.server.policy.Work``."""
+        return bool(self.adapters)
 
     def encoded(self) -> None:
         """Its images have been read: those that its end does not need are let go."""
@@ -215,9 +220,16 @@ def byte_size(images: Iterable[Image.Image]) -> int:
     return sum(image.width * image.height * len(image.getbands()) for image in different)
 
 
-def may_begin(item: Item) -> bool:
-    """Whether there are places for the adapters of an image."""
-    return item.turn is not None or item.shelf is None or item.shelf.may_begin(item)
+def may_begin(items: Iterable[Item]) -> list[Item]:
+    """The images for whose adapters there are places. Where one has to wait, so do later ones with adapters."""
+    ready, full = list[Item](), set[Shelf | None]()
+    for item in items:
+        shelf, adapters = item.shelf, item.adapters
+        if shelf is None or not adapters or (shelf not in full and shelf.slots.fit(adapters)):
+            ready.append(item)
+        else:
+            full.add(shelf)
+    return ready
 
 
 class Checked(NamedTuple):

@@ -1,0 +1,499 @@
+"""Random work through the server's queue, adapters, models and engine, on a clock that only the work moves.
+
+The batch, the weights and the files are stubs that may fail in any call; all that decides who runs when is real.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from canvax.server import book, engine, group, jobs, model_set, served, writing
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.group import Group, Timings
+from canvax.server.jobs import Ask, Job, Picture, Refused, State, Status
+from canvax.server.metrics import Metrics
+from canvax.server.served import Served
+from canvax.server.shelf import Slots
+from canvax.server.work import GroupKey, Item
+
+MODELS = ("a", "b", "c")
+FITTING = 2
+"""Models whose weights fit on the devices."""
+
+SIZES = (64, 96, 128)
+"""The first is ready at the start."""
+
+MOST_GROUPS = 2
+PLACES = 2
+ADAPTERS = ("ink", "clay", "wool")
+LOAD, DECODE, OVERHEAD = 0.5, 0.1, 0.05
+ROW = {1: 1.0, 2: 1.2}
+"""Seconds of loading, decoding, a turn, and a row of each batch."""
+
+CALLS = (
+    "look",
+    "encode",
+    "place",
+    "batch",
+    "join",
+    "carried",
+    "step",
+    "take",
+    "preview",
+    "load",
+    "decode",
+    "write",
+    "build",
+)
+"""What may fail."""
+
+ALWAYS = 1 << 30
+
+
+class World:
+    """The time, and which calls fail.
+
+    Attributes:
+        now: seconds.
+        fails: the number of calls that fail next, by name.
+        meanwhile: done in the next call of a name.
+        fired: whether anything failed.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.active, self.fired = 1000.0, False, False
+        self.fails: dict[str, tuple[int, str]] = {}
+        self.meanwhile: dict[str, Callable[[], None]] = {}
+
+    def call(self, name: str, seconds: float = 0.0) -> None:
+        """A call that takes some seconds and may fail."""
+        self.now += seconds
+        if not self.active:
+            return
+        if act := self.meanwhile.pop(name, None):
+            self.active = False
+            act()
+            self.active = True
+        count, message = self.fails.pop(name, (0, ""))
+        if count:
+            if count > 1:
+                self.fails[name] = count - 1, message
+            self.fired = True
+            raise RuntimeError(message)
+
+
+WORLD = World()
+CLOCK = SimpleNamespace(**dict.fromkeys(("monotonic", "perf_counter", "time"), lambda: WORLD.now))
+
+
+class StubBatch:
+    def __init__(self, size: int) -> None:
+        WORLD.call("batch")
+        self._runs: list[list[int] | None] = [None] * size
+
+    def join(self, images: Mapping[int, Any]) -> None:
+        WORLD.call("join")
+        for slot, image in images.items():
+            assert self._runs[slot] is None
+            self._runs[slot] = [image.run.row, image.run.rows]
+
+    def carried(self) -> dict[int, Any]:
+        WORLD.call("carried")
+        return {slot: standing(*run) for slot, run in enumerate(self._runs) if run}
+
+    def step(self, rows: int) -> list[int]:
+        rows = min([rows, *(run[1] - run[0] for run in self._runs if run)])
+        WORLD.call("step", rows * ROW[len(self._runs)])
+        for run in self._runs:
+            if run:
+                run[0] += rows
+        return [slot for slot, run in enumerate(self._runs) if run and run[0] == run[1]]
+
+    def left(self, slot: int) -> int:
+        run = self._runs[slot]
+        return run[1] - run[0] if run else 0
+
+    def denoised(self, slot: int) -> np.ndarray:
+        WORLD.call("preview")
+        return np.zeros(())
+
+    def take(self, slot: int) -> np.ndarray:
+        WORLD.call("take")
+        self._runs[slot] = None
+        return np.zeros(())
+
+    def drop(self, slot: int) -> None:
+        self._runs[slot] = None
+
+
+def standing(row: int, rows: int) -> Any:
+    """Where an image stands, between batches."""
+    return SimpleNamespace(run=SimpleNamespace(row=row, rows=rows))
+
+
+class StubGroup(Group):
+    """Its images are seated and moved on as always."""
+
+    def __init__(self, key: GroupKey, batches: Sequence[int]) -> None:
+        self.key, self.used, self.alone, self.batches = key, 0.0, 1, list(batches)
+        self.timings = Timings({batch: ROW[batch] for batch in batches}, 0.0, DECODE)
+        self._lanes = dict.fromkeys(batches, 1)
+        self._batch, self._seats = None, []
+
+    def begin(self, item: Item) -> Any:
+        if item.carried is None:
+            WORLD.call("encode")
+            assert item.shelf is not None
+            item.shelf.shares(item.adapters, {})
+            item.carried = standing(0, len(item.table))
+        return item.carried
+
+    def _new_batch(self, images: int) -> Any:
+        return StubBatch(images)
+
+    def _decode(self, latents: Sequence[np.ndarray]) -> Any:
+        WORLD.call("decode", DECODE)
+        return [np.zeros((8, 8, 3), np.float32) for _ in latents]
+
+
+class StubShelf:
+    """The real slots, and what was written into them."""
+
+    def __init__(self) -> None:
+        self.slots, self.written, self.summary = Slots(PLACES), dict[int, Any](), str
+
+    def shares(self, adapters: Any, params: Any) -> None:
+        self.slots.place(adapters, self._put)
+
+    def take_off(self) -> None:
+        self.written = {}
+
+    def put_on(self) -> None:
+        for entry, place in self.slots.held.items():
+            self._put(place, entry)
+
+    def _put(self, place: int, entry: Any) -> None:
+        self.written.pop(place, None)
+        WORLD.call("place")
+        self.written[place] = entry
+
+
+class StubServed(Served):
+    bytes = 1
+
+    def __init__(self, name: str, load: Callable[[str], Any], *_: Any) -> None:
+        networks = SimpleNamespace(controls=(), ip_adapters=())
+        self.name, self.params, self.model = name, {}, SimpleNamespace(networks=networks)  # type: ignore[assignment]
+        self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
+        self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
+        self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
+
+    @property
+    def loaded(self) -> bool:
+        WORLD.call("look")
+        return self.params is not None
+
+    def sizes(self, warm: Any) -> Iterator[Any]:
+        yield (SIZES[0], SIZES[0]), tuple(ROW)
+
+    def build(self, key: GroupKey, batches: Sequence[int], announce: Any) -> Group:
+        WORLD.call("build")
+        return StubGroup(key, batches)
+
+    def time(self, *_: Any) -> None: ...
+
+    def card(self, *_: Any, **options: Any) -> Any: ...
+
+
+class StubItem(Item):
+    def metadata(self, model: Any) -> dict[str, Any]:
+        return {}
+
+
+class StubChecked:
+    def __init__(self, ask: Ask, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
+        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
+        self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
+
+    def pictures(self) -> list[Picture]:
+        return [Picture(i, i, SIZES[0], self.group.height, self.rows) for i in range(self.images)]
+
+    def items(self, job: Job, picture: Picture) -> list[Item]:
+        request: Any = SimpleNamespace(guided=True, embedded=False, given=None)
+        table: Any = range(self.rows)
+        previews = tuple(range(1, min(job.ask.previews, self.rows - 1) + 1))
+        shelf: Any = self._shelf
+        return [
+            StubItem(
+                job, picture, request, table, self.group, job.ask.client, previews=previews, adapters=job.ask.adapters,
+                shelf=shelf,
+            )
+        ]  # fmt: skip
+
+
+class Later:
+    """The writer's threads: files are made when the machine says."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self.calls.append(lambda: call(*args))
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+
+class Silent(Metrics):
+    """Counts nothing, which takes less time."""
+
+    def __init__(self) -> None: ...
+
+    def __getattribute__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+class Asleep(BaseException):
+    """The engine waits although there is work."""
+
+
+class Server(RuleBasedStateMachine):
+    """A server and its clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        WORLD.__init__()
+        limits = EngineSettings(compile_on_demand=True, queue_seconds=1e9, memory=FITTING, keep_seconds=5.0)
+        self.engine = ImageEngine(MODELS, limits, Silent(), self._load)
+        self.engine._compile_missing = lambda: None  # type: ignore[method-assign]
+        self.engine._wake.wait = self._sleep  # type: ignore[method-assign]
+        self.turns, self.files = 0, Later()
+        self.engine._writer._threads = self.files  # type: ignore[assignment]
+        self.engine._begin()
+        self.jobs: list[tuple[Job, float]] = []
+        """That were not over, with the time at which each has to be."""
+        self.adapters = {name: {entry: SimpleAdapter(entry) for entry in ADAPTERS} for name in MODELS}
+
+    @rule(
+        model=st.sampled_from(MODELS), client=st.sampled_from(("alice", "bob", "")), steps=st.integers(1, 5),
+        n=st.integers(1, 2), size=st.sampled_from((0, 0, 0, 1, 2)),
+        adapters=st.sets(st.sampled_from(ADAPTERS), max_size=PLACES), previews=st.integers(0, 2),
+        seconds=st.sampled_from((None, None, 20.0, 40.0)),
+    )  # fmt: skip
+    def submit(
+        self, model: str, client: str, steps: int, n: int = 1, size: int = 0, adapters: Any = (), previews: int = 0,
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        wanted = {self.adapters[model][name]: {"": 1.0} for name in adapters}
+        ask = Ask(
+            "", model=model, client=client, steps=steps, n=n, height=SIZES[size], adapters=wanted,  # type: ignore[arg-type]
+            previews=previews, seconds=seconds,
+        )  # fmt: skip
+        before = sum(item.expected for item in self.engine._queue)
+        try:
+            job = self.engine.submit(ask)
+        except Refused as refused:
+            assert refused.code in ("too_late", "model_unavailable"), refused.code  # noqa: PT017
+            assert seconds or WORLD.fired
+        else:
+            seconds = before + sum(item.expected for item in self.engine._items[job.id])
+            self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
+
+    @rule(
+        model=st.sampled_from(MODELS), client=st.sampled_from(("alice", "bob", "")), steps=st.integers(1, 5),
+        adapters=st.sets(st.sampled_from(ADAPTERS), max_size=PLACES), turns=st.sampled_from((5, 20, 70)),
+    )  # fmt: skip
+    def stream(self, model: str, client: str, steps: int, adapters: Any, turns: int) -> None:
+        """A client who asks for the next image before the last one is done."""
+        for i in range(turns):
+            waiting = sum(item.client == client and item.group.model == model for item in self.engine._queue)
+            if waiting < 3:
+                self.submit(model, client, max(1, steps - i % 2), adapters=adapters)
+            self._turn()
+
+    @rule(which=st.integers(0, 9))
+    def cancel(self, which: int) -> None:
+        if self.jobs:
+            self.jobs[which % len(self.jobs)][0].cancel()
+
+    @rule(name=st.sampled_from(CALLS), which=st.integers(0, 9))
+    def cancel_meanwhile(self, name: str, which: int) -> None:
+        """While the engine is in a call."""
+        if name != "look":
+            WORLD.meanwhile[name] = lambda: self.cancel(which)
+
+    @rule()
+    def build_meanwhile(self) -> None:
+        """A program is ready while the engine looks for work."""
+        WORLD.meanwhile["look"] = self._build
+
+    @rule(
+        name=st.sampled_from(CALLS), count=st.sampled_from((1, 2, 3, ALWAYS)),
+        message=st.sampled_from(("broken", "RESOURCE_EXHAUSTED")),
+    )  # fmt: skip
+    def fail(self, name: str, count: int, message: str) -> None:
+        WORLD.fails[name] = min(count, 3) if name == "look" else count, message
+
+    @rule(turns=st.integers(1, 9))
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self._turn()
+
+    @rule()
+    def build(self) -> None:
+        self._build()
+
+    @rule()
+    def write(self) -> None:
+        with acting():
+            self.files.run()
+
+    @invariant()
+    def something_can_run(self) -> None:
+        ready = self.engine._models.groups()
+        if any(item.group in ready for item in self.engine._queue):
+            assert self.engine._leader() is not None
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """The images of a job that is not over wait, run, are decoded or written."""
+        places = Counter(item.job.id for item in [*self.engine._queue, *self.engine._in_decoder()])
+        for job in self.engine.jobs():
+            images = sum(not picture.status.over for picture in job.pictures)
+            assert images <= places[job.id] + len(self.files.calls), job.status
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert self.engine._models.loaded() <= FITTING
+
+    @invariant()
+    def adapters_are_where_images_have_them(self) -> None:
+        for name in MODELS:
+            model: Any = self.engine._models.named(name)
+            items = [item for item in self.engine._queue.begun if item.group.model == name]
+            assert model.shelf.slots._pins == Counter(entry for item in items for entry in item.adapters)
+            assert len(model.shelf.slots._pins) <= PLACES
+            for entry in (entry for item in items if item.carried and model.loaded for entry in item.adapters):
+                assert model.shelf.written[model.shelf.slots.held[entry]] is entry
+
+    @invariant()
+    def every_job_ends(self) -> None:
+        for job, late in self.jobs:
+            assert job.status.over or WORLD.now < late, (job.ask.model, job.ask.client, WORLD.now - job.created)
+            assert job.status is not Status.FAILED or WORLD.fired or job.error == ("timeout", ANY), job.error
+        self.jobs = [(job, late) for job, late in self.jobs if not job.status.over]
+
+    def teardown(self) -> None:
+        """Nothing is left when all is done."""
+        if self.engine.failure:
+            return
+        while self.engine.jobs():
+            self._turn()
+            self.check_invariants_now()
+        queue, shelves = self.engine._queue, [self.engine._models.named(name).shelf for name in MODELS]
+        assert self.engine.state is State.READY
+        assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
+        assert not any(shelf.slots._pins for shelf in shelves if shelf)
+        self.engine._models.trim(set)
+        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS)
+        assert all(item.over for key in self.engine._models.groups() for item in self.engine._models.group(key).seated)
+
+    def check_invariants_now(self) -> None:
+        self.something_can_run()
+        self.nothing_is_lost()
+        self.every_job_ends()
+
+    def _turn(self) -> None:
+        """A turn of the engine, if it has work, and now and then of the threads beside it."""
+        WORLD.now += OVERHEAD
+        self.turns += 1
+        if self.turns % 5 == 0:
+            self.build()
+            self.write()
+        if self.engine._in_decoder() or self.engine._leader() is not None:
+            with acting():
+                self.engine._next_turn()
+        else:
+            self.engine._book.expire()
+        self.every_job_ends()
+
+    def _build(self) -> None:
+        if key := self.engine._missing():
+            with acting():
+                self.engine._build(key)
+
+    def _load(self, name: str) -> Any:
+        WORLD.call("load", LOAD)
+        return SimpleNamespace(params={})
+
+    def _sleep(self, seconds: float | None) -> NoReturn:
+        raise Asleep
+
+
+class SimpleAdapter(str):
+    """An adapter; two of the same name are two."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@contextmanager
+def acting() -> Iterator[None]:
+    """Calls may fail."""
+    before, WORLD.active = WORLD.active, True
+    try:
+        yield
+    finally:
+        WORLD.active = before
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (book, engine, group, jobs, model_set, served, writing):
+        monkeypatch.setattr(module, "time", CLOCK)
+    memory = SimpleNamespace(memory_stats=lambda: None)
+    monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
+    monkeypatch.setattr(engine, "check", StubChecked)
+    monkeypatch.setattr(model_set, "Served", StubServed)
+    monkeypatch.setattr(model_set, "sample", lambda name, *_, **options: StubChecked(Ask(""), name))
+    monkeypatch.setattr(model_set, "MOST_GROUPS", MOST_GROUPS)
+    monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
+    monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def machine(examples: int) -> None:
+    run_state_machine_as_test(
+        Server,
+        settings=settings(
+            max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        ),
+    )  # fmt: skip
+
+
+def test_whatever_happens_every_job_ends(stubs: None) -> None:
+    machine(40)
+
+
+@pytest.mark.slow
+def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
+    machine(2000)
