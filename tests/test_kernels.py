@@ -46,6 +46,17 @@ def test_flash_attention(queries: int, keys: int, width: int) -> None:
     np.testing.assert_allclose(got, want, atol=ROUNDING)
 
 
+@pytest.mark.parametrize(("platform", "length"), [("none", 8), ("cpu", 8), ("cpu", 800), ("gpu", 8)])
+def test_scores_beyond_float16(platform: str, length: int) -> None:
+    """Products of queries and keys may be more than 65504: what fits best takes all."""
+    best = jnp.asarray(rng.permutation(length))
+    keys = jnp.sign(normal(1, length, 1, 64)).astype(jnp.float16)
+    q, k, v = 50 * keys[:, best], 50 * keys, normal(1, length, 1, 64).astype(jnp.float16)
+    with compiling_for(platform):
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
+    np.testing.assert_allclose(got, v[:, best], rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("platform", "queries", "keys", "dtype", "flash"),
     [
