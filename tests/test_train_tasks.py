@@ -330,10 +330,11 @@ def test_a_controlnet(model: Path, tmp_path: Path) -> None:
 class Watching(Controlling):
     """A ControlNet of one number, which nothing moves."""
 
-    def begin(self, *arguments: Any) -> Start:
-        return replace(super().begin(*arguments), trained={"controlnet": {"w": np.zeros(1, np.float32)}})
+    def begin(self, model: Any, params: Any, training: Training, dtype: Any) -> Start:
+        start = super().begin(model, params, training, dtype)
+        return replace(start, trained={"controlnet": {"w": np.zeros(1, np.float32)}})
 
-    def save(self, target: Path, *arguments: Any) -> Path:
+    def save(self, target: Path, model: Any, params: Any, trained: Any, training: Training) -> Path:
         return target
 
 
@@ -350,7 +351,7 @@ def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
     names = [f"{number}.png" for number in range(3)]
     rows = [{"file_name": name, "conditioning_image": name, "text": captions} for name in names]
     (pairs / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    seen: list[tuple[np.ndarray, ...]] = []
 
     def unet(p: Any, x: Any, times: Any, *, text: Any, residuals: Any, **_: Any) -> Any:
         jax.debug.callback(lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), x, residuals, text)
