@@ -42,8 +42,16 @@ if TYPE_CHECKING:
 
     import canvax
 
-AS_FOR_USERS = {"test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_pipeline"}
-"""Modules whose programs are compiled as users' are, and those of the processes that they start."""
+AS_FOR_USERS = {
+    "parity",
+    "test_batch",
+    "test_cli_process",
+    "test_golden",
+    "test_image_to_image",
+    "test_kernels",
+    "test_pipeline",
+}
+"""Modules and packages whose programs are compiled as users' are, and those of the processes that they start."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
@@ -83,7 +91,7 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[None]:
         if module in OWN_CACHES:
             environment.delenv("JAX_COMPILATION_CACHE_DIR")
             use_folder(None)
-        if module not in AS_FOR_USERS:
+        if not AS_FOR_USERS & set(request.module.__name__.split(".")):
             jax.config.update("jax_disable_most_optimizations", True)
             environment.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
             # JAX has no public setting for options of all programs but XLA_FLAGS, which holds for all modules.

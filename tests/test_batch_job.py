@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -89,6 +90,13 @@ def job(
 def files_of(folder: Path) -> dict[str, bytes]:
     lines = map(json.loads, (folder / "manifest.jsonl").read_text().splitlines())
     return {line["id"]: (folder / line["file"]).read_bytes() for line in lines if line["status"] == "done"}
+
+
+def test_the_seed_of_a_row_without_one() -> None:
+    """By every version, or a file that is half done would get other images: 6 bytes of SHA-256 of seed and id."""
+    assert seed_of("a") == int.from_bytes(hashlib.sha256(b"0 a").digest()[:6], "big")
+    assert settings_of(Row("7", {"prompt": "x"}), {}, seed=5)["seed"] == seed_of("7", 5)
+    assert seed_of("7", 5) == int.from_bytes(hashlib.sha256(b"5 7").digest()[:6], "big")
 
 
 @pytest.fixture(scope="module")

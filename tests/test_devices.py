@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -389,3 +390,19 @@ def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     version_1.unlink()
     version_2.unlink()
     assert memory.free_bytes(make_mesh()) is None
+
+
+def test_memory_in_use_is_not_free() -> None:
+    """The fullest of a process's devices counts."""
+
+    def device(process: int, **stats: int) -> Any:
+        return SimpleNamespace(platform="gpu", process_index=process, memory_stats=lambda: stats)
+
+    def free(*devices: Any) -> int | None:
+        mesh: Any = SimpleNamespace(devices=np.array(devices), shape={"data": len(devices)})
+        return memory.free_bytes(mesh)
+
+    full, empty = (device(0, bytes_limit=100, bytes_in_use=used) for used in (90, 20))
+    assert free(empty) == 80
+    assert free(empty, full, device(1, bytes_limit=100, bytes_in_use=99)) == 10
+    assert free(device(0)) is None

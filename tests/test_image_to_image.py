@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,8 +20,10 @@ from canvax.compile.monitor import counting
 from canvax.denoise import Known, _keep
 from canvax.images.given import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
+from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.request import Call, make_request
+from canvax.pipelines.start import encode_images
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
@@ -327,6 +331,24 @@ def test_several_processes_refuse_renoised_masks_before_anything_compiles(
     assert emoji.params is not None
     with counting() as counts, pytest.raises(canvax.InputError, match="mask_blend"):
         text_to_image(emoji.model, emoji.programs, emoji.params, request, str, counts)
+
+
+def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
+    """An encoder that says "zero, give or take one" shows the noise itself."""
+    programs: Any = SimpleNamespace(mesh=canvax.make_mesh(jax.devices()[:1]))
+    shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
+    options = SimpleNamespace(image_encoding="sample", noise="philox")
+    request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)
+
+    def encoder(_: Any, pixels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((1, 8, 8, 4)), jnp.ones((1, 8, 8, 4))
+
+    image = np.zeros((64, 64, 3), np.float32)
+    found = encode_images(programs, {"vae": {}}, request, [image], encoder=encoder)
+    initial = initial_noise(seeds, shape[1:], "philox")
+    for one, first in zip(found, initial, strict=True):
+        assert 0.8 < one.std() < 1.2
+        assert abs(np.corrcoef(one.reshape(-1), first.reshape(-1))[0, 1]) < 0.3
 
 
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:

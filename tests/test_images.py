@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -27,6 +28,8 @@ from canvax.images.grid import make_grid
 from canvax.images.infotext import from_infotext, to_infotext
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
+from canvax.scale import work
+from canvax.server import files
 
 METADATA: dict[str, Any] = {
     "prompt": 'café 🍎, "quoted": 日本\nsecond line',
@@ -48,6 +51,20 @@ METADATA: dict[str, Any] = {
 
 def picture(width: int = 72, height: int = 64) -> Image.Image:
     return Image.new("RGB", (width, height), "red")
+
+
+def saved(image: Image.Image, kind: str, quality: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, quality=quality)
+    return out.getvalue()
+
+
+def of_a_batch(pixels: np.ndarray, kind: str, quality: int | None) -> bytes:
+    return work.image_file(to_pil(pixels[None])[0], kind.replace("jpeg", "jpg"), quality)
+
+
+def of_the_server(pixels: np.ndarray, kind: Any, quality: int | None) -> bytes:
+    return files.image_file(pixels, kind, quality, {})
 
 
 def with_text(path: Path, **texts: str) -> Path:
@@ -180,6 +197,20 @@ def test_every_format_carries_its_metadata(tmp_path: Path, name: str) -> None:
     generated.resize((8, 8)).save(tmp_path / "small.png")
     with pytest.raises(InputError, match="holds no description"):
         read_metadata(tmp_path / "small.png")
+
+
+@pytest.mark.parametrize("write", [of_a_batch, of_the_server], ids=["batch", "server"])
+def test_quality_is_that_of_the_file(write: Any) -> None:
+    """As Pillow writes it by itself."""
+    pixels = np.random.default_rng(0).random((64, 64, 3), np.float32)
+    (image,) = to_pil(pixels[None])
+    for quality in (10, 60):
+        found = [
+            Image.open(io.BytesIO(data)) for data in (write(pixels, "jpeg", quality), saved(image, "JPEG", quality))
+        ]
+        assert found[0].quantization == found[1].quantization  # type: ignore[attr-defined]
+        assert write(pixels, "webp", quality) == saved(image, "WEBP", quality)
+    assert len(write(pixels, "png", None)) > len(saved(image, "WEBP", 60))
 
 
 def test_metadata_too_long_for_a_jpeg(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,17 @@ def test_flash_attention(queries: int, keys: int, width: int) -> None:
     with compiling_for("tpu"), pltpu.force_tpu_interpret_mode():
         got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
     np.testing.assert_allclose(got, want, atol=ROUNDING)
+
+
+@pytest.mark.parametrize(("platform", "length"), [("none", 8), ("cpu", 8), ("cpu", 800), ("gpu", 8)])
+def test_scores_beyond_float16(platform: str, length: int) -> None:
+    """Products of queries and keys may be more than 65504: what fits best takes all."""
+    best = jnp.asarray(rng.permutation(length))
+    keys = jnp.sign(normal(1, length, 1, 64)).astype(jnp.float16)
+    q, k, v = 50 * keys[:, best], 50 * keys, normal(1, length, 1, 64).astype(jnp.float16)
+    with compiling_for(platform):
+        got = jax.jit(lambda *qkv: attention(*qkv))(q, k, v)
+    np.testing.assert_allclose(got, v[:, best], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +178,18 @@ def test_a_gpu_whose_cudnn_has_no_attention(
     assert asked == ["cudnn"]
     got, want = (x.astype(jnp.float32) for x in (program(q, k, k), plain_attention(q, k, k)))
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "given"), [("gpu", {"xla_gpu_dot_merger_threshold_mb": "0"}), ("cpu", {})])
+def test_settings_of_xla(platform: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU keeps the matmuls of queries, keys and values apart."""
+    from canvax.parallel.mesh import make_mesh
+
+    asked: list[Any] = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, options: asked.append(options))
+    monkeypatch.setattr(target, "compiling_on", lambda *_, **__: compiling_for(platform))
+    compiled_on(make_mesh(jax.devices()[:1]), jnp.sin, 1.0)
+    assert asked == [given]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,30 @@ def test_a_dead_engine_fails_its_health_check() -> None:
                 Images.check_health(replica(state))
         else:
             Images.check_health(replica(state))
+
+
+@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install 'canvax[serve]'")
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [({"tpus": "4"}, {"num_gpus": 0.0, "resources": {"TPU": 4.0}}), ({"gpus": "1"}, {"num_gpus": 1.0})],
+)
+def test_what_a_replica_holds(given: dict[str, str], held: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray knows chips by the name TPU alone, in capitals. A stand-in for Ray keeps what it was asked for."""
+    from canvax.scale.serve import Wanted, app
+
+    asked: dict[str, Any] = {}
+
+    def deployment(**settings: Any) -> Any:
+        asked.update(settings)
+        return lambda replica: SimpleNamespace(bind=lambda wanted: wanted)
+
+    ray: Any = ModuleType("ray")
+    ray.serve = SimpleNamespace(
+        deployment=deployment, multiplexed=lambda **_: lambda hold: hold, ingress=lambda: lambda replica: replica
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert app(given) == Wanted.of(given)
+    assert asked["ray_actor_options"] == {"num_cpus": Wanted().cpus, **held}
 
 
 def test_imagine() -> None:

@@ -28,7 +28,7 @@ from canvax.models.presets import (
     SDXL_VAE,
 )
 from canvax.models.text import TextEncoders
-from canvax.models.unet import unet_spec
+from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
@@ -111,6 +111,23 @@ def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -
     want, got = draw(base, options=options), draw(pipe, options=options)
     assert np.isfinite(got.latents).all()
     assert 0 < np.abs(got.pixels - want.pixels).mean() < 0.05
+
+
+@pytest.mark.parametrize("what", ["timestep", "sizes"])
+def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
+    """bfloat16 has no 999 and no 1001, which are both its 1000."""
+    params = init_params(unet_spec(UNET), 0)
+    timesteps = jnp.array([999.0, 1000.0] if what == "timestep" else [500.0, 500.0])
+    sizes = jnp.array([[1001.0], [1000.0]] if what == "sizes" else [[1000.0], [1000.0]]) * jnp.ones(6)
+
+    def embedded(dtype: Any) -> np.ndarray:
+        p = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+        x, text, pooled = jnp.zeros((2, 8, 8, 4), dtype), jnp.zeros((2, 3, 40), dtype), jnp.zeros((2, 8), dtype)
+        return np.asarray(unet_context(p, x, timesteps, text, UNET, pooled, sizes).time, np.float32)
+
+    exact, half = embedded(jnp.float32), embedded(jnp.bfloat16)
+    apart = np.abs(exact[0] - exact[1]).max()
+    assert np.abs(half - exact).max() < apart / 4
 
 
 @pytest.mark.slow

@@ -124,6 +124,26 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
     assert (ask.previews, ask.client, ask.once) == (own.PREVIEWS, "", None)
 
 
+@pytest.mark.parametrize("api", ["own", "a1111", "openai"])
+def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
+    """A camera that is held upright writes its rows from right to left and says so: orientation 6."""
+    image, exif, out = Image.new("RGB", (96, 64), "red"), Image.Exif(), io.BytesIO()
+    image.paste("blue", (0, 0, 96, 32))  # of the upright image the right half
+    exif[0x0112] = 6
+    image.save(out, "PNG", exif=exif)
+    data = base64.b64encode(out.getvalue()).decode()
+    if api == "own":
+        site.submit(image=data)
+    elif api == "a1111":
+        assert site.http.post("/sdapi/v1/img2img", json={"init_images": [data]}).status_code == 200
+    else:
+        files, fields = {"image": ("a.png", out.getvalue(), "image/png")}, {"prompt": "x"}
+        assert site.http.post("/v1/images/edits", files=files, data=fields).status_code == 200
+    given = site.engine.asks[-1].image
+    assert given is not None
+    assert (given.size, given.getpixel((0, 48)), given.getpixel((63, 48))) == ((64, 96), (255, 0, 0), (0, 0, 255))
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import io
 import threading
 import time
@@ -22,7 +23,7 @@ from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
-from canvax.server import writing
+from canvax.server import model_set, writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
 from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
@@ -230,6 +231,24 @@ def test_metrics_tell_where_the_time_goes(engine: ImageEngine) -> None:
     assert 0.3 * took < sum(spent) < took  # the rest is the first file's, and waiting
 
 
+def test_metrics_count_steps_images_and_pixels(engine: ImageEngine) -> None:
+    def counts() -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in engine._metrics.text().decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines if "_total" in name}
+
+    before = counts()
+    finished([engine.submit(Ask("a red apple", sampler="Euler", steps=6, n=3, seed=1))])
+    after = counts()
+    change = {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name)}
+    size = 'size="64x64"'
+    assert change['canvax_jobs_accepted_total{model="emoji"}'] == 1
+    assert change['canvax_jobs_total{model="emoji",outcome="done"}'] == 1
+    assert change[f"canvax_steps_total{{{size}}}"] == 3 * 6
+    assert change[f'canvax_slot_steps_total{{{size},state="used"}}'] == 3 * 6
+    assert change[f"canvax_images_total{{{size}}}"] == 3
+    assert change["canvax_pixels_total"] == 3 * 64 * 64
+
+
 def test_metadata_generates_it_again(engine: ImageEngine) -> None:
     job = engine.submit(Ask("a pizza", seed=3, n=3, sampler="Euler a", steps=8))
     finished([job])
@@ -245,6 +264,27 @@ def test_formats(engine: ImageEngine) -> None:
     finished(jobs)
     found = [Image.open(io.BytesIO(job.pictures[0].data or b"")).format for job in jobs]
     assert found == ["PNG", "JPEG", "WEBP"]
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_a_file_without_metadata_holds_no_word_of_its_prompt(engine: ImageEngine, kind: Any) -> None:
+    asks = [Ask("a zebra at midnight", seed=3, steps=1, format=kind, metadata=wanted) for wanted in (True, False)]
+    jobs = [engine.submit(ask) for ask in asks]
+    finished(jobs)
+    told, silent = (job.pictures[0].data or b"" for job in jobs)
+    for word in ("zebra".encode(coding) for coding in ("utf-8", "utf-16-be")):
+        assert word in told or kind == "png"
+        assert word not in silent
+    assert b"zebra" in told
+    assert "zebra" in jobs[1].pictures[0].metadata["prompt"]  # which its client may ask for
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_the_quality_that_is_asked_for(engine: ImageEngine, kind: Any) -> None:
+    jobs = [engine.submit(Ask("a pizza", seed=3, steps=4, format=kind, quality=quality)) for quality in (5, 90)]
+    finished(jobs)
+    low, high = (len(job.pictures[0].data or b"") for job in jobs)
+    assert low < high
 
 
 def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
@@ -356,6 +396,8 @@ def test_a_key_chooses_the_seed_for_another_server_too() -> None:
     assert once == seeds(once="order 66", client="alice", seed=-1) != seeds(once="order 66", client="bob")
     assert once[1] == once[0] + 1
     assert seeds(once="order 66", seed=7) == [7, 8]
+    # By every version: the first 4 bytes of SHA-256 of the client and the key.
+    assert once[0] == int.from_bytes(hashlib.sha256(b"alice\norder 66").digest()[:4], "big")
     assert seeds() != seeds()
 
 
@@ -702,7 +744,17 @@ def test_draining_finishes_what_was_accepted() -> None:
 
 
 @pytest.mark.slow
-def test_another_size_is_compiled_on_demand_while_others_go_on() -> None:
+def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one size is the most that may be kept, the first one is made ready again afterwards."""
+    assert model_set.MOST_GROUPS == 32
+    monkeypatch.setattr(model_set, "MOST_GROUPS", 1)
+    made, make = list[str](), Group.compile
+
+    def compiled(group: Group, *arguments: Any) -> None:
+        made.append(group.key.size)
+        make(group, *arguments)
+
+    monkeypatch.setattr(Group, "compile", compiled)
     engine = started(compile_on_demand=True)
     try:
         large = engine.submit(Ask("a red apple", seed=1, steps=3, width=96))
@@ -711,6 +763,10 @@ def test_another_size_is_compiled_on_demand_while_others_go_on() -> None:
         assert not large.status.over
         finished([large], 120)
         same(large, PIPE("a red apple", seed=1, num_inference_steps=3, width=96, options=QUIET).images)
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3, width=96))])
+        assert made == ["64x64", "96x64"]
+        finished([engine.submit(Ask("a red apple", seed=1, steps=3))], 120)
+        assert made == ["64x64", "96x64", "64x64"]
     finally:
         engine.close()
 

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.book import Book
+from canvax.server.book import KEPT_BYTES, Book
 from canvax.server.jobs import Ask, Changed, Job, Picture, PromptImage, Refused, Status
 from canvax.server.journal import TIDY, VERSION, Journal
 from canvax.server.metrics import Metrics
@@ -314,6 +314,36 @@ def test_a_full_disk_refuses_new_jobs_and_disturbs_nobody_else(path: Path) -> No
             journal.forget(one)
         journal.accepted(another := job())  # there is room again
     assert [one.id for one in recovered(path)] == [jobs[0].id, another.id]
+
+
+def test_a_new_job_waits_for_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a power cut does not undo it, which a test cannot make: SQLite waits where ``synchronous`` is FULL."""
+    statements: list[str] = []
+    connect = sqlite3.connect
+
+    def watched(*arguments: Any, **keywords: Any) -> sqlite3.Connection:
+        base = connect(*arguments, **keywords)
+        base.set_trace_callback(statements.append)
+        return base
+
+    monkeypatch.setattr(sqlite3, "connect", watched)
+    with opened(path) as journal:
+        journal.accepted(job())
+    inserted = next(i for i, text in enumerate(statements) if text.startswith("INSERT INTO jobs"))
+    settings = [text for text in statements[:inserted] if text.startswith("PRAGMA synchronous")]
+    assert settings[-1].split()[-1] in ("FULL", "EXTRA")
+
+
+def test_finished_files_beyond_a_limit_are_forgotten() -> None:
+    """The oldest first, though their time is not up."""
+    ledger = Book(Metrics(), None, 600.0, lambda job: None)
+    jobs = [job() for _ in range(4)]
+    for one in jobs:
+        ledger.accept(one)
+        done(one, 0)
+        one.pictures[0].data = bytes(KEPT_BYTES * 2 // 5)
+        ledger.finished(one, 0)
+    assert [ledger.get(one.id, "") for one in jobs] == [None, None, *jobs[2:]]
 
 
 def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:

@@ -566,6 +566,18 @@ def test_a1111_image_to_image(site: Site) -> None:
     assert site.ask.strength == 0.001  # as there, where the last step is run all the same
 
 
+def test_a1111_defaults_of_an_image(site: Site) -> None:
+    """As its API documents them: denoising_strength 0.75, mask_blur 4, inpainting_fill 0, inpaint_full_res true."""
+    body = {"init_images": [b64(picture())]}
+    site.post("/sdapi/v1/img2img", body)
+    assert site.ask.strength == 0.75
+    assert site.ask.options == {"prompt_syntax": "a1111", "strength_rule": "a1111"}
+    site.post("/sdapi/v1/img2img", body | {"mask": b64(picture(mode="L", colour=255))})
+    assert site.ask.strength == 0.75
+    masked = {"mask_blur": 4, "mask_fill": "fill", "padding_mask_crop": 0}
+    assert site.ask.options == {"prompt_syntax": "a1111", "strength_rule": "a1111", **masked}
+
+
 def test_a1111_crops_to_the_size(site: Site) -> None:
     wide = Image.new("RGB", (128, 64), "red")
     wide.paste((0, 0, 255), (32, 0, 96, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import betainc
 
 from canvax.errors import InputError
 from canvax.samplers import (
@@ -472,11 +474,48 @@ def test_levels_and_timesteps_of_ones_own() -> None:
         build_table(scheduler(), None, settings={"timesteps": [300, 600]})
 
 
-def test_align_your_steps() -> None:
-    table = build_table(scheduler(), 10, sampler="dpm++ 2m ays")
-    published = [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152]
-    np.testing.assert_allclose(table.sigma, published)
-    np.testing.assert_allclose(table.timestep, [999, 850, 736, 645, 545, 455, 343, 233, 124, 24], atol=2.0)
-    twice = build_table(scheduler(), 20, sampler="dpm++ 2m ays").sigma
-    np.testing.assert_allclose(twice[::2], published)
-    np.testing.assert_allclose(twice[1:-1:2] ** 2, twice[:-2:2] * twice[2::2])
+AYS = {
+    "ays": [14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029],
+    "ays_sdxl": [14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029],
+}
+AYS_TIMESTEPS = {
+    "ays": [999, 850, 736, 645, 545, 455, 343, 233, 124, 24],
+    "ays_sdxl": [999, 845, 730, 587, 443, 310, 193, 116, 53, 13],
+}
+"""As Sabour et al. 2024 publish them on the page of Align Your Steps."""
+
+
+@pytest.mark.parametrize("name", AYS)
+def test_align_your_steps(name: str) -> None:
+    published = AYS[name]
+    table = build_table(scheduler(), 10, sampler=f"dpm++ 2m {name.replace('_', ' ')}")
+    np.testing.assert_allclose(table.sigma, published[:-1])
+    np.testing.assert_allclose(table.timestep, AYS_TIMESTEPS[name], atol=2.0)
+    twice = build_table(scheduler(), 20, sampler="dpm++ 2m", sigmas=name).sigma
+    np.testing.assert_allclose(twice[::2], published[:-1])
+    np.testing.assert_allclose(twice[1::2] ** 2, np.multiply(published[:-1], published[1:]))
+
+
+@pytest.mark.parametrize("steps", [10, 25, 30, 40])
+def test_curves_by_their_definitions(steps: int) -> None:
+    """The definitions are those of ComfyUI (comfy/samplers.py), for the 1000 timesteps of Stable Diffusion."""
+
+    def timesteps(curve: str) -> np.ndarray:
+        return build_table(scheduler(), steps, sampler="euler", sigmas=curve).timestep
+
+    counted = range(steps)
+    np.testing.assert_allclose(timesteps("simple"), [999 - int(n * 1000 / steps) for n in counted], atol=1e-6)
+    np.testing.assert_allclose(timesteps("sgm_uniform"), [999 - n * 999 / steps for n in counted], atol=1e-6)
+    ddim = [1 + n * (1000 // steps) for n in reversed(counted)]
+    np.testing.assert_allclose(timesteps("ddim_uniform"), ddim, atol=1e-6)
+    # The share of a beta(0.6, 0.6) distribution below each timestep falls evenly: Lee et al. 2024, section 4.
+    shares = betainc(0.6, 0.6, np.minimum(timesteps("beta") / 999, 1.0))
+    np.testing.assert_allclose(shares, [1 - n / steps for n in counted], atol=1e-6)
+
+
+def test_kl_optimal_by_its_definition() -> None:
+    """Sabour et al. 2024, theorem 3.1: atan(sigma) is a mean of those of the largest and the smallest level."""
+    limits = {"sigma_max": 10.0, "sigma_min": 0.1}
+    table = build_table(scheduler(), 5, sampler="euler", sigmas="kl_optimal", settings=limits)
+    angles = [math.atan(10.0) * (1 - part) + math.atan(0.1) * part for part in (0, 0.25, 0.5, 0.75, 1)]
+    np.testing.assert_allclose(table.sigma, [math.tan(angle) for angle in angles])

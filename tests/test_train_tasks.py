@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,19 @@ from test_finetune import write_pictures
 import canvax
 from canvax.cli import main
 from canvax.errors import CanvaxError, InputError
+from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
-from canvax.train import dreambooth, low_rank, task
+from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.board import Board
-from canvax.train.controlnet import train_controlnet
+from canvax.train.controlnet import Controlling, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
+from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, Plan, Session, fit, read_log
 from canvax.train.lora import Lora, train_lora
 from canvax.train.pictures import read_pictures
-from canvax.train.task import Subject, Training
+from canvax.train.task import Start, Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
 
@@ -132,6 +135,31 @@ def test_a_rate_of_its_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(trained["b"]["c"], 0.98, rtol=1e-4)
     with pytest.raises(InputError, match="rates"):
         Plan(steps=1, batch=1, rates={"b": 0.0})
+
+
+def test_only_matrices_decay(tmp_path: Path) -> None:
+    """Where the gradient is zero, decay is all that moves a parameter."""
+    start = {"matrix": np.ones((2, 2), np.float32), "vector": np.ones(2, np.float32)}
+    plan = Plan(steps=2, batch=1, chunk=1, warmup=0, final=1.0, average=0.0, weight_decay=0.1, learning_rate=0.5)
+    still = lambda p, *_: (0.0 * (p["matrix"].sum() + p["vector"].sum()), {})  # noqa: E731
+    trained, _ = fit(start, still, {}, 1, plan, Session(tmp_path, "toy", one()))
+    np.testing.assert_allclose(trained["matrix"], (1 - 0.5 * 0.1) ** 2, rtol=1e-5)
+    np.testing.assert_array_equal(trained["vector"], 1.0)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.3])
+def test_the_average_forgets_where_a_run_began(tmp_path: Path, decay: float) -> None:
+    """Under a constant gradient Adam's steps are as long as the rate, so that the average is known."""
+    steps, rate = 40, 0.01
+    plan = Plan(steps=steps, batch=1, chunk=steps, warmup=0, final=1.0, average=decay, weight_decay=0.0,
+                learning_rate=rate)  # fmt: skip
+    start = {"w": np.full(3, 1.0, np.float32)}
+    trained, _ = fit(start, lambda p, *_: (p["w"].sum(), {}), {}, 1, plan, Session(tmp_path, "toy", one()))
+    average = 1.0
+    for step in range(steps):
+        average += (1 - min(decay, (1 + step) / (10 + step))) * (1.0 - rate * (step + 1) - average)
+    np.testing.assert_allclose(trained["w"], average, rtol=1e-4)
+    assert average < 1.0 - rate * steps / 2
 
 
 # LoRA
@@ -297,6 +325,57 @@ def test_a_controlnet(model: Path, tmp_path: Path) -> None:
     assert pipe("a red picture", seed=1, control=Image.new("RGB", (64, 64)), **QUIET).pixels.shape == (1, 64, 64, 3)
     with pytest.raises(InputError, match="preview"):
         train_controlnet(training(model, pairs, tmp_path / "b", prompts=("a",)), one())
+
+
+class Watching(Controlling):
+    """A ControlNet of one number, which nothing moves."""
+
+    def begin(self, model: Any, params: Any, training: Training, dtype: Any) -> Start:
+        start = super().begin(model, params, training, dtype)
+        return replace(start, trained={"controlnet": {"w": np.zeros(1, np.float32)}})
+
+    def save(self, target: Path, model: Any, params: Any, trained: Any, training: Training) -> Path:
+        return target
+
+
+def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the networks get in training. The control image of a picture is the picture itself, so they must agree."""
+    pairs, rng = tmp_path / "pairs", np.random.default_rng(0)
+    pairs.mkdir()
+    files = [rng.integers(0, 256, (64, 64, 3), np.uint8) for _ in range(3)]
+    for number, pixels in enumerate(files):
+        Image.fromarray(pixels).save(pairs / f"{number}.png")
+    captions = ["a red picture", "a green picture", "a blue picture"]
+    names = [f"{number}.png" for number in range(3)]
+    rows = [{"file_name": name, "conditioning_image": name, "text": captions} for name in names]
+    (pairs / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: list[tuple[np.ndarray, ...]] = []
+
+    def unet(p: Any, x: Any, times: Any, *, text: Any, residuals: Any, **_: Any) -> Any:
+        jax.debug.callback(lambda *arrays: seen.append(tuple(map(np.asarray, arrays))), x, residuals, text)
+        return jnp.zeros_like(x)
+
+    monkeypatch.setattr(diffusion, "add_noise", lambda x0, noise, alphas: x0)
+    monkeypatch.setattr(diffusion, "encode_text", lambda p, ids, *_, **__: {"text": ids["text_encoder"]})
+    monkeypatch.setattr(diffusion, "unet", unet)
+    monkeypatch.setattr(ControlNet, "encode", lambda self, p, images: (images,))
+    monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions: {})
+    monkeypatch.setattr(ControlNet, "residuals", lambda self, p, x, times, prepared, features, scales: features[0])
+    plan = replace(PLAN, steps=8, chunk=8, batch=8)
+    run = training(model, pairs, tmp_path / "run", plan=plan, flip=True, empty=0.0)
+    assert task.train(run, Watching(), one(), subject=Subject(control_column="conditioning_image"))
+    jax.effects_barrier()
+    x0, hints, ids = (np.concatenate(arrays) for arrays in zip(*seen, strict=True))
+    hints = np.rint(hints * 255).astype(np.uint8)
+    forms = {form.tobytes(): number for number, form in enumerate([*files, *(pixels[:, ::-1] for pixels in files)])}
+    assert {forms.get(hint.tobytes()) for hint in hints} == set(range(6))
+    pipe = canvax.load(model, mesh=one())
+    assert pipe.params is not None
+    np.testing.assert_allclose(encode_pictures(pipe.params["vae"], hints, pipe.model.vae, one()), x0, atol=1e-3)
+    used = {pipe.model.tokenizers["text_encoder"]([text], length=ids.shape[1]).tobytes() for text in captions}
+    assert {row.astype(np.int32).tobytes() for row in ids} == used
 
 
 def test_pairs_that_cannot_be_read(pictures: Path, tmp_path: Path) -> None:

@@ -176,6 +176,15 @@ def test_scale_and_alpha_are_names_like_others(tmp_path: Path, leaf: str, form: 
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["conv_in.num_batches_tracked", "conv_in.position_ids"])
+def test_leftovers_of_other_networks_are_faults(tmp_path: Path, name: str) -> None:
+    """Only the embeddings of a text or image encoder carry numbers that nobody reads."""
+    write_checkpoint(tmp_path, toy_params())
+    save_file(load_file(tmp_path / UNET) | {name: np.zeros((), np.float32)}, tmp_path / UNET)
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path)
+
+
 def test_scales_of_quantised_weights_are_in_no_file(tmp_path: Path) -> None:
     """They are made while loading, and found in a file they are a fault."""
     part, params = toy_components()[0], toy_params()

@@ -178,6 +178,18 @@ def test_what_it_predicts(made: Made, tmp_path: Path) -> None:
     assert prediction(v_pred=torch.zeros(())) == "v_prediction"
 
 
+@pytest.mark.parametrize(("spread", "predicts"), [(0.04, "epsilon"), (0.14, "v_prediction")])
+def test_what_a_released_2_x_predicts(spread: float, predicts: str, made: Made, tmp_path: Path) -> None:
+    """Released files say so by the spread of this bias alone: 0.04 in the base models, 0.14 in the others."""
+    arrays = load_file(made("sd2")[1])
+    bias = spread * torch.tensor([-1.0, 1.0]).repeat(160)
+    arrays[f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"] = bias
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=predicts):
+        files = open_files(Source(tmp_path / "model.safetensors"))
+    assert files.config("scheduler")["prediction_type"] == predicts
+
+
 def test_what_is_no_model_of_these(made: Made, tmp_path: Path) -> None:
     arrays = load_file(made("sd1")[1])
     path = tmp_path / "x.safetensors"
