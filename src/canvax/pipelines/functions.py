@@ -106,7 +106,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
         schedule, given = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(given).all():
             raise InputError(f"timestep={shown(timestep)} is not finite")
-        last = schedule.num_train_timesteps - 1
+        last = schedule.last_timestep
         if schedule.timestep_unit == "index" and not ((given >= 0) & (given <= last)).all():
             raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
