@@ -243,7 +243,7 @@ def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Met
         return at(guide(negative, conditional, scale, row["rescale"], further))
     numbers = tuning.method[:, 0], tuning.method[:, 1]
     if method == "cfg_zero":
-        return at(zero_star(negative, conditional, scale, row["row"], numbers[0]) + further)
+        return at(zero_star(negative, conditional, scale, row["step"], numbers[0]) + further)
     kinds = {"apg": projected, "threshold": thresholded}
     return kinds[method](at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
 
