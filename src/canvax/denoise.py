@@ -196,7 +196,9 @@ def denoise(
             output = denoiser.apply(params, x, timestep, prepared, **changed)
         else:
             recall = _recall(features, deep.full[i], deep.weights[i])
-            output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)
+            output, features = denoiser.apply_reusing(
+                params, x, timestep, prepared, layers=deep_layers, recall=recall, **changed
+            )
         return output.astype(jnp.float32).reshape(-1, times, *output.shape[1:]), features
 
     def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:

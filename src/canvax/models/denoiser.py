@@ -65,7 +65,16 @@ class Denoiser(Protocol):
         ...
 
     def apply_reusing(
-        self, p: Params, x: Array, timestep: Array, prepared: Any, *, layers: int, recall: Recall
+        self,
+        p: Params,
+        x: Array,
+        timestep: Array,
+        prepared: Any,
+        *,
+        layers: int,
+        recall: Recall,
+        perturbed: int = 0,
+        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         """``apply`` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
         ...
@@ -139,10 +148,20 @@ class UNetDenoiser:
         return unet(p, x, timestep, cfg=self.cfg, special=special, residuals=residuals, **prepared)
 
     def apply_reusing(
-        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall
+        self,
+        p: Params,
+        x: Array,
+        timestep: Array,
+        prepared: dict[str, Any],
+        *,
+        layers: int,
+        recall: Recall,
+        perturbed: int = 0,
+        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         p, x, prepared = self._input(p, x, prepared)
         context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
+        context = context._replace(special=Special(perturbed=perturbed, freeu=freeu))
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
     def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:
