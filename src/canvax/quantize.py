@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import InputError, nearest
-from canvax.params import Param, Spec
-from canvax.types import HostArray
+from canvax.params import Param, Params, Spec, flatten
+from canvax.types import DType, HostArray
 
 KINDS: Mapping[str, str] = {"int8": "int8", "float8": "float8_e4m3fn"}
 """What weights can be quantised to, and the dtype of it."""
@@ -35,6 +35,11 @@ _WHOLE = frozenset(
 def scale_of(weight: str) -> str:
     """Dotted name of the scales of a weight, "a.b.weight" -> "a.b.scale"."""
     return weight.removesuffix("weight") + SCALE
+
+
+def compute_dtype(p: Params) -> DType:
+    """The dtype that a network with parameters ``p`` computes in: that of its weights which are not of 8 bits."""
+    return next(leaf.dtype for name, leaf in flatten(p) if name.endswith("weight") and leaf.dtype.itemsize > 1)
 
 
 def check_kind(kind: str | None) -> str | None:

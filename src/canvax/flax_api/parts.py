@@ -28,6 +28,7 @@ from canvax.models.text import SECOND
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
 from canvax.pipelines import functions
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 
@@ -192,14 +193,14 @@ class Vae(Network):
         check_array("latents", latents, (None, self.model.vae.latent_channels, None, None))
         weights, cfg = self._checked(params), self.model.vae
         scaled = (jnp.moveaxis(jnp.asarray(latents), 1, -1) - cfg.shift) / cfg.scale
-        dtype = weights["decoder"]["conv_in"]["weight"].dtype
+        dtype = compute_dtype(weights)
         return FlaxSampleOutput(jnp.moveaxis(_decode(weights, scaled.astype(dtype), cfg=cfg), -1, 1))
 
     def encode(self, sample: Array, *, params: Params) -> FlaxLatentsOutput:
         """The distribution of the latents of images [B, 3, H, W] in -1..1."""
         check_array("sample", sample, (None, 3, None, None))
         weights = self._checked(params)
-        images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(weights["encoder"]["conv_in"]["weight"].dtype)
+        images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(compute_dtype(weights))
         return FlaxLatentsOutput(FlaxLatents(*_encode(weights, images, cfg=self.model.vae)))
 
 

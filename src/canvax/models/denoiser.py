@@ -26,7 +26,8 @@ from canvax.models.unet import (
     unet_spec,
 )
 from canvax.params import Params, Spec
-from canvax.types import Array, DType
+from canvax.quantize import compute_dtype
+from canvax.types import Array
 
 
 class Denoiser(Protocol):
@@ -46,10 +47,6 @@ class Denoiser(Protocol):
 
     @property
     def deep_layers(self) -> int: ...
-
-    def dtype(self, p: Params) -> DType:
-        """The dtype that is computed in, which is that of the parameters."""
-        ...
 
     def prepare(self, p: Params, conditions: Conditions) -> Any:
         """What ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
@@ -109,16 +106,13 @@ class UNetDenoiser:
     def deep_layers(self) -> int:
         return skip_connections(self.cfg)
 
-    def dtype(self, p: Params) -> DType:
-        return p["conv_in"]["weight"].dtype
-
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
         beside: dict[str, Any] = {}
         if self.places is not None:
             conditions = dict(conditions)
             p = beside[ADAPTERS] = with_adapters(p, conditions.pop(ADAPTERS), self.spec, self.places)
         # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
-        kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
+        kv = cross_attention_kv(p, conditions["text"].astype(compute_dtype(p)), self.cfg)
         prepared: dict[str, Any] = {**conditions, "text": kv, **beside}
         if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
             from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
@@ -130,7 +124,7 @@ class UNetDenoiser:
         """What the UNet is given: an inpainting one the mask and the masked image behind the latents."""
         rest = {name: value for name, value in prepared.items() if name not in ("masked", ADAPTERS)}
         x = jnp.concatenate([x, prepared["masked"]], axis=-1) if "masked" in prepared else x
-        return prepared.get(ADAPTERS, p), x.astype(self.dtype(p)), rest
+        return prepared.get(ADAPTERS, p), x.astype(compute_dtype(p)), rest
 
     def apply(
         self,

@@ -28,6 +28,7 @@ from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_clip_skip
 from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 _encode_text = jax.jit(encode_text, static_argnames="cfg")
@@ -70,7 +71,7 @@ def encode(
     else:
         encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
         conditions = encoding(wordings)
-        conditions["text"] = conditions["text"].astype(jax.tree.leaves(weights)[0].dtype)
+        conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.vae.factor
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if (numbers := model.size_conditions(*size, {})) is not None:
