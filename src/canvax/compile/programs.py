@@ -41,6 +41,7 @@ from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, Conditions, encode_text
+from canvax.originals import replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.quantize import compute_dtype
@@ -194,7 +195,7 @@ class Programs:
         # Looking at the thousands of arrays of a model takes 3 to 30 ms, which a call like one before need not do. A
         # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
-        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], structure
+        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], replaced(), structure
         for last in tuple(self._answers):
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
@@ -325,7 +326,8 @@ class Programs:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
-        key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature, ambient)
+        static = tuple(sorted(function.keywords.items(), key=str))
+        key = (name, static, structure, signature, ambient, replaced())
         program, mode = self._held(key), MODE.get()
         if mode == "stored":
             entry = self._entry(name, function, arguments)

@@ -23,6 +23,7 @@ from canvax.familiar_flax import FLAX_ATTRIBUTES
 from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index
+from canvax.kernels.target import jitted
 from canvax.models.clip import hidden_states, pooled_text, text_encoder
 from canvax.models.text import SECOND
 from canvax.models.vae import vae_decode, vae_encode
@@ -282,12 +283,12 @@ class Tokenizer(Part):
         return {TOKENIZERS[name]: own for name, own in self.model.tokenizers.items()}[self.name]
 
 
-_decode = jax.jit(vae_decode, static_argnames="cfg")
-_encode = jax.jit(vae_encode, static_argnames="cfg")
-_encode_text = jax.jit(text_encoder, static_argnames="cfg")
+_decode = jitted(vae_decode, static_argnames="cfg")
+_encode = jitted(vae_encode, static_argnames="cfg")
+_encode_text = jitted(text_encoder, static_argnames="cfg")
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jitted, static_argnames="cfg")
 def _all_layers(params: Params, ids: Array, *, cfg: Any) -> Array:
     """The output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
     skips = jnp.arange(cfg.num_hidden_layers, -1, -1)

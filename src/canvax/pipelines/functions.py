@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +16,7 @@ from canvax.checked import is_deleted, shown
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
+from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import SECOND, Conditions, encode_text
 from canvax.parallel.rules import check_params
@@ -31,9 +31,9 @@ from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
-_encode_text = jax.jit(encode_text, static_argnames="cfg")
-_encode_images = jax.jit(encode_images, static_argnames="cfg")
-_decode_images = jax.jit(decode_images, static_argnames=("cfg", "tiled"))
+_encode_text = jitted(encode_text, static_argnames="cfg")
+_encode_images = jitted(encode_images, static_argnames="cfg")
+_decode_images = jitted(decode_images, static_argnames=("cfg", "tiled"))
 
 
 def encode(
