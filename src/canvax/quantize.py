@@ -2,7 +2,8 @@
 
 Each output channel of a matrix or convolution has a scale of its own. Its weights are that times a whole number from
 -127 to 127 (``int8``; Jacob et al. 2018, section 2.1, symmetric), or times a number of 8 bits (``float8``, e4m3;
-Micikevicius et al. 2022, section 3). They are widened where they are used; activations keep their dtype.
+Micikevicius et al. 2022, section 3). The scale multiplies the product, so that no weight is rounded; activations keep
+their dtype.
 
 What is small, or what every number passes through (the first and last convolution, the time and size embeddings),
 stays as it is, and so do biases, normalisations and the autoencoder.
