@@ -74,7 +74,7 @@ class _Finder:
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _remembering(spec.loader.exec_module)
+            spec.loader.exec_module = _remembering(spec.loader.exec_module)  # pyright: ignore[reportAttributeAccessIssue]
         return spec
 
 
