@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -34,16 +35,21 @@ from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 from test_sdxl import build as write_small_sdxl
 
 import canvax
+from canvax import guidance
 from canvax.cli import BAD_INPUT, FAILED, batching, main
-from canvax.compile import aot, cache, key, trust
+from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import MODE, NotReady, at_once
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
+from canvax.kernels import cpu
+from canvax.kernels.target import compiling_for, jitted
+from canvax.models import blocks, clip
 from canvax.models.clip import text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders
+from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import init_params
 from canvax.pipelines import text_to_image
@@ -403,6 +409,7 @@ def kept_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return len(cache.programs())
 
     monkeypatch.setattr(Programs, "_compile", instant)
+    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
     return make
 
 
@@ -480,11 +487,136 @@ def test_an_edit_of_the_sources_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     module.write_text("a = 1")
     monkeypatch.setattr(key, "__file__", str(module))
     os.utime(module, (1, 1))
+    monkeypatch.setattr(key, "_IMPORTED", key._changes())
     before = key._sources()
     assert (key._sources(), key.edited()) == (before, False)
     module.write_text("a = 2")
     assert key._sources() != before
     assert key.edited()  # and may not be what this process runs
+
+
+INSTALLED_LATER = """
+import os, pathlib, sys, time
+time.sleep(0.1)
+package = pathlib.Path(sys.argv[1])
+for path in package.rglob("*.py"):
+    os.utime(path)
+sys.path.insert(0, str(package.parent))
+from canvax.compile import key
+before = key.edited()
+(package / "nn.py").write_text("")
+print(pathlib.Path(key.__file__).is_relative_to(package), before, key.edited())
+"""
+
+
+def test_a_process_that_is_older_than_its_canvax(tmp_path: Path) -> None:
+    """As a notebook's is, in which canvax is installed: its programs are kept, until the sources change once more."""
+    package = tmp_path / "canvax"
+    shutil.copytree(Path(canvax.__file__).parent, package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    assert process("-c", INSTALLED_LATER, str(package)).split() == ["True", "False", "True"]
+
+
+def zeros(q: Any, k: Any, v: Any, **_: Any) -> Any:
+    """What somebody puts in place of attention."""
+    del k, v
+    return jnp.zeros_like(q)
+
+
+def test_replaced_code_is_run_and_not_kept(folder: Path, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the original ran before, and the original again afterwards."""
+    ids = {"text_encoder": np.arange(77)[None]}
+    ours = Programs(NETWORKS, make_mesh(ONE))
+
+    def text(programs: Programs) -> tuple[np.ndarray, list[bool]]:
+        builds: list[Build] = []
+        program = programs.encode_text(weights, 1, builds.append)
+        encoded = np.asarray(program(weights, ids, np.int32(0))["text"])
+        return encoded, [build.cached for build in builds[::2]]
+
+    def files() -> set[Path]:
+        return set((folder / "programs").iterdir())
+
+    want, builds = text(ours)
+    assert builds == [False]
+    stored = files()
+    with monkeypatch.context() as patch:
+        patch.setattr(clip, "attention", zeros)
+        replaced, builds = text(ours)
+        assert builds == [False]
+        assert np.abs(replaced - want).max() > 1e-3
+        np.testing.assert_array_equal(text(Programs(NETWORKS, make_mesh(ONE)))[0], replaced)
+        assert files() == stored
+    np.testing.assert_array_equal(text(ours)[0], want)
+    again, builds = text(Programs(NETWORKS, make_mesh(ONE)))
+    np.testing.assert_array_equal(again, want)
+    assert builds == [True]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_replaced_code_is_traced_in_loops_of_ones_own(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are jitted on a CPU; a trace of the original attention is not one of another, nor the other way round."""
+    calls: list[Any] = []
+
+    def counted(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        calls.append(q)
+        return zeros(q, k, v)
+
+    denoiser = NETWORKS.denoiser
+    params = jax.eval_shape(lambda: init_params(denoiser.spec, 0))
+    x, text = jnp.zeros((1, 8, 8, UNET.in_channels)), {"text": jnp.zeros((1, 77, UNET.cross_attention_dim))}
+
+    def calls_of_a_trace() -> int:
+        calls.clear()
+        with compiling_for(platform):
+            jax.make_jaxpr(lambda p: denoiser.apply(p, x, jnp.zeros(1), denoiser.prepare(p, text)))(params)
+        return len(calls)
+
+    assert calls_of_a_trace() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "attention", counted)
+        assert calls_of_a_trace() > 0
+    assert calls_of_a_trace() == 0
+
+
+def test_replaced_code_in_the_functions_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = jitted(lambda x, *, times: blocks.attention(x, x, x) * times, static_argnames="times")
+    x = jnp.ones((1, 2, 3, 4))
+    want = function(x, times=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "attention", zeros)
+        assert not np.any(function(x, times=2))
+    np.testing.assert_array_equal(function(x, times=2), want)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (blocks, "attention"), (cpu, "convolve"), (UNetDenoiser, "prepare"), (clip, "text_encoder"),
+        (cpu, "CHUNK_SCORES"), (guidance, "SETTINGS"), (cpu, "TO_KERNEL"), (programs, "denoise"),
+    ],
+)  # fmt: skip
+def test_what_counts_as_replaced(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions, methods, constants; back in its place the original is the original."""
+    assert replaced() == ()
+    others = []
+    for other in (lambda *_: None, np.zeros((2, 2))):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            others.append(replaced())
+            assert others[-1] == replaced() != ()
+        assert replaced() == ()
+    assert others[0] != others[1]
+    hash(tuple(others))
+
+
+def test_what_is_replaced_before_the_first_call() -> None:
+    code = """
+import canvax.models.blocks
+canvax.models.blocks.attention = print
+from canvax.compile.aot import replaced
+print([name[2] for name in replaced()])
+"""
+    assert process("-c", code).strip() == "['attention']"
 
 
 class Described:
@@ -796,6 +928,7 @@ def test_compile_returns_what_it_did(
     folder: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Programs, "_compile", instant)
+    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
     pipe = dataclasses.replace(emoji, programs=dataclasses.replace(emoji.programs, _compiled={}))
     builds, three = pipe.compile(64, 72, 2), {"text encoder", "denoiser", "decoder"}
     assert [(build.program, build.cached) for build in builds] == [
@@ -901,6 +1034,7 @@ def test_the_command_knows_networks(
 ) -> None:
     """What ``canvax compile`` stores for control images and image prompts is what their calls look for."""
     monkeypatch.setattr(Programs, "_compile", instant)
+    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
     model = write_small_checkpoint(tmp_path / "model")
     base = canvax.load(model)
     net = controlnet(tmp_path / "net", base)

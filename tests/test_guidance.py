@@ -9,6 +9,7 @@ import pytest
 
 import canvax
 from canvax.guidance import guide
+from canvax.samplers import build_table
 
 rng = np.random.default_rng(0)
 SPREADS = np.array([0.5, 4.0]).reshape(2, 1, 1, 1) * np.array([1.0, 0.2, 3.0])  # of images, and of channels
@@ -81,6 +82,20 @@ def test_kinds_that_are_ordinary_guidance(emoji: canvax.StableDiffusion) -> None
         {"freeu": "1,1,1,1"},
     ):
         np.testing.assert_allclose(draw(emoji, **kind).latents, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "Heun", "DPM2"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.StableDiffusion) -> None:
+    """The output is 0 in every evaluation of the first steps, so that D is p * x there."""
+    seen: list[canvax.Step] = []
+    settings = {"guidance_method": "cfg_zero", "guidance_settings": {"zero_steps": count}}
+    draw(emoji, sampler=sampler, callback=seen.append, **settings)
+    table = build_table(emoji.model.scheduler, 4, sampler=sampler)
+    assert len(seen) == len(table)
+    for row in range(1, len(table)):
+        nothing = np.allclose(seen[row].denoised, table.p[row] * seen[row - 1].latents, rtol=1e-4, atol=1e-4)
+        assert nothing == (table.step[row] < count), row
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,24 @@ def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
     assert draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1), **more).compilations == 0
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("adapter", [0, 1])
+def test_image_prompts_of_a_quantised_model(
+    base: canvax.StableDiffusion, pipe: canvax.StableDiffusion, root: Path, kind: str, adapter: int
+) -> None:
+    """The adapter is quantised as the model is, and says what it says without."""
+    files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
+    narrow = canvax.load(root / "base", quantize=kind, mesh=make_mesh(jax.devices()[:1])).with_ip_adapter(files)
+    prompt = ImagePrompt(photo(1), adapter=adapter)
+
+    def effect(pipe: canvax.StableDiffusion) -> np.ndarray:
+        prompted, plain = (draw(pipe, image_prompt=image, num_inference_steps=1) for image in (prompt, None))
+        return prompted.latents - plain.latents
+
+    want = effect(pipe)
+    assert np.linalg.norm(effect(narrow) - want) < {"int8": 0.1, "float8": 0.3}[kind] * np.linalg.norm(want)
+
+
 def test_masks_are_data(pipe: canvax.StableDiffusion) -> None:
     def masked(one: Image.Image, other: Image.Image) -> canvax.Result:
         prompts = [ImagePrompt(photo(1), mask=one), ImagePrompt(photo(2), 0.5, mask=other)]

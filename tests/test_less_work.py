@@ -19,9 +19,11 @@ import canvax
 from canvax.compile.inspect import collectives
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
+from canvax.denoise import DeepFeatures, StepInputs, Tuning, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
 from canvax.kernels import cpu
+from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.presets import PRESETS
@@ -32,7 +34,7 @@ from canvax.parallel.rules import place_all
 from canvax.params import init_params
 from canvax.pipelines import text_to_image
 from canvax.pipelines.checks import is_tiled
-from canvax.samplers import SamplerTable, build_table
+from canvax.samplers import SLOTS, SamplerTable, build_table
 
 QUIET = canvax.Options(progress=False)
 INTERVAL = dataclasses.replace(QUIET, guidance_interval=(0.2, 0.7), guidance_rescale=0.4)
@@ -282,6 +284,31 @@ def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pyt
     for name in ("convolution", "dot_general"):
         assert plain[name] == more[name] == alone.count(f"stablehlo.{name}")
     assert (plain["case"], more["case"]) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", ["freeu", "pag"])
+def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion, kind: str) -> None:
+    """A row that computes all of the network honours FreeU and PAG as a program without reuse does."""
+    denoiser, params = emoji.programs.networks.denoiser, emoji.params["unet"]  # type: ignore[index]
+    numbers = {"freeu": [[1.5, 1.6, 0.9, 0.2]], "pag": [[3.0, 0.0]]}
+    tuning = Tuning(**{kind: np.float32(numbers[kind])})
+    rng = np.random.default_rng(0)
+    state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
+    text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
+    window = build_table(emoji.model.scheduler, 4, sampler="euler", guidance=5.0).window(0, 1)
+    rows = {name: column[None] for name, column in window.items()}
+    inputs = StepInputs(
+        state, text, negative, rows, np.zeros((1, 2), np.uint32), np.zeros(1, bool), np.int32(1), tuning=tuning
+    )
+    shape = denoiser.deep_shape((2 + (kind == "pag"), *LATENTS), 2)
+    deep = DeepFeatures(np.zeros((shape[0], 2, *shape[1:]), np.float32), np.ones(1, bool), np.float32([[1, 0]]))
+    inputs, deep = jax.tree.map(jnp.asarray, (inputs, deep))
+    with plain_kernels():
+        plain = denoise(params, inputs, denoiser=denoiser)[0]
+        reusing = denoise(params, inputs._replace(deep=deep), denoiser=denoiser, deep_layers=2)[0]
+        usual = denoise(params, inputs._replace(tuning=Tuning()), denoiser=denoiser)[0]
+    np.testing.assert_allclose(reusing, plain, atol=1e-4)
+    assert np.abs(plain - usual).max() > 1e-3
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax import nn
 from canvax.cli import BAD_INPUT, main
 from canvax.images.metadata import read_metadata
+from canvax.kernels.target import compiling_for
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
@@ -88,6 +92,55 @@ def test_what_stays_whole_in_text_encoders() -> None:
         assert {key for key in whole if "norm" not in key} == embeddings | projection
         scales = {key for key, _ in flatten(narrow[name]) if key.endswith(".scale")}
         assert len(scales) == sum(param.dtype == "int8" for _, param in flatten(narrow[name])) > 12 * 6 - 1
+
+
+def layer(kind: str, name: str) -> tuple[Callable[[Params, Any], Any], Params, Params, np.ndarray]:
+    """A layer as a function, its parameters of 8 bits, the same ones widened, and what it is given."""
+    rng = np.random.default_rng(0)
+    shape, given = ((320, 256), (2, 64, 320)) if name in ("linear", "gated") else ((3, 3, 64, 96), (1, 12, 12, 64))
+    narrow, scale = quantize(0.05 * rng.standard_normal(shape).astype(np.float32), KINDS[kind])
+    parts = (320, 2, 128) if name == "gated" else shape
+    wide = (narrow.astype(np.float32) * scale).reshape(parts)
+    p = {
+        "weight": jnp.asarray(narrow.reshape(parts)),
+        "scale": jnp.asarray(scale.reshape(parts[1:] if name == "gated" else -1)),
+    }
+    bias = jnp.zeros(p["scale"].shape)
+    functions = {
+        "linear": nn.linear, "gated": lambda p, x: jnp.stack(nn.gated_linear(p, x)),
+        "conv": nn.conv2d, "doubled": nn.conv2d_of_doubled,
+    }  # fmt: skip
+    whole = {"weight": jnp.asarray(wide), "bias": bias}
+    return functions[name], {**p, "bias": bias}, whole, rng.standard_normal(given).astype(np.float32)
+
+
+def apart(one: Any, other: Any) -> float:
+    one, other = (np.asarray(array, np.float64) for array in (one, other))
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["linear", "gated", "conv", "doubled"])
+def test_nothing_of_the_weights_is_rounded(name: str, kind: str, dtype: Any) -> None:
+    """What 16 bits lose is the rounding of the result: scales multiply it, and the weights of 8 bits are exact."""
+    function, p, whole, x = layer(kind, name)
+    given = jnp.asarray(x, dtype)
+    want = function(whole, given.astype(jnp.float32))
+    rounding = apart(want.astype(dtype), want)
+    got = function({**p, "bias": p["bias"].astype(dtype)}, given)
+    assert got.dtype == dtype
+    assert apart(got, want) < max(1.05 * rounding, 1e-6)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", ["linear", "gated", "conv", "doubled"])
+def test_float16_holds_results_of_large_weights(name: str, platform: str) -> None:
+    """Where convolutions are not computed in float32: sums of weights up to 127 would be infinite there."""
+    function, p, whole, x = layer("int8", name)
+    with compiling_for(platform, kind="TPU v3"):
+        got = function({**p, "bias": p["bias"].astype(jnp.float16)}, jnp.asarray(100 * x, jnp.float16))
+    assert apart(got, function(whole, jnp.asarray(100 * x))) < 1e-3
 
 
 @pytest.mark.parametrize(("kind", "least"), [("int8", 40), pytest.param("float8", 28, marks=pytest.mark.slow)])

@@ -20,7 +20,8 @@ from canvax.denoise import step_noise
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
-from canvax.samplers import SAMPLERS, build_table, run
+from canvax.pipelines.functions import denoise
+from canvax.samplers import SAMPLERS, Scheduler, build_table, from_scheduler_config, run
 
 
 def rows_on_the_host(
@@ -77,6 +78,20 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
 def test_inversion_wants_a_picture(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(InputError, match=r"result\.latents"):
         emoji("a cat", sampler="DDIM inversion", options=canvax.Options(progress=False))
+
+
+def test_the_first_timestep_of_a_flow_model(emoji: canvax.StableDiffusion) -> None:
+    flow = from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"})
+    latents, conditions = jnp.ones((1, *LATENTS)), emoji.encode("a cat")
+
+    def output(scheduler: Scheduler, timestep: float) -> Any:
+        model = dataclasses.replace(emoji.model, scheduler=scheduler)
+        return denoise(model, emoji.params, latents, timestep, conditions)  # pyright: ignore[reportArgumentType]
+
+    assert np.isfinite(output(flow, 1000)).all()
+    for scheduler, timestep in ((flow, 1001), (emoji.model.scheduler, 1000)):
+        with pytest.raises(InputError):
+            output(scheduler, timestep)
 
 
 def test_a_call_like_one_before_does_not_look_at_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from canvax._version import __version__
+from canvax.originals import watch
+
+watch()
 
 if TYPE_CHECKING:
     from canvax.errors import (

@@ -196,7 +196,9 @@ def denoise(
             output = denoiser.apply(params, x, timestep, prepared, **changed)
         else:
             recall = _recall(features, deep.full[i], deep.weights[i])
-            output, features = denoiser.apply_reusing(params, x, timestep, prepared, layers=deep_layers, recall=recall)
+            output, features = denoiser.apply_reusing(
+                params, x, timestep, prepared, layers=deep_layers, recall=recall, **changed
+            )
         return output.astype(jnp.float32).reshape(-1, times, *output.shape[1:]), features
 
     def step(i: Array, carry: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
@@ -243,7 +245,7 @@ def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Met
         return at(guide(negative, conditional, scale, row["rescale"], further))
     numbers = tuning.method[:, 0], tuning.method[:, 1]
     if method == "cfg_zero":
-        return at(zero_star(negative, conditional, scale, row["row"], numbers[0]) + further)
+        return at(zero_star(negative, conditional, scale, row["step"], numbers[0]) + further)
     kinds = {"apg": projected, "threshold": thresholded}
     return kinds[method](at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
 

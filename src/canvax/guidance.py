@@ -57,11 +57,11 @@ def compose(unconditional: Array, conditional: Array, weights: Array) -> Array:
     return unconditional + (weights[:, :, None, None, None] * away).sum(axis=1)
 
 
-def zero_star(unconditional: Array, conditional: Array, scale: Array, row: Array, zero_steps: Array) -> Array:
-    """CFG-Zero* (Fan et al. 2025, section 4): the unconditional output times <c, u> / |u|^2, and nothing at first."""
+def zero_star(unconditional: Array, conditional: Array, scale: Array, step: Array, zero_steps: Array) -> Array:
+    """CFG-Zero* (Fan et al. 2025, section 4): the unconditional output times <c, u> / |u|^2, 0 in the first steps."""
     share = _dot(conditional, unconditional) / jnp.maximum(_dot(unconditional, unconditional), 1e-12)
     guided = share * unconditional + _each(scale) * (conditional - share * unconditional)
-    return jnp.where(_each(row) < _each(zero_steps), 0.0, guided)
+    return jnp.where(_each(step) < _each(zero_steps), 0.0, guided)
 
 
 def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array, norm: Array) -> Array:

@@ -8,6 +8,7 @@ low-rank adapter beside it) is taught here and nowhere else. Each layer is two n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from canvax.kernels.matmul import matmul
 from canvax.kernels.target import target_platform
 from canvax.params import AxisName, Param, Params, Spec
 from canvax.quantize import SCALE
-from canvax.types import Array, DType
+from canvax.types import Array
 
 LOW_RANK = "lora"
 """Name of a low-rank adapter beside ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], of a convolution
@@ -43,15 +44,33 @@ def linear_spec(
     return spec
 
 
-def weight_of(p: Params, dtype: DType) -> Array:
-    """The weight of a layer; one of 8 bits is widened to ``dtype``, by the scales of its output channels."""
-    weight = p["weight"]
-    return (weight.astype(jnp.float32) * p[SCALE]).astype(dtype) if SCALE in p else weight
+def _multiplied(p: Params, x: Array) -> Array:
+    """``x @ weight``, without what is beside the weight."""
+    weight, scale = p["weight"], p.get(SCALE)
+    return matmul(x, weight) if scale is None else matmul(x, weight.astype(x.dtype), scale)
+
+
+def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -> Array:
+    """``convolve(weight, x)``, without what is beside the weight.
+
+    Of a weight of 8 bits the scales multiply the result. A CPU computes convolutions in float32 in any case, and so its
+    result is rounded once. Float16 cannot hold results of weights up to 127: those are multiplied by the power of two
+    next to their scale before, which rounds nothing.
+    """
+    weight, scale = p["weight"], p.get(SCALE)
+    if scale is None:
+        return convolve(weight, x)
+    dtype = jnp.float32 if target_platform() == "cpu" else x.dtype
+    weight = weight.astype(dtype)
+    if dtype == jnp.float16:
+        power = jnp.exp2(jnp.round(jnp.log2(scale)))
+        weight, scale = weight * power.astype(dtype), scale / power
+    return (convolve(weight, x.astype(dtype)).astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def linear(p: Params, x: Array) -> Array:
     """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
-    return _completed(p, matmul(x, weight_of(p, x.dtype)), lambda down: matmul(x, down))
+    return _completed(p, _multiplied(p, x), lambda down: matmul(x, down))
 
 
 def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
@@ -109,7 +128,12 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
     if p["weight"].ndim == 2:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
         return values, gate
-    y = jnp.einsum("...c,cgo->...go", x, weight_of(p, x.dtype)) + p["bias"]
+    product = partial(jnp.einsum, "...c,cgo->...go")
+    if SCALE in p:
+        y = product(x, p["weight"].astype(x.dtype), preferred_element_type=jnp.float32) * p[SCALE]
+        y = y.astype(x.dtype) + p["bias"]
+    else:
+        y = product(x, p["weight"]) + p["bias"]
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], lambda down: matmul(x, down)).reshape(y.shape)
     return y[..., 0, :], y[..., 1, :]
@@ -133,12 +157,12 @@ def conv2d_spec(
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
     how = {"stride": stride, "padding": padding}
-    return _completed(p, convolve(weight_of(p, x.dtype), x, **how), lambda down: convolve(down, x, **how))
+    return _completed(p, _convolved(p, x, partial(convolve, **how)), lambda down: convolve(down, x, **how))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
     """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
-    return _completed(p, convolve_doubled(weight_of(p, x.dtype), x), lambda down: convolve_doubled(down, x))
+    return _completed(p, _convolved(p, x, convolve_doubled), lambda down: convolve_doubled(down, x))
 
 
 def norm_spec(channels: int) -> Spec:

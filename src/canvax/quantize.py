@@ -2,7 +2,8 @@
 
 Each output channel of a matrix or convolution has a scale of its own. Its weights are that times a whole number from
 -127 to 127 (``int8``; Jacob et al. 2018, section 2.1, symmetric), or times a number of 8 bits (``float8``, e4m3;
-Micikevicius et al. 2022, section 3). They are widened where they are used; activations keep their dtype.
+Micikevicius et al. 2022, section 3). The scale multiplies the product, so that no weight is rounded; activations keep
+their dtype.
 
 What is small, or what every number passes through (the first and last convolution, the time and size embeddings),
 stays as it is, and so do biases, normalisations and the autoencoder.
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import InputError, nearest
-from canvax.params import Param, Spec
-from canvax.types import HostArray
+from canvax.params import Param, Params, Spec, flatten
+from canvax.types import DType, HostArray
 
 KINDS: Mapping[str, str] = {"int8": "int8", "float8": "float8_e4m3fn"}
 """What weights can be quantised to, and the dtype of it."""
@@ -35,6 +36,11 @@ _WHOLE = frozenset(
 def scale_of(weight: str) -> str:
     """Dotted name of the scales of a weight, "a.b.weight" -> "a.b.scale"."""
     return weight.removesuffix("weight") + SCALE
+
+
+def compute_dtype(p: Params) -> DType:
+    """The dtype that a network with parameters ``p`` computes in: that of its weights which are not of 8 bits."""
+    return next(leaf.dtype for name, leaf in flatten(p) if name.endswith("weight") and leaf.dtype.itemsize > 1)
 
 
 def check_kind(kind: str | None) -> str | None:

@@ -107,12 +107,20 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def reference_run(
-    name: str, config: dict[str, Any], steps: int, x: np.ndarray, output: Output, noises: np.ndarray, **extra: float
+    name: str,
+    config: dict[str, Any],
+    steps: int,
+    x: np.ndarray,
+    output: Output,
+    noises: np.ndarray,
+    *,
+    mu: float | None = None,
+    **extra: float,
 ) -> dict[str, np.ndarray]:
     """Timesteps, network inputs and samples of a reference run, all in the reference's own frame."""
     # Through from_config, as a checkpoint's file is read: it also keeps fields that the class does not declare.
     scheduler = getattr(diffusers, name).from_config(config)
-    scheduler.set_timesteps(steps)
+    scheduler.set_timesteps(steps, **({} if mu is None else {"mu": mu}))
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
     state = torch.from_numpy(x) * getattr(scheduler, "init_noise_sigma", 1.0)
@@ -130,12 +138,14 @@ def reference_run(
     }
 
 
-def compare(table: SamplerTable, name: str, config: dict[str, Any], steps: int, **extra: float) -> None:
+def compare(
+    table: SamplerTable, name: str, config: dict[str, Any], steps: int, mu: float | None = None, **extra: float
+) -> None:
     """Unit vectors through both; agreement of timesteps, network inputs and samples after every evaluation."""
     rows = len(table)
     units = np.eye(1 + 2 * rows).reshape(1 + 2 * rows, 1, 1, 1, 1 + 2 * rows)
     x, outputs, noises = units[0], units[1 : 1 + rows], units[1 + rows :]
-    expected = reference_run(name, config, steps, x, lambda r, seen: outputs[r], noises, **extra)
+    expected = reference_run(name, config, steps, x, lambda r, seen: outputs[r], noises, mu=mu, **extra)
     assert_agrees(table, expected, x, lambda r, seen: outputs[r], noises, exploding=name in EXPLODING)
 
 

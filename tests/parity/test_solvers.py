@@ -190,6 +190,96 @@ def test_flow(name: str, fields: dict[str, Any]) -> None:
         compare(build_table(from_scheduler_config(config), steps), name, config, steps)
 
 
+MU = 1.15
+DYNAMIC: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+"""The file of a model whose shift follows the size of the image, such as FLUX.1 dev."""
+OWN_FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "use_dynamic_shifting": True}
+TERMINAL = {"shift_terminal": 0.02}
+
+DYNAMIC_FLOWS: list[tuple[str, dict[str, Any]]] = [
+    *[
+        ("FlowMatchEulerDiscreteScheduler", {**DYNAMIC, **fields})
+        for fields in (
+            *({}, TERMINAL, {"time_shift_type": "linear"}, {"use_karras_sigmas": True, **TERMINAL}),
+            *({"use_exponential_sigmas": True}, {"use_beta_sigmas": True}, {"stochastic_sampling": True}),
+        )
+    ],
+    *[
+        (name, {"_class_name": name, **OWN_FLOW, **fields})
+        for name, fields in (
+            ("DPMSolverMultistepScheduler", {}),
+            ("DPMSolverSinglestepScheduler", {}),
+            ("DEISMultistepScheduler", {}),
+            ("UniPCMultistepScheduler", {}),
+            ("UniPCMultistepScheduler", {"time_shift_type": "linear", **TERMINAL}),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "config"), DYNAMIC_FLOWS, ids=str)
+def test_flow_whose_shift_follows_the_size(name: str, config: dict[str, Any]) -> None:
+    for steps in STEPS:
+        if steps == 1 and "shift_terminal" in config:
+            continue  # as in test_flow
+        table = build_table(from_scheduler_config(config), steps, settings={"mu": MU})
+        compare(table, name, config, steps, mu=MU)
+
+
+@pytest.mark.parametrize("fields", [{}, TERMINAL], ids=str)
+@pytest.mark.parametrize("name", sorted({name for name, config in DYNAMIC_FLOWS if "use_flow_sigmas" in config}))
+def test_other_samplers_of_a_flow_model(name: str, fields: dict[str, Any]) -> None:
+    """The file is FlowMatch's; diffusers' class of the sampler reads the same fields by its names for them."""
+    if fields and name != "UniPCMultistepScheduler":
+        pytest.skip("the reference has no shift_terminal")
+    for steps in STEPS[2:]:
+        scheduler = from_scheduler_config({**DYNAMIC, **fields})
+        table = build_table(scheduler, steps, sampler=name, settings={"mu": MU})
+        compare(table, name, {**OWN_FLOW, **fields}, steps, mu=MU)
+
+
+def reference_times(steps: int, times: np.ndarray | None, **fields: Any) -> np.ndarray:
+    """The times of a run of diffusers' FlowMatchEulerDiscreteScheduler, of its own grid or from unshifted times."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config({**DYNAMIC, **fields})
+    scheduler.set_timesteps(**({"num_inference_steps": steps} if times is None else {"sigmas": times.tolist()}), mu=MU)
+    return scheduler.sigmas.numpy()[:-1].astype(np.float64)
+
+
+def times_of(config: dict[str, Any], steps: int, sampler: str, curve: str, **settings: Any) -> np.ndarray:
+    """The time before each step."""
+    table = build_table(from_scheduler_config(config), steps, sampler=sampler, sigmas=curve, settings=settings)
+    return table.std[np.searchsorted(table.step, np.arange(steps))]
+
+
+@pytest.mark.parametrize("fields", [{}, TERMINAL, {"time_shift_type": "linear", **TERMINAL}], ids=str)
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun", "DPM2", "DPM++ SDE", "LMS", "LCM", "DDIM"])
+def test_every_sampler_visits_the_shifted_times(sampler: str, fields: dict[str, Any]) -> None:
+    for steps in (4, 10):
+        times = times_of({**DYNAMIC, **fields}, steps, sampler, "automatic", mu=MU)
+        np.testing.assert_allclose(times, reference_times(steps, None, **fields), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, TERMINAL], ids=str)
+@pytest.mark.parametrize("curve", ["normal", "simple", "sgm_uniform", "ddim_uniform", "beta"])
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun", "DPM++ 2M", "UniPC", "LCM"])
+def test_curves_of_a_flow_model_are_shifted(sampler: str, curve: str, fields: dict[str, Any]) -> None:
+    """Curves choose training times, which the reference shifts if they come from outside."""
+    unshifted = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    for steps in (4, 10):
+        expected = reference_times(steps, times_of(unshifted, steps, "Euler", curve), **fields)
+        times = times_of({**DYNAMIC, **fields}, steps, sampler, curve, mu=MU)
+        np.testing.assert_allclose(times, expected, rtol=2e-4)  # levels between training times are interpolated
+
+
+@pytest.mark.parametrize("curve", ["karras", "exponential"])
+@pytest.mark.parametrize("sampler", ["Euler", "Euler a", "Heun"])
+def test_curves_between_the_shifted_ends(sampler: str, curve: str) -> None:
+    for steps in (4, 10):
+        expected = reference_times(steps, None, **{f"use_{curve}_sigmas": True, **TERMINAL})
+        times = times_of({**DYNAMIC, **TERMINAL}, steps, sampler, curve, mu=MU)
+        np.testing.assert_allclose(times, expected, rtol=1e-6)
+
+
 def test_ipndm() -> None:
     """All but the first output: at its level of pure noise the reference divides by zero, guarded to 0, where the
     picture that the network predicts should be."""

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from canvax.compile import cache, key
 from canvax.compile.monitor import counting
+from canvax.originals import replaced
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def find_entry(
 ) -> CacheEntry | None:
     """Where a program is stored; None if it cannot be.
 
-    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, or JAX may
-    lack what the key is made of.
+    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, functions
+    of them may be replaced, or JAX may lack what the key is made of.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -122,7 +123,7 @@ def find_entry(
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
-    if folder is None or key.edited():
+    if folder is None or key.edited() or replaced():
         return None
     try:
         environment = key.environment(devices)

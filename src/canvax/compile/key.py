@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +20,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from canvax._version import __version__
-from canvax.compile.monitor import process_age
 
 PLUGINS = (
     *("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -88,13 +86,25 @@ def software() -> dict[str, str]:
 
 
 def edited() -> bool:
-    """Whether canvax's sources were changed after this process began, which then may not run what they say."""
-    began = time.time() - process_age()
-    return max(path.stat().st_mtime for path in _files()) > began
+    """Whether canvax's sources were changed after they were imported: the process then may not run what they say.
+
+    No clock is asked: canvax may be younger than the process that imports it, and times of files come from elsewhere.
+    """
+    return _changes() != _IMPORTED
 
 
 def _files() -> list[Path]:
-    return sorted(Path(__file__).parent.parent.rglob("*.py"))
+    folders = os.walk(Path(__file__).parent.parent)
+    return sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+
+
+def _changes() -> list[tuple[str, int, int]]:
+    """When each source was last changed, and its size."""
+    found = ((path, path.stat()) for path in _files())
+    return [(str(path), status.st_mtime_ns, status.st_size) for path, status in found]
+
+
+_IMPORTED = _changes()
 
 
 def _sources() -> str:

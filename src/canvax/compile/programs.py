@@ -41,8 +41,10 @@ from canvax.models.controlled import ControlledDenoiser, encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, Conditions, encode_text
+from canvax.originals import replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
+from canvax.quantize import compute_dtype
 from canvax.samplers.table import SLOTS
 from canvax.types import Array
 
@@ -102,7 +104,7 @@ class Programs:
     def text_dtypes(self, params: Params, batch: int, chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what ``batch`` prompts of so many chunks are encoded to."""
         text = self.networks.text
-        return text.conditions(batch, tuple(_dtype(params, name) for name in text.parts), chunks)
+        return text.conditions(batch, tuple(compute_dtype(params[name]) for name in text.parts), chunks)
 
     def denoise(
         self,
@@ -193,7 +195,7 @@ class Programs:
         # Looking at the thousands of arrays of a model takes 3 to 30 ms, which a call like one before need not do. A
         # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
-        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], structure
+        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], replaced(), structure
         for last in tuple(self._answers):
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
@@ -255,7 +257,7 @@ class Programs:
         deep = None
         if kinds.deep_layers:
             shape = deep_features_shape(self.networks, latents, kinds.deep_layers, guided=guided)
-            dtype = self.networks.denoiser.dtype(params[self.networks.denoiser.component])
+            dtype = compute_dtype(params[self.networks.denoiser.component])
             weights = self._shared((WINDOW, 2), jnp.float32)
             deep = DeepFeatures(self._batched(shape, dtype), noisy, weights)
         flight = self._in_flight(params, latents, kinds, guided)
@@ -274,7 +276,7 @@ class Programs:
             conditions[ADAPTERS] = self._batched((latents[0], kinds.places.count), jnp.float32)
         for name, net in self.networks.controls:
             if name in kinds.controls:
-                dtype = _dtype(params, name)
+                dtype = compute_dtype(params[name])
                 conditions[name] = tuple(self._batched(shape, dtype) for shape in net.features(latents))
         if kinds.image_prompts:
             told = {kind.component: self._image_kv(params, kind, latents) for kind in kinds.image_prompts}
@@ -302,7 +304,7 @@ class Programs:
         from canvax.models.ip_adapter import masked_levels
 
         net = dict(self.networks.ip_adapters)[kind.component]
-        dtype, each = _dtype(params, kind.component), (latents[0], kind.images)
+        dtype, each = compute_dtype(params[kind.component]), (latents[0], kind.images)
         tokens = kind.reads[0] if net.kind == "full" else net.tokens
         shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
         told: dict[str, Any] = {"kv": tuple((self._batched(shape, dtype),) * 2 for shape in shapes)}
@@ -324,7 +326,8 @@ class Programs:
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
-        key = (name, tuple(sorted(function.keywords.items(), key=str)), structure, signature, ambient)
+        static = tuple(sorted(function.keywords.items(), key=str))
+        key = (name, static, structure, signature, ambient, replaced())
         program, mode = self._held(key), MODE.get()
         if mode == "stored":
             entry = self._entry(name, function, arguments)
@@ -374,7 +377,7 @@ class Programs:
         description = {
             "program": name,
             "parameters": sum(math.prod(leaf.shape) for leaf in weights),
-            "dtype": str(weights[0].dtype),
+            "dtype": str(compute_dtype(arguments[0])),
             "batch": data.shape[0],
         }
         if name not in ("text encoder", "image prompt encoder"):
@@ -406,7 +409,3 @@ def deep_features_shape(
 
 def _silent(build: Build) -> None:
     del build
-
-
-def _dtype(params: Params, component: str) -> Any:
-    return jax.tree.leaves(params[component])[0].dtype

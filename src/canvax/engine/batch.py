@@ -25,6 +25,7 @@ from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
 from canvax.parallel.place import own_rows, put, put_all
 from canvax.params import Params
+from canvax.quantize import compute_dtype
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
 
@@ -386,7 +387,7 @@ class Batch:
         if row in plan.starts:
             networks = self._programs.networks
             shape = deep_features_shape(networks, self.latents, plan.layers, guided=guided)
-            dtype = networks.denoiser.dtype(self._params[networks.denoiser.component])
+            dtype = compute_dtype(self._params[networks.denoiser.component])
             self._features = put(np.zeros(shape, dtype), over_batch(self._programs.mesh))
         return plan.window(row, self._features)
 

@@ -23,11 +23,13 @@ from canvax.familiar_flax import FLAX_ATTRIBUTES
 from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index
+from canvax.kernels.target import jitted
 from canvax.models.clip import hidden_states, pooled_text, text_encoder
 from canvax.models.text import SECOND
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
 from canvax.pipelines import functions
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 
@@ -192,14 +194,14 @@ class Vae(Network):
         check_array("latents", latents, (None, self.model.vae.latent_channels, None, None))
         weights, cfg = self._checked(params), self.model.vae
         scaled = (jnp.moveaxis(jnp.asarray(latents), 1, -1) - cfg.shift) / cfg.scale
-        dtype = weights["decoder"]["conv_in"]["weight"].dtype
+        dtype = compute_dtype(weights)
         return FlaxSampleOutput(jnp.moveaxis(_decode(weights, scaled.astype(dtype), cfg=cfg), -1, 1))
 
     def encode(self, sample: Array, *, params: Params) -> FlaxLatentsOutput:
         """The distribution of the latents of images [B, 3, H, W] in -1..1."""
         check_array("sample", sample, (None, 3, None, None))
         weights = self._checked(params)
-        images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(weights["encoder"]["conv_in"]["weight"].dtype)
+        images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(compute_dtype(weights))
         return FlaxLatentsOutput(FlaxLatents(*_encode(weights, images, cfg=self.model.vae)))
 
 
@@ -281,12 +283,12 @@ class Tokenizer(Part):
         return {TOKENIZERS[name]: own for name, own in self.model.tokenizers.items()}[self.name]
 
 
-_decode = jax.jit(vae_decode, static_argnames="cfg")
-_encode = jax.jit(vae_encode, static_argnames="cfg")
-_encode_text = jax.jit(text_encoder, static_argnames="cfg")
+_decode = jitted(vae_decode, static_argnames="cfg")
+_encode = jitted(vae_encode, static_argnames="cfg")
+_encode_text = jitted(text_encoder, static_argnames="cfg")
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jitted, static_argnames="cfg")
 def _all_layers(params: Params, ids: Array, *, cfg: Any) -> Array:
     """The output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
     skips = jnp.arange(cfg.num_hidden_layers, -1, -1)

@@ -12,6 +12,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
+from canvax.originals import replaced
 from canvax.types import Array
 
 ROWS = 512
@@ -33,8 +34,8 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
     Positional arguments are arrays, those by keyword are static.
     """
 
-    def inside(mesh: Mesh | None, static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
-        del mesh  # it decides the kernels, so that a trace for another one must not be used again
+    def inside(key: tuple[Mesh | None, Any], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
+        del key  # the mesh and replaced code decide the kernels: a trace for others must not be used again
         with set_xla_metadata(inlineable="true"):  # for the calls that JAX makes, of loops for one, inside the block
             return function(*arrays, **dict(static))
 
@@ -45,7 +46,7 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
         if target_platform() != "cpu":
             return function(*arrays, **static)
         with set_xla_metadata(inlineable="false"):
-            return call(target_mesh(), tuple(static.items()), *arrays)
+            return call((target_mesh(), replaced()), tuple(static.items()), *arrays)
 
     return block
 

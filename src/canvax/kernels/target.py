@@ -4,7 +4,7 @@ mesh, so that a kernel which XLA cannot split by itself can be told how."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from jax.stages import Compiled
 
 from canvax.checked import checked
 from canvax.errors import warn
+from canvax.originals import replaced
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class _Target:
     mesh: Mesh | None
     kind: str
     capability: str
+    replaced: tuple[Any, ...] = ()
 
 
 _target = jax.make_user_context(None)
@@ -37,7 +39,7 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capab
     ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``, and
     ``capability`` its ``compute_capability`` of a GPU.
     """
-    with _target(_Target(platform, mesh, kind, capability)):
+    with _target(_Target(platform, mesh, kind, capability, replaced())):
         yield
 
 
@@ -48,6 +50,17 @@ def plain_kernels() -> AbstractContextManager[None]:
     Slower, but forward-mode derivatives (``jax.jvp``) pass.
     """
     return compiling_for("none")
+
+
+def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]) -> Callable[..., Any]:
+    """``jax.jit``, whose traces are of canvax's code as it is at each call; static arguments are given by keyword."""
+
+    def inside(code: Any, *arrays: Any, **keywords: Any) -> Any:
+        del code
+        return function(*arrays, **keywords)
+
+    call = jax.jit(inside, static_argnums=0, static_argnames=static_argnames)
+    return lambda *arrays, **keywords: call(replaced(), *arrays, **keywords)
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:

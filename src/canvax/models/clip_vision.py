@@ -9,6 +9,7 @@ from canvax.models.clip import layer, layer_spec
 from canvax.models.configs import ClipVisionConfig
 from canvax.nn import conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
 from canvax.params import Param, Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -44,7 +45,7 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
         Features of all tokens before the last layer [B, 1 + patches, D], and of the whole [B, D], normalised.
     """
     p = p["vision_model"]
-    dtype = p["embeddings"]["class_embedding"].dtype
+    dtype = compute_dtype(p)
     x = (images - jnp.asarray(MEAN, images.dtype)) / jnp.asarray(STD, images.dtype)
     x = conv2d(p["embeddings"]["patch_embedding"], x.astype(dtype), stride=cfg.patch_size, padding=(0, 0))
     x = x.reshape(x.shape[0], -1, cfg.hidden_size)

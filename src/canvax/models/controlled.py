@@ -14,6 +14,7 @@ from canvax.models.denoiser import UNetDenoiser
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 
@@ -109,7 +110,8 @@ class ControlledDenoiser:
                 return net.nothing(x.shape, features[0].dtype)
 
             found.append(jax.lax.cond(needed[i], read, nothing))
-        base, dtype = self.base.component, self.base.dtype(p[self.base.component])
+        base = self.base.component
+        dtype = compute_dtype(p[base])
         residuals = jax.tree.map(lambda one: one.astype(dtype), summed(found))
         return self.base.apply(p[base], x, timestep, prepared[base], residuals=residuals, **changed)
 

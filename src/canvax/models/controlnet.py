@@ -25,6 +25,7 @@ from canvax.models.unet import (
 )
 from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
 from canvax.params import Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 NO_ATTENTION = "UNetMidBlock2D"
@@ -110,7 +111,7 @@ class ControlNet:
 
     def encode(self, p: Params, images: Array) -> tuple[Array, ...]:
         """What the network keeps of control images [B, H, W, 3] in 0..1: ([B, h, w, C0],)."""
-        return (embedded_hint(p["controlnet_cond_embedding"], images.astype(dtype_of(p)), self.hint),)
+        return (embedded_hint(p["controlnet_cond_embedding"], images.astype(compute_dtype(p)), self.hint),)
 
     def features(self, latents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Shapes of what ``encode`` gives for latents of shape [B, h, w, C]."""
@@ -121,7 +122,7 @@ class ControlNet:
         told = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
         if self.unet.addition_embed_type is None:
             told = {}
-        return {**told, "text": cross_attention_kv(p, conditions["text"].astype(dtype_of(p)), self.unet)}
+        return {**told, "text": cross_attention_kv(p, conditions["text"].astype(compute_dtype(p)), self.unet)}
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
@@ -137,7 +138,7 @@ class ControlNet:
             scales: [B, L] float32, how strong each of the ``layers`` is.
         """
         channels = self.unet.in_channels
-        x = x[..., :channels].astype(dtype_of(p))
+        x = x[..., :channels].astype(compute_dtype(p))
         return scaled_outputs(controlnet(p, x, timestep, features[0], self, **prepared), scales, self)
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
@@ -243,8 +244,3 @@ def scaled(output: Array, scale: Array) -> Array:
     """[B, h, w, C] times [B]; zero where the scale is, whatever overflowed."""
     scale = scale[:, None, None, None]
     return jnp.where(scale == 0, 0, output.astype(jnp.float32) * scale).astype(output.dtype)
-
-
-def dtype_of(p: Params) -> DType:
-    """The dtype that is computed in."""
-    return p["conv_in"]["weight"].dtype

@@ -17,11 +17,12 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, UNetConfig
-from canvax.models.controlnet import ControlNet, dtype_of, outputs_of, scaled_outputs
+from canvax.models.controlnet import ControlNet, outputs_of, scaled_outputs
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals, timestep_embedding, unet_context
 from canvax.nn import conv2d, layer_norm, linear, linear_spec, norm_spec, quick_gelu
 from canvax.params import Param, Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
 
 TYPES: Mapping[str, int] = {
@@ -155,7 +156,7 @@ class UnionNet:
         """What is added to the UNet's features; see ``ControlNet.residuals``."""
         net, told = self.net, dict(prepared)
         hint, means, weights = features
-        x = x[..., : net.unet.in_channels].astype(dtype_of(p))
+        x = x[..., : net.unet.in_channels].astype(compute_dtype(p))
         embedding = type_embedding(p, weights, self).astype(x.dtype)
         context = unet_context(p, x, timestep, told.pop("text"), net.unet, **told, added=embedding)
         first = conv2d(p["conv_in"], x)

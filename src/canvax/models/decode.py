@@ -13,6 +13,7 @@ from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.tiny import tiny_decode, tiny_encode, tiny_spec
 from canvax.models.vae import divisor, in_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.params import Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 DECODE_PIXELS = 1024 * 1024
@@ -67,7 +68,7 @@ def encode_images(params: Params, images: Array, *, cfg: AutoencoderConfig, tile
 
 def _widened(params: Params, cfg: AutoencoderConfig) -> tuple[Params, DType]:
     """The parameters in the dtype that is computed in."""
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = compute_dtype(params)
     if dtype == jnp.float16 and not isinstance(cfg, TinyConfig) and cfg.force_upcast:
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), jnp.dtype(jnp.float32)
     return params, dtype

@@ -26,7 +26,8 @@ from canvax.models.unet import (
     unet_spec,
 )
 from canvax.params import Params, Spec
-from canvax.types import Array, DType
+from canvax.quantize import compute_dtype
+from canvax.types import Array
 
 
 class Denoiser(Protocol):
@@ -47,10 +48,6 @@ class Denoiser(Protocol):
     @property
     def deep_layers(self) -> int: ...
 
-    def dtype(self, p: Params) -> DType:
-        """The dtype that is computed in, which is that of the parameters."""
-        ...
-
     def prepare(self, p: Params, conditions: Conditions) -> Any:
         """What ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
         ...
@@ -65,7 +62,16 @@ class Denoiser(Protocol):
         ...
 
     def apply_reusing(
-        self, p: Params, x: Array, timestep: Array, prepared: Any, *, layers: int, recall: Recall
+        self,
+        p: Params,
+        x: Array,
+        timestep: Array,
+        prepared: Any,
+        *,
+        layers: int,
+        recall: Recall,
+        perturbed: int = 0,
+        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         """``apply`` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
         ...
@@ -100,16 +106,13 @@ class UNetDenoiser:
     def deep_layers(self) -> int:
         return skip_connections(self.cfg)
 
-    def dtype(self, p: Params) -> DType:
-        return p["conv_in"]["weight"].dtype
-
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
         beside: dict[str, Any] = {}
         if self.places is not None:
             conditions = dict(conditions)
             p = beside[ADAPTERS] = with_adapters(p, conditions.pop(ADAPTERS), self.spec, self.places)
         # Of the blocks, which are calls on the CPU, the compiler would not move the keys and values out of the loop.
-        kv = cross_attention_kv(p, conditions["text"].astype(self.dtype(p)), self.cfg)
+        kv = cross_attention_kv(p, conditions["text"].astype(compute_dtype(p)), self.cfg)
         prepared: dict[str, Any] = {**conditions, "text": kv, **beside}
         if (prompts := prepared.pop(IMAGE_PROMPTS, None)) is not None:
             from canvax.models.ip_adapter import with_image_prompts  # which most calls never need
@@ -121,7 +124,7 @@ class UNetDenoiser:
         """What the UNet is given: an inpainting one the mask and the masked image behind the latents."""
         rest = {name: value for name, value in prepared.items() if name not in ("masked", ADAPTERS)}
         x = jnp.concatenate([x, prepared["masked"]], axis=-1) if "masked" in prepared else x
-        return prepared.get(ADAPTERS, p), x.astype(self.dtype(p)), rest
+        return prepared.get(ADAPTERS, p), x.astype(compute_dtype(p)), rest
 
     def apply(
         self,
@@ -139,10 +142,20 @@ class UNetDenoiser:
         return unet(p, x, timestep, cfg=self.cfg, special=special, residuals=residuals, **prepared)
 
     def apply_reusing(
-        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, layers: int, recall: Recall
+        self,
+        p: Params,
+        x: Array,
+        timestep: Array,
+        prepared: dict[str, Any],
+        *,
+        layers: int,
+        recall: Recall,
+        perturbed: int = 0,
+        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         p, x, prepared = self._input(p, x, prepared)
         context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
+        context = context._replace(special=Special(perturbed=perturbed, freeu=freeu))
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
     def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.unet import CrossAttentionKV, down_layers, up_layers
 from canvax.nn import gelu, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Param, Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 Kind = Literal["plain", "plus", "full"]
@@ -154,10 +155,9 @@ class IPAdapter:
 
     def keys_and_values(self, p: Params, embeds: Array) -> tuple[tuple[Array, Array], ...]:
         """For each attention keys and values [B, T, N, Dh] of images, of what it reads of them."""
-        dtype = p["ip_adapter"]["1"]["to_k_ip"]["weight"].dtype
         found = []
         with jax.named_scope("image_prompt"):
-            tokens = self.image_tokens(p, embeds.astype(dtype))
+            tokens = self.image_tokens(p, embeds.astype(compute_dtype(p)))
             for i, layer in enumerate(self.attentions):
                 own = p["ip_adapter"][str(2 * i + 1)]
                 shape = (*tokens.shape[:2], layer.heads, -1)

@@ -17,6 +17,7 @@ from canvax.models.text import Conditions
 from canvax.models.unet import Residuals, down_layers
 from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
 from canvax.params import Params, Spec
+from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
 LIGHT, FULL, XL = "light_adapter", "full_adapter", "full_adapter_xl"
@@ -190,7 +191,7 @@ def adapter(p: Params, images: Array, cfg: AdapterConfig) -> list[Array]:
     with jax.named_scope("t2i_adapter"):
         if cfg.in_channels == 1:
             images = images[..., :1]
-        h = unshuffled(images, cfg.downscale_factor).astype(jax.tree.leaves(p)[0].dtype)
+        h = unshuffled(images, cfg.downscale_factor).astype(compute_dtype(p))
         if "conv_in" in p:
             h = conv2d(p["conv_in"], h)
         features = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +16,7 @@ from canvax.checked import is_deleted, shown
 from canvax.errors import InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
+from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import SECOND, Conditions, encode_text
 from canvax.parallel.rules import check_params
@@ -28,11 +28,12 @@ from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_clip_skip
 from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
+from canvax.quantize import compute_dtype
 from canvax.types import Array
 
-_encode_text = jax.jit(encode_text, static_argnames="cfg")
-_encode_images = jax.jit(encode_images, static_argnames="cfg")
-_decode_images = jax.jit(decode_images, static_argnames=("cfg", "tiled"))
+_encode_text = jitted(encode_text, static_argnames="cfg")
+_encode_images = jitted(encode_images, static_argnames="cfg")
+_decode_images = jitted(decode_images, static_argnames=("cfg", "tiled"))
 
 
 def encode(
@@ -70,7 +71,7 @@ def encode(
     else:
         encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
         conditions = encoding(wordings)
-        conditions["text"] = conditions["text"].astype(jax.tree.leaves(weights)[0].dtype)
+        conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.vae.factor
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if (numbers := model.size_conditions(*size, {})) is not None:
@@ -106,7 +107,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
         schedule, given = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(given).all():
             raise InputError(f"timestep={shown(timestep)} is not finite")
-        last = schedule.num_train_timesteps - 1
+        last = schedule.last_timestep
         if schedule.timestep_unit == "index" and not ((given >= 0) & (given <= last)).all():
             raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):

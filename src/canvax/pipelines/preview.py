@@ -16,6 +16,7 @@ from PIL import Image
 from canvax.checked import checked
 from canvax.errors import CheckpointError, InputError
 from canvax.images.convert import to_pil
+from canvax.kernels.target import jitted
 from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_decode, tiny_spec
 from canvax.params import Params
@@ -109,6 +110,6 @@ def load_preview(
     return Preview(cfg, loaded[""])
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jitted, static_argnames="cfg")
 def _pixels(p: Params, latents: Array, *, cfg: TinyConfig) -> Array:
     return jnp.clip(tiny_decode(p, latents, cfg), 0.0, 1.0)

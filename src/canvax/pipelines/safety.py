@@ -20,6 +20,7 @@ from canvax.errors import CheckpointError
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.given import clip_square
+from canvax.kernels.target import jitted
 from canvax.models.clip_vision import vision_encoder, vision_encoder_spec
 from canvax.models.configs import ClipVisionConfig
 from canvax.nn import linear
@@ -160,7 +161,7 @@ def refused(special: Sequence[float], concepts: Sequence[float], stricter: HostA
     return any(round(cosine - limit + adjustment, 3) > 0 for cosine, limit in zip(concepts, limits, strict=True))
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jitted, static_argnames="cfg")
 def _cosines(p: Params, images: Array, *, cfg: ClipVisionConfig) -> tuple[Array, Array]:
     """Of images [B, S, S, 3] with the special concepts [B, 3] and the others [B, 17]."""
     _, pooled = vision_encoder(p["vision_model"], images, cfg)

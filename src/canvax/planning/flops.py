@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
 from canvax.params import Params
+from canvax.quantize import compute_dtype
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
@@ -41,7 +42,7 @@ def evaluation_flops(programs: Programs, params: Params, latents: tuple[int, int
         return denoiser.apply(params, x, timestep, denoiser.prepare(params, conditions))
 
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
-    x = jax.ShapeDtypeStruct(samples, denoiser.dtype(params[denoiser.component]))
+    x = jax.ShapeDtypeStruct(samples, compute_dtype(params[denoiser.component]))
     return count_flops(network, weights, x, jax.ShapeDtypeStruct(samples[:1], jnp.float32), conditions)
 
 

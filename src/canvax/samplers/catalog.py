@@ -195,19 +195,22 @@ def build_table(
     name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
     `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
     skip: steps to leave out at the beginning, as image to image does; x begins from `SamplerTable.noised` latents.
-    settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}.
+    settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}. Of a flow
+    model also `mu`, the shift for the size of the image, and `shift_terminal`, whatever the sampler.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
     starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
     """
     if not isinstance(scheduler, Scheduler):
         raise InputError(f"scheduler={scheduler!r:.80} is not a Scheduler; take pipe.model.scheduler")
-    train = scheduler.schedule.num_train_timesteps
+    settings = dict(settings or {})
+    schedule = _schedule_for(scheduler.schedule, settings)
+    train = schedule.num_train_timesteps
     spec, options, implied = scheduler.spec, scheduler.options, {}
     if sampler is not None:
         spec, implied = find(sampler)
         options = _read(scheduler.config, spec, implied)
         spec = _as_configured(spec, options)
-    options = replace(options, **_changes(spec, eta, spacing, sigmas, settings or {}))
+    options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
         raise InputError(
             f"sigmas={sigmas!r:.80} with sampler={sampler!r}, whose name has a curve of its own; leave one of them out"
@@ -218,8 +221,8 @@ def build_table(
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
         raise InputError(f"timesteps={list(options.timesteps)} with {other}: both place the steps; leave one out")
-    if options.timesteps is not None and options.timesteps[0] >= train:
-        raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{train - 1}")
+    if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
+        raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{last}")
     steps = _steps(steps, options, train)
     if not np.all(np.abs(np.asarray(guidance, np.float64)) <= FLOAT32_MAX) or not 0 <= rescale <= 1:
         raise InputError(
@@ -234,12 +237,12 @@ def build_table(
         raise InputError(f"sampler={spec.name!r} is run whole; a part of it means nothing")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
         try:
-            table = spec.solver(scheduler.schedule, steps, options)
+            table = spec.solver(schedule, steps, options)
         except np.linalg.LinAlgError:
             raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
-        table = _guided(table, guidance, rescale, guidance_interval, scheduler.schedule)
-        lo = max(skip, _steps_before(table, scheduler.schedule, start) if start else 0)
-        hi = _steps_before(table, scheduler.schedule, end) if end < 1 else int(table.step[-1]) + 1
+        table = _guided(table, guidance, rescale, guidance_interval, schedule)
+        lo = max(skip, _steps_before(table, schedule, start) if start else 0)
+        hi = _steps_before(table, schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
             raise InputError(
                 f"skip={skip} leaves none of {hi} steps (where strength begins after denoising_end); skip fewer, or "
@@ -251,7 +254,27 @@ def build_table(
                 "more steps or a longer part"
             )
         part = table.take(int(np.sum(table.step < lo)), int(np.sum(table.step < hi)))
-        return _restarted(spec, scheduler.schedule, steps, options, part, lo, hi) if lo else part
+        return _restarted(spec, schedule, steps, options, part, lo, hi) if lo else part
+
+
+FLOW_SETTINGS = ("mu", "shift_terminal")
+"""Settings of the noise levels that belong to a flow model, and so are for every sampler."""
+
+
+def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
+    """The model's noise schedule for this run: `FLOW_SETTINGS` are taken out of `settings`."""
+    if not schedule.is_flow:
+        return schedule
+    taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
+    for name, value in taken.items():
+        check_option(name, value, 0.0)
+    if "mu" in taken and schedule.size_shift is None:
+        raise InputError(f"mu={taken['mu']:g} with a model whose shift is always {schedule.shift:g}; leave it out")
+    if "mu" not in taken and schedule.size_shift is not None:
+        raise InputError("mu=None: this model's shift follows the size of the image; give mu=..., the shift for it")
+    if "mu" in taken:
+        schedule = schedule.with_mu(float(taken["mu"]))
+    return replace(schedule, shift_terminal=taken.get("shift_terminal", schedule.shift_terminal))
 
 
 def _restarted(

@@ -171,11 +171,12 @@ _FOREIGN_DEFAULTS = {name: default for fields in CLASS_DEFAULTS.values() for nam
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
 }
-# Fields that canvax passes over because they decide nothing here: the noise of a step comes from the image's seed, and
-# how the shift follows the size of the image is for whoever gives `mu`.
+# Fields that are no options of a sampler: the noise of a step comes from the image's seed, the shift of a flow model
+# belongs to its noise schedule, and how it follows the size of the image is for whoever gives `mu`.
 _NOTHING_HERE = (
     *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
+    *("use_dynamic_shifting", "time_shift_type", "shift_terminal"),
 )
 
 _FLOW_TYPE = "flow_prediction"
@@ -192,6 +193,7 @@ _REFUSED = {
 }
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     **CHOICES,
+    "time_shift_type": ("exponential", "linear"),
     "timestep_spacing": SPACINGS,
     "prediction_type": PREDICTION_TYPES,
     "beta_schedule": BETA_SCHEDULES,
@@ -266,13 +268,22 @@ def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> Noi
         case "IPNDMScheduler":
             return NoiseSchedule.angular(train)
         case "FlowMatchEulerDiscreteScheduler" | "FlowMatchHeunDiscreteScheduler":
-            return NoiseSchedule.flow(train, 1.0 if config.get("use_dynamic_shifting") else config.get("shift", 1.0))
+            return _flow_schedule(config, defaults, train, "shift")
     if kind == "flow_prediction":
-        return NoiseSchedule.flow(train, config.get("flow_shift", 1.0))
+        return _flow_schedule(config, defaults, train, "flow_shift")
     betas = values["trained_betas"]
     if betas is None:
         betas = make_betas(values["beta_schedule"], values["beta_start"], values["beta_end"], train)
     return NoiseSchedule.from_betas(betas, kind, zero_terminal_snr=bool(values["rescale_betas_zero_snr"]))
+
+
+def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train: int, shift: str) -> NoiseSchedule:
+    """The noise schedule of a flow model; `shift` is the class's name for a shift that is always the same."""
+    fields = {name: config.get(name, default) for name, default in defaults.items()}
+    terminal = fields.get("shift_terminal")
+    if fields.get("use_dynamic_shifting"):
+        return NoiseSchedule.flow(train, size_shift=fields["time_shift_type"], shift_terminal=terminal)
+    return NoiseSchedule.flow(train, config.get(shift, 1.0), shift_terminal=terminal)
 
 
 def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str, Any]) -> SamplerOptions:

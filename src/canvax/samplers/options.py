@@ -23,7 +23,6 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "timestep_type": ("discrete", "continuous"),
     "final_sigmas_type": ("zero", "sigma_min", "repeated"),
     "sigma_schedule": ("karras", "exponential"),
-    "time_shift_type": ("exponential", "linear"),
     "sigmas": NAMES,
     "variance_type": (None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
 }
@@ -45,6 +44,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "sigma_data": (1e-6, 1e6),
     "shift": (1e-6, 1e6),
     "flow_shift": (1e-6, 1e6),
+    "mu": (-13, 13),  # of which e^mu is a shift
+    "shift_terminal": (0, 0.9999),
     "lambda_min_clipped": (-math.inf, 0),
     "clip_sample_range": (1e-6, FLOAT32_MAX),
     "timestep_scaling": (0, math.inf),
@@ -129,11 +130,7 @@ class SamplerOptions:
     predictor_order: int = 2
     corrector_order: int = 2
 
-    # Flow models: `mu` is the shift of this image size, where the config asks for a dynamic one.
-    use_dynamic_shifting: bool = False
-    time_shift_type: str = "exponential"
-    mu: float | None = None
-    shift_terminal: float | None = None
+    # Flow models
     flow_from_one: bool = False
     stochastic_sampling: bool = False
 
@@ -150,9 +147,9 @@ class SamplerOptions:
                     object.__setattr__(self, name, float(value))  # NumPy takes one of 64 bits and more for an object
 
 
-def check_option(name: str, value: Any) -> None:
-    """Refuse what a field of `SamplerOptions` cannot hold."""
-    if fault := fault_of(name, value, getattr(SamplerOptions, name)):
+def check_option(name: str, value: Any, default: Any = None) -> None:
+    """Refuse what a field of `SamplerOptions` cannot hold, or a setting of another record with such a default."""
+    if fault := fault_of(name, value, getattr(SamplerOptions, name, default)):
         raise InputError(f"{name}={shown(value)} cannot be used ({fault})")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,6 +40,9 @@ class NoiseSchedule:
     timestep_unit: what the network takes as timestep: the "index" of a training timestep, a "quarter_log" of the level
     (EDM), or the "angle" whose tangent is the level, as a fraction of a right angle.
     shift: of flow models, t' = shift * t / (1 + (shift - 1) * t).
+    size_shift: of flow models whose shift follows the size of the image, how it comes from mu: "exponential" (e^mu) or
+    "linear" (mu). `with_mu` sets it for a size.
+    shift_terminal: of flow models, the time before the last step; the times of a run are stretched to end there.
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
@@ -49,6 +52,8 @@ class NoiseSchedule:
     sigma_data: float | None = None
     timestep_unit: str = "index"
     shift: float = 1.0
+    size_shift: Literal["exponential", "linear"] | None = None
+    shift_terminal: float | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -84,13 +89,30 @@ class NoiseSchedule:
 
     @classmethod
     @checked
-    def flow(cls, num_train_timesteps: int = 1000, shift: float = 1.0) -> NoiseSchedule:
+    def flow(
+        cls,
+        num_train_timesteps: int = 1000,
+        shift: float = 1.0,
+        *,
+        size_shift: Literal["exponential", "linear"] | None = None,
+        shift_terminal: float | None = None,
+    ) -> NoiseSchedule:
         """Rectified flow: t = 1/n, 2/n, ... 1, shifted."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < shift <= 1e6:
             raise InputError(f"shift={shift} must be more than 0, and at most 1e6; 1 is none")
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
-        return cls((1 - t) ** 2 / ((1 - t) ** 2 + t**2), "flow_prediction", shift=shift)
+        remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
+        kind = "flow_prediction"
+        return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
+
+    @checked
+    def with_mu(self, mu: float) -> NoiseSchedule:
+        """The schedule of a flow model for the size of image whose shift is `mu`."""
+        shift = float(np.exp(mu)) if self.size_shift == "exponential" else mu
+        return NoiseSchedule.flow(
+            self.num_train_timesteps, shift, size_shift=self.size_shift, shift_terminal=self.shift_terminal
+        )
 
     @classmethod
     @checked
@@ -115,6 +137,11 @@ class NoiseSchedule:
     @property
     def num_train_timesteps(self) -> int:
         return self.alphas_cumprod.size
+
+    @property
+    def last_timestep(self) -> int:
+        """The noisiest timestep that the network takes, where timesteps are numbered: 1000 t of flow models."""
+        return self.num_train_timesteps - (not self.is_flow)
 
     @property
     def is_flow(self) -> bool:

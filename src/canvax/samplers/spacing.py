@@ -162,35 +162,34 @@ def _distilled_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions
 def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str) -> tuple[np.ndarray, np.ndarray]:
     """Timesteps and times of a flow model. Each family of diffusers has its own even times; all are then shifted."""
     train, shift = schedule.num_train_timesteps, schedule.shift
-    if options.use_dynamic_shifting:
-        if options.mu is None:
-            raise InputError(
-                "use_dynamic_shifting=True shifts by the size of the image: give mu=..., its shift (or "
-                "use_dynamic_shifting=False and a shift in the config)"
-            )
-        shift = float(np.exp(options.mu)) if options.time_shift_type == "exponential" else options.mu
     if options.sigmas in ("ays", "ays_sdxl"):
         raise InputError(f"sigmas={options.sigmas!r} was made for Stable Diffusion, not for flow models; use 'beta'")
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
-        sigmas = curve_levels(schedule, steps, options, 1.0, 1.0)
+        sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
     if family != "dpm":
-        # The end is shifted twice, as the reference does.
-        cleanest = 1 / train if options.use_dynamic_shifting else schedule.sigmas[0]
+        # A shift that is always the same shifts the end twice, as the reference does.
+        cleanest = 1 / train if schedule.size_shift else schedule.sigmas[0]
         sigmas = shifted(np.linspace(1.0, cleanest, steps), shift)
     elif options.flow_from_one:
         sigmas = shifted(np.linspace(1.0, 1 / train, steps + 1)[:-1], shift)
     else:
         sigmas = shifted(1 - np.linspace(1.0, 1 / train, steps + 1), shift)[:0:-1]
-    if options.shift_terminal and sigmas[-1] < 1:
-        left = 1 - sigmas
-        sigmas = 1 - left * ((1 - options.shift_terminal) / left[-1])
+    sigmas = _to_terminal(schedule, sigmas)
     if options.sigmas != "automatic":
         sigmas = curve_levels(schedule, steps, options, float(sigmas[0]), float(sigmas[-1]))
     timesteps = schedule.timestep_of(sigmas)
     if family == "dpm":
         timesteps = np.floor(np.minimum(sigmas, MOST_NOISE) * train + 1e-9)
     return timesteps, sigmas
+
+
+def _to_terminal(schedule: NoiseSchedule, times: np.ndarray) -> np.ndarray:
+    """The times of a run, stretched so that the last step begins at the schedule's `shift_terminal`."""
+    if not schedule.shift_terminal or times[-1] == 1:
+        return times
+    left = 1 - times
+    return 1 - left * ((1 - schedule.shift_terminal) / left[-1])
 
 
 def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:

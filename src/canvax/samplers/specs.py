@@ -376,7 +376,7 @@ SAMPLERS = (
         when="For flow models (SD 3, FLUX); 20 to 30 steps; elsewhere it is Euler.",
         source="Lipman et al. 2023, arXiv:2210.02747; Esser et al. 2024, arXiv:2403.03206",
         also=("flow_match_euler",),
-        settings=("mu", "shift_terminal", "stochastic_sampling", "use_dynamic_shifting", "time_shift_type"),
+        settings=("stochastic_sampling",),
     ),
     SamplerSpec(
         *("flow_heun", "Flow Heun", "FlowMatchHeunDiscreteScheduler", None, None, solvers.heun),

@@ -25,9 +25,9 @@ SLOTS = 6
 DENOISED, NOISE = SLOTS, SLOTS + 1
 """Columns of M after the state."""
 
-COLUMNS = ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "alpha", "std", "step")
+COLUMNS = ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "step", "alpha", "std")
 """What a table has for each row."""
-_PROGRAM = COLUMNS[:8]
+_PROGRAM = COLUMNS[:9]
 """Those that the denoising program reads."""
 _INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
 """Shape of a column behind its rows, where it is more than a number."""
