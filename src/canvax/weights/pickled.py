@@ -220,7 +220,7 @@ def _run(path: Path, program: io.BytesIO, used: dict[str, _Storage] | None = Non
         # A large index makes Python allocate a memo of that size; extension codes can bypass find_class.
         if opcode.name.startswith("EXT") or ("PUT" in opcode.name and (argument or 0) > MAX_PROGRAM):
             raise CheckpointError(
-                f"{path}: its pickle uses {opcode.name} {argument}, which no checkpoint needs: it is refused"
+                f"{path}: its pickle uses {opcode.name} {argument}, which no checkpoint needs. The file is refused"
             )
     program.seek(begin)
     return _Unpickler(path, program, {} if used is None else used).load()
