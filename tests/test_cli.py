@@ -25,7 +25,6 @@ from canvax.cli.batching import batches
 from canvax.cli.images import SETTINGS, ImageRequest, gather
 from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
-from canvax.familiar_flags import FLAGS
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import display
 from canvax.pipelines.options import Options
@@ -252,13 +251,6 @@ def test_a_grid_in_a_file_of_its_own(generate: Run) -> None:
     assert (code, out, os.listdir()) == (0, "g.jpg\n", ["g.jpg"])
     assert [one["prompt"] for one in read_metadata(Path("g.jpg"))["grid"]] == ["a cat", "a dog"]
     assert generate("--from-image", "g.jpg", *FAST)[0] == BAD_INPUT
-
-
-@pytest.mark.parametrize("flag", sorted(FLAGS))
-def test_foreign_flags_have_an_answer(run: Run, flag: str) -> None:
-    code, out, err = run("generate", "a cat", f"--{flag}", "x")
-    assert (code, out) == (BAD_INPUT, "")
-    assert err.startswith(f"canvax: error: --{flag}: {FLAGS[flag].answer}")
 
 
 def test_hints(generate: Run) -> None:
