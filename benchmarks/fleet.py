@@ -61,7 +61,7 @@ def sizes(arguments: argparse.Namespace) -> None:
         series[f"{replicas} replica{'s' * (replicas > 1)}"] = points
         print(replicas, [round(value, 1) for _, value in points], flush=True)
     if arguments.plot:
-        from canvax.images.chart import line_chart
+        from benchmarks.lab.chart import line_chart
 
         line_chart(
             series, title="SDXL, 20 steps, on chips of TPU v5e", x_label="load, % of what the fleet can do",

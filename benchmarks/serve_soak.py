@@ -4,9 +4,9 @@
     python -m benchmarks.serve_soak --minutes 3
 
 Two models of which ``--memory`` holds one, four API keys, LoRAs by request, previews, clients that cancel or vanish,
-and one injected fault of the engine per minute, each time in another method. At the end the process gets SIGTERM while jobs
-are queued. Exit code 1 if a job does not end, a status is unexpected, memory grows by more than 5 %
-between the second and the last quarter, or the process outlives its drain time.
+and one injected fault of the engine per minute, each time in another method. At the end the process gets SIGTERM while
+jobs are queued. Exit code 1 if a job does not end, a status is unexpected, memory grows by more than 5 % between the
+second and the last quarter, or the process outlives its drain time.
 """
 
 from __future__ import annotations

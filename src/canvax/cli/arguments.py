@@ -357,19 +357,11 @@ def _cache(parser: argparse.ArgumentParser) -> None:
 def _samplers(commands: Any) -> None:
     parser = commands.add_parser(
         "samplers",
-        usage="canvax samplers [list | curves | plot [CURVE ...]] [flags]",
-        help="list the samplers, or plot their sigma schedules",
-        description="List the samplers, list the sigma curves, or plot curves and spacings as a PNG.",
+        help="list the samplers and sigma curves",
+        description="List the samplers, or the sigma curves.",
     )
-    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default) or curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = parser.add_argument_group("plot")
-    group.add_argument("--steps", type=int, metavar="N", help="sampler steps (20)")
-    group.add_argument("--sampler", metavar="NAME", help="sampler to plot for (euler)")
-    group.add_argument(
-        "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
-    )
-    group.add_argument("-o", "--output", metavar="NAME.png", help="file to write (schedules.png)")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
