@@ -537,8 +537,6 @@ def test_other_calls(kind: str, emoji: canvax.StableDiffusion) -> None:
 
 COMMANDS: list[tuple[str, str]] = [
     ("nope", "nope"), ("txt2img x", "mean: canvax generate[?]"), ("img2img x", "generate --image"), ("generate", "prompt"), ("generate x --nope", "nope"), ("samplers nope", "nope"),
-
-
     ("cache nope", "nope"), ("cache clear --older-than x", "older-than"), ("cache clear --older-than nan", "older-than"), ("cache list --older-than 3", "older-than"),
     ("compile emoji --batch 0", "batch"), ("compile emoji --batch x", "batch"), ("compile emoji --batch 1000000000", "batch"), ("compile emoji --size 7x7", "7"),
     ("compile emoji --size x", "size"), ("compile emoji --size 64", "size"), ("compile nope", "nope"), ("compile emoji --dtype nope", "dtype"),
@@ -551,7 +549,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("train finetune . -m emoji -o m --steps 0", "steps|caption"), ("train finetune . -m emoji -o m --learning-rate nan", "learning-rate|learning_rate|caption"),
     ("train finetune . -m emoji -o m --size 7", "size|caption"), ("train finetune . -m emoji -o m --batch-size 0", "batch|caption"), ("--nope", "required|nope"), ("generate x --distributed --grid", "grid"),
     ("generate x --ip-encoder y", "ip-adapter"), ("convert emoji out.gguf", r"\.safetensors"), ("convert emoji out.ckpt", r"\.safetensors"),
-
     ("batch . -o b", "folder"), ("batch x.png -o b", r"\.png"), ("generate x --lora none/none.safetensors", "no such file"), ("generate x -m none/none.safetensors", "no such file"),
     ("generate x -o x.gif", r"\.gif"), ("generate x -o -", "stdout"), ("generate x --outpaint left=8,left=16", "twice"), ("generate x --width 512x512", "whole number"),
     ("generate x --guidance-method apg --guidance-settings norm=1 --guidance-settings norm=2", "twice"), ("generate x --seed-size 7 7", "--seed-size="),
