@@ -255,11 +255,6 @@ def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
     assert [one["seed"] for one in emoji("a", n=3, **QUICK | {"seed": seeds}).metadata] == [0, 1, 2]  # type: ignore[call-arg]
 
 
-def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
-    with pytest.warns(canvax.HintWarning, match="--ar in the prompt is read as text"):
-        emoji("a cat --ar 16:9", **QUICK)
-
-
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
@@ -269,14 +264,6 @@ def test_flags_inside_the_quotes(emoji: canvax.StableDiffusion) -> None:
         ("a [cat|dog]", r"\[cat\|dog\] is read"),
         ("((red)) cat", r"\(\(red\)\) is read"),
         ("a red++ cat", r"red\+\+ is read as text; prompt_syntax='compel'"),
-        ('("a cat", "a dog").and()', r"\.and\(\) is read as text; mix the arrays"),
-        (
-            "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: Euler",
-            "'Negative prompt: blurry' in the prompt is read",
-        ),
-        ("a cat::2 dog::1", "cat::2 is read as text; prompt_syntax='a1111' weighs"),
-        ("a __animal__ in a hat", "__animal__ is read as text: nothing chooses"),
-        ("a {red|green} cat", r"\{red\|green\} is read as text: nothing chooses"),
     ],
 )
 def test_signs_in_a_plain_prompt(emoji: canvax.StableDiffusion, prompt: str, said: str) -> None:

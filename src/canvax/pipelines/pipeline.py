@@ -25,7 +25,7 @@ from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
 from canvax.pipelines.display import summary
-from canvax.pipelines.hints import give_hints, remember_stopped
+from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
 from canvax.pipelines.loaded import LoadedModel
 from canvax.pipelines.open import open_model
@@ -296,8 +296,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             model = self.model if params is self.params else replace(self.model, merged={})
             params = {**params, ADAPTERS: request.beside.arrays} if request.beside else params
             result = run(model, self.programs, params, request, cure, counts)
-        if request.options.denoising_end < 1:
-            remember_stopped(result.latents)
         return self.safety_checker(result) if self.safety_checker else result
 
     @checked
