@@ -26,9 +26,9 @@ import httpx2 as httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.lab.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
 from benchmarks.lab.traffic import MIXES, Answer, Mix, Request, capacity, closed_loop, open_loop, requests, summary
 from benchmarks.serve_load import Server, _free_port, _ready
-from canvax.scale.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
 
 V5E = Speed({1: 0.0896}, encode=0.004, decode=0.175, outside=0.3)
 """A chip of TPU v5e, SDXL at 1024 x 1024: the compiler's estimate (docs/tpu.md); two at once take twice as long."""
@@ -61,7 +61,7 @@ def sizes(arguments: argparse.Namespace) -> None:
         series[f"{replicas} replica{'s' * (replicas > 1)}"] = points
         print(replicas, [round(value, 1) for _, value in points], flush=True)
     if arguments.plot:
-        from canvax.images.chart import line_chart
+        from benchmarks.lab.chart import line_chart
 
         line_chart(
             series, title="SDXL, 20 steps, on chips of TPU v5e", x_label="load, % of what the fleet can do",

@@ -219,7 +219,7 @@ def table(title: str, points: dict[int, dict[str, float]], unit: int = 1) -> Non
 
 def chart(everything: dict[str, Any], folder: Path) -> None:
     """Cost against work, both over those of the first point."""
-    from canvax.images.chart import line_chart
+    from benchmarks.lab.chart import line_chart
 
     series = {}
     for name, axes in everything.items():

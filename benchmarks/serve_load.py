@@ -241,7 +241,7 @@ def report(results: Mapping[str, Sequence[Row]], limits: Sequence[float]) -> Ite
 
 def plot(results: Mapping[str, Sequence[Row]], file: Path) -> None:
     """The 95th percentile of latency over images a second."""
-    from canvax.images.chart import line_chart
+    from benchmarks.lab.chart import line_chart
 
     series = {name: [(row["images asked for a second"], row["p95"]) for row in rows] for name, rows in results.items()}
     line_chart(

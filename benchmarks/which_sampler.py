@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import canvax
+from benchmarks.lab.chart import line_chart
 from canvax.cli.samplers import STABLE_DIFFUSION, plot_curves
-from canvax.images.chart import line_chart
 from canvax.samplers import SAMPLERS, build_table, find, from_scheduler_config
 
 PROMPTS = ("a red apple", "a cat")

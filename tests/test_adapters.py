@@ -13,12 +13,8 @@ import pytest
 from adapter_files import (
     Draw,
     Made,
-    boft,
     dora,
     full,
-    glora,
-    ia3,
-    ia3_of_peft,
     kohya,
     kohya_ldm,
     layers,
@@ -27,7 +23,6 @@ from adapter_files import (
     lokr,
     lora,
     lora_tucker,
-    oft,
     replaced,
     stored,
     without_alpha,
@@ -99,14 +94,6 @@ def only_convs(shape: tuple[int, ...]) -> bool:
     return len(shape) == KERNEL and shape[-1] == 3
 
 
-def only_linear(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2
-
-
-def even(shape: tuple[int, ...]) -> bool:
-    return shape[0] % 4 == 0
-
-
 FORMATS: dict[str, tuple[Make, Callable[[tuple[int, ...]], bool]]] = {
     "lora": (lora, lambda shape: True),
     "lora without alpha": (without_alpha, lambda shape: True),
@@ -121,14 +108,6 @@ FORMATS: dict[str, tuple[Make, Callable[[tuple[int, ...]], bool]]] = {
     "lokr with a core": (lokr("whole", "tucker"), only_convs),
     "loha with dora": (dora(0, loha), lambda shape: True),
     "lokr with dora": (dora(0, lokr("whole", "product")), lambda shape: True),
-    "oft": (oft, even),
-    "boft": (boft, even),
-    "ia3 of peft by inputs": (ia3_of_peft(True), lambda shape: True),
-    "ia3 of peft by outputs": (ia3_of_peft(False), lambda shape: True),
-    "ia3 of inputs": (ia3(True), lambda shape: True),
-    "ia3 of outputs": (ia3(False), lambda shape: True),
-    "glora": (glora(False), only_linear),
-    "glora of old": (glora(True), only_linear),
     "full": (full, lambda shape: True),
     "replaced": (replaced, lambda shape: True),
 }
@@ -261,16 +240,6 @@ def test_settings_of_peft(where: str, rslora: bool, sd: canvax.StableDiffusion, 
         source = write(tmp_path / "adapter_model.safetensors", arrays).parent
         (source / "adapter_config.json").write_text(json.dumps(config))
     check_merged(sd, deltas, lambda: sd.adapters.load("a", source))
-
-
-def test_settings_of_ia3(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
-    """PEFT's file of settings has neither rank nor alpha then."""
-    (component, module), shape = next(iter(linear_layers(sd)))
-    made = ia3_of_peft(False)(Draw(), shape)
-    arrays = {f"base_model.model.{module}{end}": array for end, array in made.arrays.items()}
-    source = write(tmp_path / "adapter_model.safetensors", arrays).parent
-    (source / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "target_modules": ["to_k"]}))
-    check_merged(sd, {(component, f"{module}.weight"): made.delta}, lambda: sd.adapters.load("a", source))
 
 
 def test_magnitudes_of_peft(sd: canvax.StableDiffusion, tmp_path: Path) -> None:

@@ -553,7 +553,7 @@ def test_bad_files(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
         (["--actors", "2"], "--actors goes with --ray"),
         (["--share", "4/4"], "--share 4/4: not a share; write 0/4"),
         (["--share", "1"], "--share 1: not a share"),
-        (["--ray", "--distributed", "--actors", "2"], "leave --actors, --share"),
+        (["--ray", "--distributed"], "--ray and --distributed"),
     ],
 )
 def test_bad_flags(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ WORK = (
     *("canvax.pipelines.open.load_components", "canvax.pipelines.loaded.abstract_params"),
     *("canvax.families.base.Model.save", "canvax.families.convert.write_safetensors"),
     *("canvax.planning.plan.compile_programs", "canvax.compile.programs.Programs.ready"),
-    *("canvax.server.engine.ImageEngine.start", "canvax.compile.cache.clear", "canvax.images.chart.line_chart"),
+    *("canvax.server.engine.ImageEngine.start", "canvax.compile.cache.clear"),
     "jax.distributed.initialize",
 )
 """Where checks are over."""
@@ -71,7 +71,6 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
         "convert": ["emoji", "model"],
         "info": ["emoji", "--memory"],
         "plan": ["emoji", "--target", "tpu-v5e:1x1"],
-        "samplers": ["plot"],
         "cache": ["clear"],
         "train finetune": [pictures, *run],
         "train lora": [pictures, *run],

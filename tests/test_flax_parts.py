@@ -14,7 +14,7 @@ from small_sdxl import build
 
 import canvax
 from canvax import flax_api
-from canvax.familiar_flax import FLAX, FLAX_ATTRIBUTES, FLAX_CALL, FLAX_LOAD
+from canvax.familiar import FLAX, FLAX_ATTRIBUTES, FLAX_CALL, FLAX_LOAD
 from canvax.flax_api import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
 from canvax.types import Params
 

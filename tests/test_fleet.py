@@ -1,19 +1,12 @@
-"""How many replicas a load needs: the simulation against queueing theory, and the command."""
+"""The fleet simulation of ``benchmarks`` against queueing theory."""
 
 from __future__ import annotations
 
-import json
 import random
-from importlib.util import find_spec
 
 import pytest
 
-import canvax
-from canvax.cli import main
-from canvax.scale.capacity import planned_speed
-from canvax.scale.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
-
-pytest.importorskip("simpy")
+from benchmarks.lab.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
 
 SPEED = Speed({1: 0.02, 2: 0.03, 4: 0.05}, encode=0.01, decode=0.05, between=0.002)
 
@@ -71,51 +64,3 @@ def test_arrivals_are_as_many_as_asked_for(kind: str) -> None:
 def test_the_same_seed_is_the_same_run() -> None:
     one, two, other = (simulate(SPEED, Load(2.0), 2, seconds=60, seed=seed).latencies for seed in (1, 1, 2))
     assert one == two != other
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Speed({2: 0.1}), "lacks a batch of 1"), (lambda: Speed({1: 0.0}), "finite and positive"),
-        (lambda: Load(0.0), "rate=0"), (lambda: Load(float("nan")), "rate"), (lambda: Load(1.0, "weekly"), "weekly"),  # type: ignore[arg-type]
-        (lambda: smallest_fleet(SPEED, Load(1.0), 0.1), "an image by itself takes"),
-        (lambda: Speed({1: "fast"}), "row="), (lambda: Load(1.0, steps={}), "steps="),  # type: ignore[dict-item]
-        (lambda: Load(1.0, steps={20: -1.0}), "steps="), (lambda: Load(1.0, clients=0), "clients=0"),
-        (lambda: smallest_fleet(SPEED, Load(1.0), float("nan")), "p95=nan"),
-        (lambda: simulate(SPEED, Load(1.0), 0), "replicas=0"),
-        (lambda: simulate(SPEED, Load(1.0), 1, seconds=-5.0), "seconds=-5"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_said(make: object, words: str) -> None:
-    with pytest.raises(canvax.InputError, match=words):
-        make()  # type: ignore[operator]
-
-
-def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, words in (("--rate 0", "rate"), ("--rate 1 --p95 0", "p95"), ("--rate 1 --price -1", "price"),
-                         ("--rate 1 --arrivals x", "arrivals"), ("--rate x", "rate")):  # fmt: skip
-        assert main(["plan", "emoji", "--target", "here", *flags.split()]) == 2
-        assert words in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured here: twice the load needs about twice as many."""
-    command = ["plan", "emoji", "--target", "here", "--steps", "10", "--rate", "40", "--p95", "5"]
-    assert main([*command, "--price", "2", "--json", "-q"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["per_hour"] == 2 * told["chips"]
-    assert told["p95"] <= 5
-    assert told["replicas"] >= 40 / told["images_per_second_of_a_full_replica"] * 0.9
-    assert main(command) == 0
-    assert "images a second (steady), 95 of 100 within 5 s" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_chips_that_are_not_here() -> None:
-    if find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed")
-    speed, first = planned_speed("emoji", "tpu-v5e:1x1", steps=10)
-    assert first.target.devices == 1
-    assert speed.encode > 0 < speed.decode
-    assert 1 in speed.row

@@ -17,8 +17,6 @@ ROWS: list[set[str]] = [
     {"types", "errors", "_version", "originals"},
     {"checked"},
     {"files", "familiar"},
-    {"familiar_flags", "familiar_flax"},
-    {"familiar_module"},
     {"kernels"},
     {"params", "noise"},
     {"quantize", "adapters"},

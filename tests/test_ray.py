@@ -111,37 +111,6 @@ def test_models_stay_where_they_are_in_memory() -> None:
     assert again == [first, second]
 
 
-@needs_ray
-@pytest.mark.slow
-def test_slices_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slices of two machines, each with one model, share a file; a process is killed: every row once, no error."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    report = alone(["tests/ray_slices_process.py"])
-    told = report["told"]
-    assert (report["code"], report["killed"], report["errors"], report["known"]) == (0, [True], [], 24)
-    assert [told[name] for name in ("rows", "done", "skipped", "errors", "slices", "hosts")] == [24, 24, 0, 0, 2, 4]
-    assert report["again"] == [24, 0]
-    assert report["off"] <= 1  # several devices round otherwise
-
-
-def test_machines_of_slices() -> None:
-    """By Ray's label; machines that only see to the cluster, and those that are lost, are of none."""
-    from canvax.scale.slices import SLICE, Host, slices_of
-
-    def node(name: str, label: str = "", *, alive: bool = True, **resources: float) -> dict[str, Any]:
-        return {"NodeID": name, "Alive": alive, "Labels": {SLICE: label} if label else {}, "Resources": resources}
-
-    def tpus(name: str) -> Host:
-        return Host(name, {"num_cpus": 0, "resources": {"TPU": 4}})
-
-    head, lost = node("head", CPU=8), node("lost", "a", alive=False, TPU=4)
-    slices = [node(name, name[0], CPU=8, TPU=4) for name in ("b0", "a0", "a1", "b1")]
-    found = slices_of([head, lost, *slices])
-    assert found == {"a": [tpus("a0"), tpus("a1")], "b": [tpus("b0"), tpus("b1")]}
-    assert slices_of([head, node("g", GPU=2)]) == {"": [Host("g", {"num_cpus": 0, "num_gpus": 2})]}
-    assert slices_of([head, node("other", CPU=8)]) == {"": [Host(name, {"num_cpus": 0}) for name in ("head", "other")]}
-
-
 @pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
 def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""

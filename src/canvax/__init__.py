@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module 'canvax' has no attribute {name!r}")
         from canvax.errors import did_you_mean
-        from canvax.familiar_module import missing_class, no_such_name
+        from canvax.familiar import missing_class, no_such_name
 
         if (told := missing_class(name)) is None:
             near = did_you_mean(name, __all__) or f"it has {', '.join(__all__)}"

@@ -8,9 +8,6 @@ nothing, and 1 is the rule of the paper.
     LoHa       D = a/r (w1a w1b) * (w2a w2b)   Hyeon-Woo et al. 2022 (FedPara)
     LoKr       D = a/r w1 (x) w2               Edalati et al. 2022 (KronA)
     DoRA       W + D = m (W + D') / |W + D'|   Liu et al. 2024, over any of these three
-    IA3        W + D = W (1 + l)               Liu et al. 2022
-    OFT, BOFT  W + D = R W, R orthogonal       Qiu et al. 2023; Liu et al. 2023
-    GLoRA      D = a/r (W a1 a2 + b1 b2)       Chavan et al. 2023, as LyCORIS reduces it
     full       D itself, or W + D              for biases and normalisations as well
 """
 
@@ -38,13 +35,11 @@ class Part:
         kind: a key of ``KINDS``.
         arrays: its numbers by their roles in ``KINDS``, float32.
         scale: what D is multiplied with, alpha / rank.
-        constraint: the longest that OFT's generator may be; 0 for any.
     """
 
     kind: str
     arrays: Arrays
     scale: float = 1.0
-    constraint: float = 0.0
 
 
 class Kind(NamedTuple):
@@ -179,8 +174,6 @@ def rank(kind: str, shapes: Shapes, weight: Shape) -> int:
         return shapes["down"][0]
     if kind == "loha":
         return shapes["hada_w1_b"][0]
-    if kind == "glora":
-        return shapes["a1.weight"][1 if _is_new(shapes, weight) else 0]
     if kind == "lokr":
         return next((shapes[role][0] for role in ("w2_b", "w1_b") if role in shapes), 0)
     return 0
@@ -284,87 +277,6 @@ def _lokr(weight: HostArray, part: Part) -> HostArray:
     return np.einsum("ab,cdk->acbdk", first, second, optimize=True)
 
 
-def _glora_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
-    out, into, *kernel = weight
-    if _is_new(s, weight):
-        r, q = s["a2.weight"][0], s["b2.weight"][0]
-        found = {"a1.weight": (into, r), "a2.weight": (r, into), "b1.weight": (out, q)}
-        return found | {"b2.weight": (q, into, *kernel)}
-    r, q = s["a1.weight"][0], s["b1.weight"][0]
-    return {"a1.weight": (r, into), "a2.weight": (into, r), "b1.weight": (q, into), "b2.weight": (out, q)}
-
-
-def _is_new(s: Shapes, weight: Shape) -> bool:
-    """Whether a1 is (in, rank): at first LyCORIS stored the matrices of both pairs the other way round."""
-    return s["a1.weight"][0] == weight[1]
-
-
-def _glora(weight: HostArray, part: Part) -> HostArray:
-    a1, a2, b1, b2 = (part.arrays[f"{name}.weight"] for name in ("a1", "a2", "b1", "b2"))
-    if not _is_new({role: array.shape for role, array in part.arrays.items()}, weight.shape):
-        a1, a2, b1, b2 = a2, a1, b2, b1
-    by_input = weight.reshape(*weight.shape[:2], -1)
-    inputs = _matrix(a1) @ _matrix(a2)  # [in, in]
-    changed = np.einsum("oik,ij->ojk", by_input, inputs, optimize=True).reshape(weight.shape)
-    return (changed + (_matrix(b1) @ _matrix(b2)).reshape(weight.shape)) * np.float32(part.scale)
-
-
-def _oft_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
-    *_, blocks, size, _ = s["blocks"]
-    if blocks * size != weight[0]:
-        blocks = weight[0] // max(size, 1)
-    found: dict[str, Shape] = {"blocks": (*s["blocks"][:-3], blocks, size, size)}
-    if len(s["blocks"]) == 4 and (size % 2 or weight[0] % (2 ** (s["blocks"][0] - 1) * size)):
-        raise ValueError("blocks of a butterfly do not fit")
-    return found | ({"rescale": (weight[0],)} if "rescale" in s else {})
-
-
-def _oft(weight: HostArray, part: Part) -> HostArray:
-    """Rotations by Cayley's rule of blocks of outputs; of BOFT in stages, each mixes outputs that lie further apart."""
-    blocks = part.arrays["blocks"].astype(np.float64)
-    skew = blocks - blocks.swapaxes(-1, -2)
-    length = np.linalg.norm(skew)
-    if part.constraint and length > part.constraint:
-        skew *= part.constraint / length
-    one = np.eye(skew.shape[-1])
-    # (I + Q)(I - Q)^-1: both factors commute.
-    turns = np.linalg.solve(one - skew, np.broadcast_to(one, skew.shape) + skew)
-    rows = _matrix(weight).astype(np.float64)
-    if turns.ndim == 3:
-        turned = np.matmul(turns.swapaxes(-1, -2), rows.reshape(*turns.shape[:2], -1))
-    else:
-        turned, size = rows, turns.shape[-1]
-        for i, stage in enumerate(turns):
-            apart = 2**i * (size // 2)
-            mixed = turned.reshape(-1, 2, apart, rows.shape[1]).swapaxes(1, 2).reshape(-1, size, rows.shape[1])
-            mixed = np.matmul(stage, mixed).reshape(-1, apart, 2, rows.shape[1])
-            turned = mixed.swapaxes(1, 2).reshape(rows.shape)
-    turned = turned.reshape(rows.shape)
-    if "rescale" in part.arrays:
-        turned = turned * part.arrays["rescale"].reshape(-1, 1)
-    return (turned - rows).astype(np.float32)
-
-
-def _ia3_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
-    length = weight[1] if math.prod(s["weight"]) == weight[1] else weight[0]
-    return {"weight": (length,) if len(s["weight"]) == 1 else (1, length)}
-
-
-def _ia3(weight: HostArray, part: Part) -> HostArray:
-    axis = 1 if part.arrays["on_input"].reshape(()) else 0
-    return weight * part.arrays["weight"].reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
-
-
-def _ia3_peft_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
-    return {"ia3_l": (1, weight[1]) if s["ia3_l"][0] == 1 else (weight[0], 1)}
-
-
-def _ia3_peft(weight: HostArray, part: Part) -> HostArray:
-    factors = part.arrays["ia3_l"]
-    axis = 1 if factors.shape[0] == 1 else 0
-    return weight * (factors.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) - np.float32(1))
-
-
 def _one_shape(role: str) -> Callable[[Shapes, Shape], dict[str, Shape]]:
     return lambda s, weight: {role: weight}
 
@@ -387,10 +299,6 @@ KINDS: Mapping[str, Kind] = {
     "lora": _kind("LoRA", "up down", f"mid {_DORA}", _lora_shapes, _lora),
     "loha": _kind("LoHa", "hada_w1_a hada_w1_b hada_w2_a hada_w2_b", f"hada_t1 hada_t2 {_DORA}", _loha_shapes, _loha),
     "lokr": _kind("LoKr", "", f"w1 w1_a w1_b w2 w2_a w2_b t2 {_DORA}", _lokr_shapes, _lokr),
-    "oft": _kind("OFT", "blocks", "rescale alpha", _oft_shapes, _oft),
-    "ia3": _kind("IA3", "weight on_input", "", _ia3_shapes, _ia3),
-    "ia3_peft": _kind("IA3", "ia3_l", "", _ia3_peft_shapes, _ia3_peft),
-    "glora": _kind("GLoRA", "a1.weight a2.weight b1.weight b2.weight", "alpha scalar", _glora_shapes, _glora),
     "full": _kind("full", "diff", "alpha", _one_shape("diff"), _full),
     "set": _kind("full", "set", "", _one_shape("set"), _set),
 }

@@ -1,15 +1,17 @@
-"""Names that people know from diffusers, A1111 and their relatives, and what canvax does with each.
+"""Names from diffusers and A1111, and what canvax does with each.
 
-One table serves calls, ``canvax.load``, attributes, the command line (``canvax.familiar_flags``) and
-``docs/coming-from-diffusers.md``, which shows it. A name that works under another one says so in ``becomes``; the
-others get one sentence, their ``answer``.
+The tables serve calls, ``canvax.load``, attributes, :mod:`canvax.flax_api` and the migration pages, which show them. An
+alias has ``becomes``; a name without a counterpart gets one sentence, its ``answer``. The tables hold the names of
+scripts that people really migrate; for all others "did you mean" or the list of names is enough.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +20,6 @@ from canvax.errors import InputError, did_you_mean
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
-NOT_HERE = "canvax does not have {} yet"
 NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks says why"
 
 
@@ -40,140 +41,58 @@ def renamed_to(names: str, becomes: str) -> dict[str, Familiar]:
 
 
 CALL: dict[str, Familiar] = {
-    **renamed_to("steps sampling_steps num_steps n_steps sample_steps ddim_steps diffusion_steps inference_steps "
-            "num_iterations", "num_inference_steps"),
-    **renamed_to("cfg cfg_scale guidance scale txt_cfg cfg_weight unconditional_guidance_scale", "guidance_scale"),
-    **renamed_to("n num_images n_images n_samples num_samples num_outputs n_iter batch_size "
-            "batch_count", "num_images_per_prompt"),
-    **renamed_to("positive positive_prompt prompts text_prompt", "prompt"),
-    **renamed_to("negative uc neg_prompt negative_prompts negative_text", "negative_prompt"),
-    **renamed_to("scheduler sampler_name scheduler_name sampler_index sampler_type sampling_method sample_method "
-            "scheduler_type", "sampler"),
-    **renamed_to("random_seed manual_seed noise_seed seed_value random_state", "seed"),
-    **renamed_to("H image_height img_height", "height"),
-    **renamed_to("W image_width img_width", "width"),
-    **renamed_to("init_image input_image img init_img init_images images", "image"),
-    **renamed_to("mask_image mask_img inpaint_mask", "mask"),
-    **renamed_to("denoising_strength denoise prompt_strength noise_strength", "strength"),
-    **same("image_strength init_image_strength", "write strength=0.6, how much is changed; some programs count the "
-            "other way round, how much is kept"),
-    **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
-    **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
-    **same("iterations", "write num_inference_steps=20, or num_images_per_prompt=4 for more images"),
-    **same("output output_path output_dir output_file outpath filename save_path outdir save save_to save_dir "
-            "file_path "
-            "filename_prefix save_images output_format output_quality output_compression",
-            "a call writes no file: write pipe(prompt).save('cat.png')"),
-    **same("model model_path model_name ckpt ckpt_name checkpoint sd_model_checkpoint unet_name", "the model is "
-            "chosen by loading it: pipe = canvax.load('owner/name')"),
-    **same("styles style style_preset", "canvax has no styles; write their words into the prompt"),
-    **same("lora loras strength_model strength_clip lora_name lora_path lora_paths lora_scales lora_weight "
-            "lora_weights "
-            "lora_strength",
-            "write pipe.adapters.load('name', file, weight=0.8) before the call"),
+    **renamed_to("steps num_steps sampling_steps", "num_inference_steps"),
+    **renamed_to("cfg cfg_scale guidance", "guidance_scale"),
+    **renamed_to("n num_images n_iter batch_size", "num_images_per_prompt"),
+    **renamed_to("prompts", "prompt"),
+    **renamed_to("negative neg_prompt", "negative_prompt"),
+    **renamed_to("scheduler sampler_name", "sampler"),
+    **renamed_to("H", "height"),
+    **renamed_to("W", "width"),
+    **renamed_to("init_image input_image images", "image"),
+    **renamed_to("mask_image", "mask"),
+    **renamed_to("denoising_strength denoise", "strength"),
     **renamed_to("control_image controlnet_image adapter_image", "control"),
-    **renamed_to("controlnet_conditioning_scale adapter_conditioning_scale control_weight control_strength "
-            "controlnet_scale controlnet_strength controlnet_weight", "control_scale"),
-    **renamed_to("control_guidance_start guidance_start start_percent", "control_start"),
-    **renamed_to("control_guidance_end guidance_end adapter_conditioning_factor end_percent", "control_end"),
-    **same("ip_adapter_scale ip_adapter_masks ip_adapter_strength ip_adapter_weight reference_image "
-            "style_image", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
-    **same("cross_attention_kwargs lora_scale", "a LoRA's weight is the pipeline's, "
-            "pipe.adapters.set({'name': 0.8}), or an image's, adapters={'name': 0.8}"),
-    **same("callback_steps", "options.callback is called after each evaluation of the network"),
-    **same("sag_scale", "canvax has no self-attention guidance; pag_scale=3 is near to it"),
+    **renamed_to("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
+    **renamed_to("control_guidance_start guidance_start", "control_start"),
+    **renamed_to("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
     **renamed_to("hr_scale hires_scale", "hires"),
     **renamed_to("hr_second_pass_steps", "hires_steps"),
     **renamed_to("hr_sampler_name", "hires_sampler"),
     **renamed_to("hr_prompt", "hires_prompt"),
-    **renamed_to("hires_denoise hrf_strength", "hires_strength"),
-    **same("hr_upscaler", "write hires_method='pixel' or 'latent'"),
-    **same("hr_resize_x hr_resize_y firstphase_width firstphase_height", "write width= and height= of the first pass, "
-            "and hires=2 for how many times larger the second is"),
-    **same("hr_negative_prompt hr_scheduler hr_checkpoint_name", "the second pass has that of the first"),
-    **renamed_to("cfg_rescale rescale_cfg", "guidance_rescale"),
-    **same("upscale upscale_factor", "write hires=2, with hires_strength=0.4; or pipe.upscale(image)"),
-    **same("enable_hr hires_fix hrf_enabled", "write hires=2, with hires_strength=0.4"),
+    **renamed_to("cfg_rescale", "guidance_rescale"),
     **renamed_to("subseed", "variation_seed"),
-    **renamed_to("subseed_strength variation_amount", "variation_strength"),
-    **same("width_height size image_size resolution aspect_ratio aspect ar dims", "write height=512, width=512"),
-    **same("rng rng_key prng_seed key", "write seed=1, a whole number; or latents=jax.random.normal(key, (B, h, w, "
-            "C))"),
+    **renamed_to("subseed_strength", "variation_strength"),
     **renamed_to("ddim_eta", "eta"),
-    **renamed_to("x_T diffusion_noise latent_image", "latents"),
-    **renamed_to("cfg_interval", "guidance_interval"),
-    **renamed_to("pag pag_weight", "pag_scale"),
-    **same("CLIP_stop_at_last_layers clip_stop_at_last_layers stop_at_clip_layer", "write clip_skip=1: so "
-            "many "
-            "last layers are left out, one less than A1111 counts"),
-    **same("inpainting_fill masked_content", "write mask_fill='original', 'fill', 'noise' or 'nothing'"),
-    **same("inpaint_full_res inpaint_full_res_padding", "write padding_mask_crop=32, pixels around the mask"),
-    **same("inpainting_mask_invert mask_invert invert_mask", "white in the mask is generated; give mask=255 - mask"),
-    **same("mask_blur_x mask_blur_y", "write mask_blur=4"),
-    **same("restore_faces face_restoration", "canvax restores no faces"),
-    **same("override_settings script_name script_args alwayson_scripts", "what they say is arguments of the call, such "
-            "as clip_skip=1"),
-    **same("refiner refiner_checkpoint refiner_model refiner_steps refiner_switch_at refine high_noise_frac "
-            "start_at_step "
-            "end_at_step add_noise return_with_leftover_noise", "write denoising_end=0.8, and give result.latents "
-            "to the "
-            "second call or pipeline with denoising_start=0.8"),
-    **same("vae_name sd_vae", "it belongs to the model: canvax.load(model, vae=...)"),
-    **same("control_net control_net_name", "it belongs to the model: canvax.load(model, controlnet=...)"),
-    **same("seamless seamless_x seamless_y", "canvax makes no seamless textures"),
-    **same("quality response_format user moderation background", "it belongs to the server's API, docs/serving.md: "
-            "leave it out"),
-    **same("stylize chaos weird niji sref cref", "it is Midjourney's; guidance_scale= and variation_strength= are "
-            "near"),
-    **same("image_url mask_url", "no address is fetched: open the image, and write image=photo"),
-    **same("apply_watermark", NO_WATERMARK),
-    **same("disable_safety_checker enable_safety_checker nsfw_filter nsfw",
-            "canvax.load(model, safety_checker=True) decides; without it there is none"),
-    **same("original_width original_height target_width target_height crop_x crop_y crop_w crop_h",
-            "write original_size=(h, w), target_size=(h, w) or crops_coords_top_left=(0, 0)"),
-    **same("verbose show_progress progress_bar disable_progress_bar quiet", "write progress=False"),
-    **same("callback_fn on_step step_callback", "write callback=function, which is called with a canvax.Step"),
-    **same("return_type as_numpy as_pil return_latents", "write output_type='np', or read result.pixels and "
-            "result.latents"),
-    **same("fp16 half bf16 mixed_precision", "it belongs to the model: canvax.load(model, dtype='bfloat16')"),
-    **same("jit pmap parallel replicate shard", "a call compiles and uses all devices by itself: leave it out"),
-    **same("prompt_ids neg_prompt_ids attention_mask conditioning unconditional_conditioning encoded_text",
-            "give the text; or what pipe.encode gives, as prompt= and negative_prompt="),
-    **same("tiled tile_size tile_overlap vae_tiling", "write tiling='on'; large images are decoded in tiles by "
-            "themselves"),
-    **same("deepcache token_merging token_merging_ratio tome hypertile", "write reuse=2, which saves more"),
-    **same("align_your_steps ays schedule schedule_type noise_schedule karras", "write sigmas='ays', 'karras', ..."),
-    **same("s_churn s_tmin s_tmax s_noise rho sigma_min sigma_max solver_order algorithm_type",
-            "write sampler_settings={'s_noise': 1.003}; canvax samplers lists what each has"),
-    **same("skip_steps t_enc t_start", "write strength=0.6, how much of the run is done"),
-    **same("dynamic_thresholding", "write guidance_method='threshold'"),
-    **same("weight weights prompt_weight prompt_weights", "weights stand in the prompt: prompt_syntax='a1111', and "
-            "(word:1.2)"),
-    **same("image_guidance_scale image_cfg_scale", NOT_HERE.format("InstructPix2Pix")),
-    **same("prompt_3 negative_prompt_3 skip_guidance_layers", NOT_HERE.format("Stable Diffusion 3")),
-    **same("true_cfg_scale joint_attention_kwargs", NOT_HERE.format("FLUX")),
-    **same("max_sequence_length", "CLIP's text encoders read 77 tokens"),
+    **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
+    **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
+    **same("cross_attention_kwargs lora loras lora_scale",
+           "load a LoRA before the call: pipe.adapters.load('name', file, weight=0.8)"),
+    **same("ip_adapter_scale ip_adapter_masks", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6, mask=mask)"),
+    **same("enable_hr", "write hires=2, hires_strength=0.4"),
+    **same("inpainting_fill", "write mask_fill='original', 'fill', 'noise' or 'nothing'"),
+    **same("inpaint_full_res inpaint_full_res_padding", "write padding_mask_crop=32, in pixels around the mask"),
+    **same("CLIP_stop_at_last_layers", "write clip_skip=1: the number of last layers to skip, one less than in A1111"),
+    **same("refiner high_noise_frac", "write denoising_end=0.8, then denoising_start=0.8 with latents=result.latents"),
+    **same("output output_path outdir", "a call writes no file: write pipe(prompt).save('cat.png')"),
+    **same("size", "write height=512, width=512"),
+    **same("prng_seed rng key", "write seed=1, an integer"),
 }  # fmt: skip
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
 LOAD: dict[str, Familiar] = {
-    **renamed_to("torch_dtype weights_dtype", "dtype"),
+    **renamed_to("torch_dtype", "dtype"),
     **renamed_to("use_auth_token", "token"),
     **renamed_to("pretrained_model_name_or_path model_id", "model"),
+    **renamed_to("t2i_adapter", "controlnet"),
     **same("device device_map", "canvax uses all devices that JAX sees; JAX_PLATFORMS=cpu or "
             "mesh=canvax.make_mesh(jax.devices()[:1]) chooses"),
-    **same("unet text_encoder text_encoder_2 tokenizer tokenizer_2 transformer",
+    **same("unet text_encoder text_encoder_2 tokenizer tokenizer_2",
             "load the whole model and pass edited weights with params=; see docs/pipeline.md"),
-    **same("subfolder", "pass the folder of the whole model, with model_index.json in it"),
+    **same("subfolder", "pass the folder that holds model_index.json"),
     **same("custom_pipeline trust_remote_code", "canvax runs no code from a repository"),
-    **same("from_tf from_flax from_pt", "safetensors and Flax's msgpack are both read; leave it out"),
-    **same("load_in_8bit load_in_4bit quantization_config", "write quantize='int8' or quantize='float8'"),
-    **same("force_download resume_download proxies mirror local_dir",
-            "files come through huggingface_hub and its cache; its environment variables and cache_dir= apply"),
-    **same("attn_implementation use_memory_efficient_attention", "the kernel follows from size and platform"),
-    **same("lora adapter adapters", "write pipe.adapters.load('name', file, weight=0.8) after loading"),
-    **renamed_to("controlnets control_net t2i_adapter", "controlnet"),
-    **same("ip_adapter", "write canvax.load(model).with_ip_adapter(file)"),
+    **same("from_flax from_pt", "safetensors and Flax's msgpack are both read; leave it out"),
+    **same("quantization_config load_in_8bit", "write quantize='int8' or quantize='float8'"),
     **same("add_watermarker", NO_WATERMARK),
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
@@ -190,88 +109,99 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 """Arguments of ``canvax.load`` that ask for what canvax does anyway, and with which values."""
 
 ATTRIBUTES: dict[str, Familiar] = {
-    **same("to cuda cpu half float double bfloat16 fp16 bf16 xpu to_empty", "weights are placed and cast while "
-            "loading: drop this line, or write dtype= and "
-            "mesh= in canvax.load"),
-    **same("enable_attention_slicing disable_attention_slicing enable_xformers_memory_efficient_attention "
-            "disable_xformers_memory_efficient_attention set_use_memory_efficient_attention_xformers",
-            "attention never holds all its scores: drop this line"),
-    **same("enable_vae_tiling disable_vae_tiling", "pass tiling='on' to a call; large images are tiled by themselves"),
-    **same("enable_vae_slicing disable_vae_slicing", "batches are decoded in parts by themselves: drop this line"),
-    **same("eval requires_grad_ zero_grad no_grad share_memory fuse_qkv_projections unfuse_qkv_projections",
-            "there is nothing to switch: drop this line"),
-    **same("train training", "canvax train lora, dreambooth, finetune ... train: docs/training.md"),
-    **same("parameters named_parameters buffers modules children state_dict",
-            "weights are pipe.params, arrays by component and name"),
-    **same("load_state_dict load_config", "give weights to a call, pipe(prompt, params=weights)"),
-    **same("get_timesteps prepare_latents prepare_extra_step_kwargs prepare_mask_latents decode_latents upcast_vae "
-            "forward",
-            "docs/under-the-pipeline.md has the steps of a run as functions"),
-    **same("enable_model_cpu_offload enable_sequential_cpu_offload enable_group_offload "
-            "maybe_free_model_hooks", "canvax keeps a model on its devices; "
+    **same("to cuda half", "weights are placed and cast while loading: drop this line, or write dtype= and mesh= in "
+            "canvax.load"),
+    **same("enable_attention_slicing enable_xformers_memory_efficient_attention enable_vae_slicing",
+            "attention and the decoder already work in parts: drop this line"),
+    **same("enable_vae_tiling", "pass tiling='on' to a call; large images are tiled without it"),
+    **same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
-    **same("enable_freeu disable_freeu", "pass freeu=(b1, b2, s1, s2) to a call"),
-    **same("load_lora_weights load_lora_into_unet load_lora_adapter load_attn_procs load_lora add_lora",
-            "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
-    **same("set_adapters set_lora_device set_lora", "write pipe.adapters.set({'name': 0.8}), which leaves the "
-            "others out"),
-    **same("enable_lora_hotswap",
-            "write pipe.adapters.beside(rank=16) and pipe.adapters.load('name', file, beside=True)"),
-    **same("fuse_lora unfuse_lora", "adapters are merged into the weights, and come out to the "
-            "last bit: drop this line; pipe.save writes a model with them in it"),
-    **same("unload_lora_weights delete_adapters disable_lora enable_lora", "write pipe.adapters.remove('name'), or "
-            "pipe.adapters.remove() for all; pipe.adapters.set({}) lets them rest"),
-    **same("get_active_adapters get_list_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
-    **same("load_textual_inversion load_embedding add_embedding", "write "
-            "pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
-    **same("unload_textual_inversion", "write pipe.adapters.remove('word')"),
-    **same("load_ip_adapter ip_adapter", "write pipe = pipe.with_ip_adapter(file), or "
-            "('owner/name/folder/file.safetensors')"),
-    **same("set_ip_adapter_scale", "the strength is in the call: image_prompt=canvax.ImagePrompt(photo, scale=0.6)"),
-    **same("unload_ip_adapter", "a call without image_prompt uses none; pipe.with_ip_adapter(None) has none"),
-    **same("prepare_ip_adapter_image_embeds encode_image_embeds", "pass the image: image_prompt=photo; or "
-            "image_prompt=canvax.ImagePrompt(embeds=array)"),
-    **same("set_progress_bar_config progress_bar", "pass progress=False to a call"),
-    **same("encode_prompt", "pipe.encode(prompt) gives the conditions of a prompt"),
-    **same("from_single_file from_ckpt", "canvax.load('model.safetensors') reads one: docs/loading.md#single-files"),
-        **same("scheduler set_scheduler set_sampler", "the sampler is chosen in each call: sampler='Euler', or the "
-            "name of a diffusers class"),
-    **same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on, configs "
-            "pipe.model.unet and so on; docs/under-the-pipeline.md calls the networks"),
-    **same("feature_extractor image_encoder", "pipe.safety_checker prepares images by itself"),
+    **same("enable_freeu", "pass freeu=(b1, b2, s1, s2) to a call"),
+    **same("load_lora_weights load_lora_adapter", "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
+    **same("set_adapters", "write pipe.adapters.set({'name': 0.8}), which switches the others off"),
+    **same("fuse_lora unfuse_lora", "adapters are merged into the weights: drop this line; pipe.save writes them"),
+    **same("unload_lora_weights delete_adapters disable_lora", "write pipe.adapters.remove('name'), or "
+            "pipe.adapters.set({}) to switch all off"),
+    **same("get_active_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
+    **same("load_textual_inversion", "write pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
+    **same("load_ip_adapter", "write pipe = pipe.with_ip_adapter(file)"),
+    **same("set_ip_adapter_scale", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6) in the call"),
+    **same("set_progress_bar_config", "pass progress=False to a call"),
+    **same("encode_prompt", "pipe.encode(prompt) returns the conditions of a prompt"),
+    **same("from_single_file", "canvax.load('model.safetensors') reads single files: docs/loading.md#single-files"),
+    **same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
+    **same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on; "
+            "docs/under-the-pipeline.md calls the networks"),
     **same("watermark", NO_WATERMARK),
-    **same("samplers schedulers list_samplers", "canvax.samplers.SAMPLERS lists them, and canvax samplers"),
-    **same("load_controlnet add_controlnet set_controlnet", "write pipe = pipe.with_controlnet(net)"),
-    **same("unload delete close free clear", "write del pipe, which frees its memory"),
-    **same("disable_safety_checker run_safety_checker", "canvax.load(model, safety_checker=True) decides"),
-    **same("warmup warm_up", "write pipe.compile(512, 512)"),
-    **same("set_seed", "write pipe(prompt, seed=1)"),
-    **same("save_image show display history", "a call gives a result: result = pipe(prompt); result.save('cat.png')"),
-    **same("interrogate caption", "canvax does not describe images"),
-    **same("tokenize", "pipe.model.tokenizers has the tokenizers"),
-    **same("prepare_inputs prepare_image_inputs shard replicate", "give the prompts and images themselves: drop this "
-            "line; canvax.flax_api has it for old scripts"),
-    **same("name_or_path", "pipe.model.name"),
-    **same("components config configuration settings get_options", "pipe.model holds configs, tokenizers and the "
-            "noise schedule"),
-    **same("module_list register_modules", "pipe.model holds configs, tokenizers and the noise schedule"),
-    **same("vae_scale_factor", "pipe.model.vae.factor"),
-    **same("push_to_hub", "write pipe.save(folder), then huggingface_hub.upload_folder"),
-    **same("jit apply init", "the pipeline compiles by itself; docs/under-the-pipeline.md has its functions"),
-    **same("generate txt2img text2img text_to_image run predict sample infer inference", "call the pipeline: "
-            "pipe('a red apple')"),
-    **same("img2img", "call the pipeline: pipe('a fox', image=photo, strength=0.6)"),
-    **same("inpaint", "call the pipeline: pipe('a fox', image=photo, mask=mask)"),
+    **same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
+    **same("generate", "call the pipeline: pipe('a red apple')"),
     **renamed_to("save_pretrained", "save"),
 }  # fmt: skip
 """Attributes and methods of a pipeline."""
 
 ASSIGNED: dict[str, Familiar] = {
     **ATTRIBUTES,
-    **same("safety_checker", "canvax.load(model, safety_checker=...) decides, and without it there is none"),
+    **same("safety_checker", "canvax.load(model, safety_checker=True) decides; the default is none"),
     **same("_interrupt", "return False from the callback, which stops the run"),
 }
-"""What is assigned to a pipeline."""
+"""Attributes that other programs assign to a pipeline."""
+
+FLAX_CALL: dict[str, Familiar] = {
+    **same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
+    **same("negative_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
+    **same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
+            "device"),
+    **same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
+    **same("scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
+}  # fmt: skip
+"""Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
+
+FLAX_LOAD: dict[str, Familiar] = {
+    **{name: entry for name, entry in LOAD.items() if not entry.becomes and name != "from_pt"},
+    **same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
+    **same("controlnet", "FlaxStableDiffusionControlNetPipeline takes it, and canvax.load(model, controlnet=...)"),
+    **renamed_to("torch_dtype", "dtype"),
+    **renamed_to("use_auth_token", "token"),
+}  # fmt: skip
+"""Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
+
+FLAX_ATTRIBUTES: dict[str, Familiar] = {
+    **same("to", "params go to the devices, not the pipeline: params = replicate(params)"),
+    **same("init_weights", "weights come from from_pretrained; docs/training.md is about training"),
+    **same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
+}
+"""Attributes of a pipeline of :mod:`canvax.flax_api`, its parts and its schedulers."""
+
+_PARAMS = "FlaxStableDiffusionPipeline.from_pretrained returns pipeline.{0} and params['{0}']"
+
+FLAX: dict[str, Familiar] = {
+    **same("FlaxUNet2DConditionModel", _PARAMS.format("unet")),
+    **same("FlaxAutoencoderKL", _PARAMS.format("vae")),
+    **same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
+    **same("FlaxDiffusionPipeline", "write FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline"),
+    **same("FlaxLMSDiscreteScheduler", "write pipe(prompt, sampler='LMS') with pipe = canvax.load(model)"),
+    **same("jax_utils", "replicate and unreplicate are in canvax.flax_api itself"),
+}
+"""Names looked for in the module :mod:`canvax.flax_api`."""
+
+
+def missing_class(name: str) -> str | None:
+    """The answer for a class of diffusers that is looked for in ``canvax``; None for other names."""
+    if name in FLAX:
+        return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
+    if name.startswith("Flax"):
+        return f"write from canvax.flax_api import {name} ({FLAX_PAGE})"
+    if name.endswith("Scheduler"):
+        return f"write sampler={name!r} in a call"
+    if name.endswith("Pipeline") or name.startswith("AutoPipeline"):
+        return f"{name}: write canvax.load(model), one pipeline for all tasks ({PAGE})"
+    return None
+
+
+def no_such_name(module: str, name: str, message: str) -> Exception:
+    """The error for a name that a package lacks. ``from canvax import NAME`` hides the text of an AttributeError."""
+    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # it asks before it looks for a submodule
+    return (ImportError if imports and find_spec(f"{module}.{name}") is None else AttributeError)(message)
 
 
 def answer(
@@ -281,34 +211,7 @@ def answer(
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
     public = [one for one in (*known, *table) if not one.startswith("_")]
-    told = did_you_mean(name, public) or akin(name, known) or takes or f"see {page}"
-    return f"{name[:80]!r} is not {kind}; {told}"
-
-
-_SYNONYMS: dict[str, str] = {
-    **dict.fromkeys(("inpaint", "inpainting"), "mask"),
-    **dict.fromkeys(("denoise", "denoising"), "strength"),
-    **dict.fromkeys(("ckpt", "checkpoint"), "model"),
-    **{"hr": "hires", "cfg": "guidance", "scheduler": "sampler", "dir": "folder"},
-}
-_COMMON = {"use", "enable", "disable", "set", "get", "num", "max", "min", "from", "with", "the", "type", "name", "no"}
-
-
-def akin(name: str, choices: Iterable[str]) -> str:
-    """Which of ``choices`` share most words with an unknown ``name``; empty where none does."""
-    wanted = _words(name)
-    first = _words(re.split(r"(?<=\w)[_-]", name)[0])
-    known = {one: _words(one) for one in choices if not one.startswith("_")}
-    shared = {one: (len(wanted & words), bool(first & words)) for one, words in known.items() if wanted & words}
-    best = [one for one, score in shared.items() if score == max(shared.values())]
-    near = sorted(best, key=lambda one: len(known[one]))[:4]
-    return f"near it {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
-
-
-def _words(name: str) -> set[str]:
-    """The words of a name in any spelling, and what they mean in canvax."""
-    words: set[str] = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-    return {_SYNONYMS.get(word, word) for word in words if len(word) > 1} - _COMMON
+    return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or takes or f'see {page}'}"
 
 
 _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained(...); canvax.load gives one pipeline"
@@ -401,6 +304,25 @@ def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, 
 
 def _with_value(name: str, value: Any) -> str:
     return f"{name}={shown(value)}" if isinstance(value, str | int | float) else name
+
+
+def tables() -> str:
+    """All names as Markdown, the last section of ``docs/coming-from-diffusers.md``."""
+    return as_markdown(
+        ("Arguments of a call", CALL, ""),
+        ("Arguments of `canvax.load`", LOAD, ""),
+        ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
+    )
+
+
+def flax_tables() -> str:
+    """All names of :mod:`canvax.flax_api`, the last section of ``docs/migrating-from-diffusers-flax.md``."""
+    return as_markdown(
+        ("Names of the module", FLAX, ""),
+        ("Arguments of a call", FLAX_CALL, ""),
+        ("Arguments of `from_pretrained`", FLAX_LOAD, ""),
+        ("Attributes and methods", FLAX_ATTRIBUTES, "."),
+    )
 
 
 def as_markdown(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:

@@ -357,19 +357,11 @@ def _cache(parser: argparse.ArgumentParser) -> None:
 def _samplers(commands: Any) -> None:
     parser = commands.add_parser(
         "samplers",
-        usage="canvax samplers [list | curves | plot [CURVE ...]] [flags]",
-        help="list the samplers, or plot their sigma schedules",
-        description="List the samplers, list the sigma curves, or plot curves and spacings as a PNG.",
+        help="list the samplers and sigma curves",
+        description="List the samplers, or the sigma curves.",
     )
-    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default), curves, or plot and what to plot")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default) or curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = parser.add_argument_group("plot")
-    group.add_argument("--steps", type=int, metavar="N", help="sampler steps (20)")
-    group.add_argument("--sampler", metavar="NAME", help="sampler to plot for (euler)")
-    group.add_argument(
-        "--scheduler-config", metavar="FILE", help="a model's scheduler_config.json (Stable Diffusion's)"
-    )
-    group.add_argument("-o", "--output", metavar="NAME.png", help="file to write (schedules.png)")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
@@ -390,13 +382,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
-        "gpu-h100 or gpu-h100:8; a wrong name lists all. With --rate also here: this machine, measured",
+        "gpu-h100 or gpu-h100:8; a wrong name lists all",
     )  # fmt: skip
-    fleet = parser.add_argument_group("a fleet (needs '.[fleet]')")
-    fleet.add_argument("--rate", type=float, metavar="IMAGES", help="replicas that give so many images a second")
-    fleet.add_argument("--p95", type=float, metavar="SECONDS", help="for 95 of 100 images (10)")
-    fleet.add_argument("--arrivals", metavar="KIND", help="steady (usual), bursty or daily")
-    fleet.add_argument("--price", type=float, metavar="P", help="of a chip for an hour, in any currency")
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")

@@ -36,12 +36,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     source = source_of(arguments)
     _check_flags(arguments, defaults, source)
     plan = batch.Plan.read(arguments.file, defaults, arguments.carry, seed, _share(arguments.share))
-    if arguments.ray is not None and arguments.distributed:
-        from canvax.scale.slices import run_on_slices
-
-        shown = None if arguments.quiet else complain
-        report |= {"output": arguments.output} | run_on_slices(run, vars(arguments), plan.total, shown)
-        return _summarise(arguments, report)
     spread = join_others(arguments)
     output = _output(arguments, plan, source, spread=spread)
     try:
@@ -85,13 +79,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.lora_dir is not None:
         raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
     if arguments.ray is not None and arguments.distributed:
-        cluster = (arguments.actors, arguments.coordinator, arguments.num_processes, arguments.process_id)
-        if any(value is not None for value in cluster) or arguments.share:
-            raise InputError(
-                "--ray --distributed: each slice of the cluster has one model, and Ray says who takes part; leave "
-                "--actors, --share, --coordinator, --num-processes and --process-id out"
-            )
-    elif arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
+        raise InputError("--ray and --distributed: choose one; JobSet starts --distributed on each TPU slice")
+    if arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
         raise InputError("--lora, --embedding and --safety-checker with --ray: not there yet; leave --ray out")
     if arguments.ray is not None:
         from canvax.scale.data import ray_module  # before anything is written

@@ -6,14 +6,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from canvax.cli.wording import in_flags
 from canvax.errors import HintWarning, InputError, did_you_mean, warn
-from canvax.familiar import CALL, akin
-from canvax.familiar_flags import known_flag, near_flag
+from canvax.familiar import CALL
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,16 +64,13 @@ class Parser(argparse.ArgumentParser):
         if unknown is None or self._subparsers is not None:
             return
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        begun = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
-        command = (*self.prog.split(), "")[1]
-        if told := known_flag(command, unknown, flags) or _of_a_call(unknown, flags):
-            self.error(f"{unknown}: {told}")
-        near = f"did you mean {begun[0]!r}?" if begun else did_you_mean(unknown, flags)
-        near = near or near_flag(command, unknown, flags)
-        prompts = prompts or "-p" in self._option_string_actions
-        if not near and prompts and not unknown.startswith("--"):
+        entry = CALL.get(unknown.lstrip("-").replace("-", "_"))
+        alias = f"--{entry.becomes.replace('_', '-')}" if entry else ""
+        longer = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
+        meant = alias if alias in flags else next(iter(longer), "")
+        near = f"did you mean {meant!r}?" if meant else did_you_mean(unknown, flags)
+        if not near and (prompts or "-p" in self._option_string_actions) and not unknown.startswith("--"):
             near = "a prompt that starts with - goes after --"
-        near = near or akin(unknown, flags)
         self.error(f"{unknown!r} is not a flag of {self.prog}" + (near and f"; {near}"))
 
     def _check_hyphens(self, words: Sequence[str]) -> None:
@@ -104,15 +99,6 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"]:
             self.error(f"{'/'.join(action.option_strings)}: '--' is not a value")
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
-
-
-def _of_a_call(unknown: str, flags: Collection[str]) -> str:
-    """What a Python call says of an argument, if a command line can do it: its words name flags alone."""
-    entry = CALL.get(unknown.lstrip("-").replace("-", "_"))
-    if entry is None or re.search(r"\b(pipe|canvax|result|jax)\b[.(]", entry.answer):
-        return ""
-    told = in_flags(entry.answer, {flag[2:].replace("-", "_"): flag for flag in flags})
-    return "" if re.search(r"(?<![-\w])[a-z_]+=", told) else told
 
 
 _EXAMPLES = {

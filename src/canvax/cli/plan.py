@@ -21,16 +21,6 @@ _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "deco
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Plan and print a table."""
     width, height = parse_size(arguments.size)
-    if arguments.rate is not None:
-        from canvax.cli.fleet import run_fleet  # late, as what it imports is
-
-        run_fleet(arguments, width, height, report, _announce)
-        return
-    for name in ("p95", "arrivals", "price"):
-        if getattr(arguments, name) is not None:
-            raise InputError(f"--{name} goes with --rate; add that, or leave it out")
-    if arguments.target == "here":
-        raise InputError("--target here goes with --rate, since it measures this machine; canvax bench does that alone")
     from canvax.parallel.mesh import parse_mesh
     from canvax.planning.plan import plan
 

@@ -8,9 +8,7 @@ line. New code is better off with ``canvax.load``, which needs neither copies of
 
 from typing import Any
 
-from canvax.familiar import FLAX_PAGE, answer
-from canvax.familiar_flax import FLAX
-from canvax.familiar_module import no_such_name
+from canvax.familiar import FLAX, FLAX_PAGE, answer, no_such_name
 from canvax.flax_api.controlnet import (
     FlaxControlNetModel,
     FlaxControlNetOutput,

@@ -24,8 +24,7 @@ from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
 from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError, check_flag
-from canvax.familiar import FLAX_PAGE, Both, accepts, answer
-from canvax.familiar_flax import FLAX_ATTRIBUTES, FLAX_LOAD
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.files import named_folder
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices

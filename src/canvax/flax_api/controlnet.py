@@ -12,8 +12,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_flag
-from canvax.familiar import FLAX_PAGE, Both, accepts
-from canvax.familiar_flax import FLAX_CALL, FLAX_LOAD
+from canvax.familiar import FLAX_CALL, FLAX_LOAD, FLAX_PAGE, Both, accepts
 from canvax.families.controls import check_family, controlnet_config
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.devices import host_device, on_host

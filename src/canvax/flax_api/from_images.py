@@ -8,8 +8,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import InputError, check_flag
-from canvax.familiar import accepts
-from canvax.familiar_flax import FLAX_CALL
+from canvax.familiar import FLAX_CALL, accepts
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.images import prepare_images
 from canvax.flax_api.inputs import Call

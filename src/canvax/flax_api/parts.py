@@ -18,8 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import InputError, check_count
-from canvax.familiar import FLAX_PAGE, answer
-from canvax.familiar_flax import FLAX_ATTRIBUTES
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index

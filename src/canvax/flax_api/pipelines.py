@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import InputError, check_flag
-from canvax.familiar import FLAX_PAGE, accepts, answer, renamed
-from canvax.familiar_flax import FLAX_CALL
+from canvax.familiar import FLAX_CALL, FLAX_PAGE, accepts, answer, renamed
 from canvax.flax_api.inputs import Call
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, FlaxStableDiffusionXLPipelineOutput
 from canvax.flax_api.traced import FlaxTextToImage

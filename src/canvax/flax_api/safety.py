@@ -16,8 +16,7 @@ import numpy as np
 
 from canvax.checked import checked
 from canvax.errors import CheckpointError, HintWarning, InputError, warn
-from canvax.familiar import FLAX_PAGE, accepts
-from canvax.familiar_flax import FLAX_LOAD
+from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.flax_api.devices import host_device, on_host, unreplicate
 from canvax.flax_api.inputs import check_weights, weights_of
 from canvax.flax_api.output import by_name_or_index

@@ -24,8 +24,7 @@ from jax.core import Tracer
 
 from canvax.checked import checked, is_deleted, placed, shown
 from canvax.errors import InputError, check_flag
-from canvax.familiar import FLAX_PAGE, answer
-from canvax.familiar_flax import FLAX_ATTRIBUTES
+from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_alike, scaled, step
 from canvax.pipelines import functions
 from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, stable_diffusion_config

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -20,7 +18,6 @@ from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.options import SPACINGS
 from canvax.samplers.table import NOISE
-from canvax.types import HostArray
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -32,9 +29,6 @@ BURNT = 50
 """A guidance scale beyond all use."""
 
 LISTED = 5
-_STOPPED: deque[bytes] = deque(maxlen=256)
-"""Digests of the latents of the last images that were stopped on the way."""
-
 OF_GUIDANCE = {
     *("guidance_method", "guidance_rescale", "guidance_interval", "negative_prompt_2", "negative_original_size"),
     *("negative_crops_coords_top_left", "negative_target_size", "negative_aesthetic_score"),
@@ -50,20 +44,9 @@ _WORDS = re.compile(
 )
 """What A1111 reads as more than words, beside weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
-_CONJUNCTION = re.compile(r"[)\"\w]\.(?:and|blend|swap)\([^()]{0,80}\)")
-"""What compel reads of several prompts, and canvax does not."""
-_CHOICE = re.compile(r"\{[^{}|]{1,80}(?:\|[^{}|]{1,80})+\}")
-"""What extensions for prompts at random take one word of."""
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
-_FLAG = re.compile(r"(?:^|\s)--[a-z][a-z_-]+(?=[\s=]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
-_SHARE = re.compile(r"\w+ ?::-?\d*\.?\d+")
-"""How Midjourney weighs parts of a prompt."""
-_WILDCARD = re.compile(r"(?<!\w)__[a-z][\w/-]{1,40}?__(?!\w)", re.IGNORECASE)
-_PASTED = re.compile(r"^\s*(?:Negative prompt:|Steps: \d+(?=,)).{0,20}", re.MULTILINE)
-"""How the lines of an A1111 image's settings begin."""
-_OPEN = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{0,80}(?=<|$)", re.IGNORECASE)
 
 
 def give_hints(model: Model, request: Request) -> None:
@@ -130,22 +113,6 @@ def _odd_spread(request: Request) -> float | None:
     return next((one for one in spreads if not 1 / ODD <= one <= ODD), None)
 
 
-def remember_stopped(latents: HostArray) -> None:
-    """Keep in mind what ``denoising_end`` left: who forgets ``denoising_start`` would begin with it as with noise."""
-    _STOPPED.extend(_digest(one) for one in latents)
-
-
-def _digest(latents: HostArray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(latents, np.float32).tobytes(), digest_size=16).digest()
-
-
-def _goes_on(request: Request) -> bool:
-    """Whether latents of a run that was stopped are given, and not as such."""
-    if request.latents is None or request.options.denoising_start > 0 or not _STOPPED:
-        return False
-    return any(_digest(one) in _STOPPED for one in request.latents)
-
-
 def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
     """Options that change nothing, beside what they would need."""
     for needed, there, names in _needs(model, request):
@@ -198,8 +165,6 @@ def hints(model: Model, request: Request) -> Iterator[str]:
             f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; give "
             "such noise, or with denoising_start= latents of a run that stopped"
         )
-    elif _goes_on(request):
-        yield "latents are those of a run that denoising_end stopped, and begin this one as noise; add denoising_start="
     if not request.guided and not request.embedded and any(request.negatives):
         scale = "guidance_steps" if request.options.guidance_steps else f"a guidance scale of {request.guidance:g}"
         yield f"{scale} reads no negative prompt; give more than 1, or leave it out"
@@ -213,17 +178,11 @@ def hints(model: Model, request: Request) -> Iterator[str]:
 
 def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[str]) -> Iterator[str]:
     """What of the prompts is read as text and hardly meant so; ``added`` are words of textual inversions."""
-    if flag := _first(_FLAG, prompts):
-        yield f"{flag.strip()} in the prompt is read as text; a setting stands outside of its quotes"
     if network := _first(_NETWORK, prompts):
         yield (
             f"{network} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
             "it with pipe.adapters.load"
         )
-    if network := _first(_OPEN, prompts):
-        yield f"{network} is read as text, since its > is missing; write <lora:name:0.8>"
-    if pasted := _first(_PASTED, prompts):
-        yield f"{pasted.strip()!r} in the prompt is read as text; canvax generate --from-image FILE reads such settings"
     texts = [*prompts, *negatives]
     found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {one: one.lower().removeprefix("embedding:") for one in found}
@@ -240,12 +199,6 @@ def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[
         yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
     elif syntax == "plain" and (weight := _first(_COMPEL, texts)):
         yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
-    if share := _first(_SHARE, prompts):
-        yield f"{share} is read as text; prompt_syntax='a1111' weighs words, (cat:1.2), and prompts joined by AND"
-    if joined := _first(_CONJUNCTION, prompts):
-        yield f"{joined[1:]} is read as text; mix the arrays that pipe.encode gives of each prompt"
-    if choice := _first(_CHOICE, prompts) or _first(_WILDCARD, prompts):
-        yield f"{choice} is read as text: nothing chooses among such words; give a list of prompts, one for each image"
 
 
 def _usual(model: Model) -> str:

@@ -26,7 +26,7 @@ from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
 from canvax.pipelines.display import summary
-from canvax.pipelines.hints import give_hints, remember_stopped
+from canvax.pipelines.hints import give_hints
 from canvax.pipelines.hires import two_passes
 from canvax.pipelines.loaded import LoadedModel
 from canvax.pipelines.open import open_model
@@ -309,8 +309,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             run = two_passes if request.options.hires > 1 else text_to_image
             params = {**params, ADAPTERS: request.beside.arrays} if request.beside else params
             result = run(model, self.programs, params, request, cure, counts)
-        if request.options.denoising_end < 1:
-            remember_stopped(result.latents)
         return self.safety_checker(result) if self.safety_checker else result
 
     @checked

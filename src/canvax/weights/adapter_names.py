@@ -46,9 +46,7 @@ _SUFFIXES: dict[str, str] = {
     **{f".lora_magnitude_vector{end}": "magnitude" for end in ("", ".weight", ".default.weight", ".default")},
     **{f".hada_{name}": f"hada_{name}" for name in ["w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"]},
     **{f".lokr_{name}": name for name in ["w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"]},
-    ".oft_blocks": "blocks",
-    **{f".{name}": name for name in ["alpha", "dora_scale", "scalar", "rescale", "on_input", "ia3_l", "weight"]},
-    **{f".{name}.weight": f"{name}.weight" for name in ["a1", "a2", "b1", "b2"]},
+    **{f".{name}": name for name in ["alpha", "dora_scale", "scalar"]},
     ".diff": "diff",
     ".w_norm": "diff",
     ".diff_b": "diff_b",
@@ -59,12 +57,10 @@ _SUFFIXES: dict[str, str] = {
 """Ends of names, and the role of such an array: those of ``canvax.adapters``, and of changes of a bias."""
 
 _UNKNOWN: dict[str, str] = {
-    ".oft_diag": "an early form of OFT",
-    ".oft_R": "PEFT's OFT",
-    ".oft_R.weight": "PEFT's OFT",
-    ".boft_R": "PEFT's BOFT",
-    ".boft_s": "PEFT's BOFT",
-    ".bm.weight": "GLoRA with a core",
+    **dict.fromkeys([".oft_blocks", ".oft_diag", ".oft_R", ".oft_R.weight", ".rescale"], "OFT"),
+    **dict.fromkeys([".boft_R", ".boft_s"], "BOFT"),
+    **dict.fromkeys([f".{name}.weight" for name in ("a1", "a2", "b1", "b2", "bm")], "GLoRA"),
+    **dict.fromkeys([".ia3_l", ".on_input"], "IA3"),
     ".lokr_t1": "LoKr with two cores",
     ".bias_indices": "a sparse change",
     ".bias_values": "a sparse change",
@@ -114,7 +110,7 @@ def split_name(name: str) -> Split | None:
     return None
 
 
-_COMMON = ("weight", "alpha", "scalar", "on_input")
+_COMMON = ("weight", "alpha", "scalar")
 
 
 OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")

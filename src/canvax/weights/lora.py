@@ -226,18 +226,12 @@ def _part(
         found.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
         return None
     arrays = {role: _read(entry, found) for role, entry in roles.items()}
-    if kind == "ia3":
-        axis = 1 if arrays["on_input"].reshape(-1)[:1].any() else 0
-        if arrays["weight"].size != stored[axis] or arrays["on_input"].size != 1:
-            found.add("wrong shapes", f"{module} is {stored}: weight is {shapes['weight']} for on_input={axis}")
-            return None
     alpha = arrays.pop("alpha", None)
     if any(array is not None and array.size != 1 for array in (alpha, arrays.get("scalar"))):
         found.add("wrong shapes", f"{module}: alpha is no single number")
         return None
     number = 0.0 if alpha is None else float(alpha.reshape(()))
-    constraint = number * stored[0] if kind == "oft" else 0.0
-    return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)), constraint)
+    return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)))
 
 
 def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str, Any] | None) -> float:
@@ -257,7 +251,7 @@ def _read(entry: Entry, found: _Faults) -> HostArray:
         found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
         return np.zeros(entry.shape, np.float32)
     array = entry.read()
-    if not entry.is_float and entry.name.rpartition(".")[2] not in ("alpha", "on_input"):
+    if not entry.is_float and entry.name.rpartition(".")[2] != "alpha":
         found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
@@ -279,7 +273,6 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
                 found.setdefault(component, {})[name] = value
         except (ValueError, AttributeError, RecursionError):
             raise CheckpointError(f"{path}: its lora_adapter_metadata is not JSON of a table. Save it again.") from None
-    found = {name: one for name, one in found.items() if one.get("peft_type") != "IA3"}  # which has no rank nor alpha
     for component, one in found.items():
         patterns = one.get("alpha_pattern") or {}
         r, alpha = one.get("r", one.get("rank")), one.get("lora_alpha", one.get("alpha"))

@@ -1,16 +1,17 @@
-"""Tensors in the pickles of PyTorch (``.ckpt``, ``.bin``, ``.pt``, ``.pth``), read without running them.
+"""Tensors in the pickles of PyTorch (``.ckpt``, ``.bin``, ``.pt``, ``.pth``), read without running code from the file.
 
-A pickle is a program for a stack machine that may call any function of Python. Here the machine only moves data: it
-knows the few callables by which PyTorch describes a tensor and takes them as descriptions. Some classes that training
-leaves in such files are passed over; any other name ends the reading. Nothing is imported, nothing is called.
-(Formats: the docstrings of Python's ``pickletools``, and PyTorch's notes on serialization semantics; before PyTorch
-1.6 a file was five pickles in a row with the storages behind them, since then it is a zip file.)
+A pickle may call any function that it names. ``_Unpickler`` therefore resolves names to stand-ins of this module only:
+the few functions with which PyTorch describes a tensor return descriptions, some classes that training leaves in such
+files become ``_Ignored``, and any other name ends the reading. Nothing is imported.
+(Formats: the docstrings of Python's ``pickletools``, and PyTorch's notes on serialization semantics. Before PyTorch
+1.6 a file was five pickles in a row, followed by the storages; since then it is a zip file.)
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
@@ -28,36 +29,30 @@ from canvax.weights.entries import MAX_NAME, check_shape, file_size, open_weight
 from canvax.weights.safetensors import Outgoing
 
 MAX_PROGRAM = 64_000_000
-"""The longest pickle that is read, in bytes: tensors are not in it."""
+"""The longest pickle that is read, in bytes. Tensors are not part of it."""
 
 _MAX_ITEMS = 1_000_000
-"""Tables, lists and tensors that are looked through."""
+"""The most tables, lists and tensors that are visited."""
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 _STORAGES: dict[str, Any] = {
-    "DoubleStorage": "<f8",
-    "FloatStorage": "<f4",
-    "HalfStorage": "<f2",
-    "BFloat16Storage": ml_dtypes.bfloat16,
-    "LongStorage": "<i8",
-    "IntStorage": "<i4",
-    "ShortStorage": "<i2",
-    "CharStorage": "i1",
-    "ByteStorage": "u1",
-    "BoolStorage": "bool",
+    "torch.DoubleStorage": "<f8",
+    "torch.FloatStorage": "<f4",
+    "torch.HalfStorage": "<f2",
+    "torch.BFloat16Storage": ml_dtypes.bfloat16,
+    "torch.LongStorage": "<i8",
+    "torch.IntStorage": "<i4",
+    "torch.ShortStorage": "<i2",
+    "torch.CharStorage": "i1",
+    "torch.ByteStorage": "u1",
+    "torch.BoolStorage": "bool",
 }
 
-_PASSED_OVER = ("collections.", "lightning.", "lightning_fabric.", "numpy.", "omegaconf.", "pytorch_lightning.")
-"""Beginnings of names that training leaves in such files; what they stand for is not built."""
+_IGNORED = ("collections.", "lightning.", "lightning_fabric.", "numpy.", "omegaconf.", "pytorch_lightning.")
+"""Prefixes of names that training leaves in checkpoints. Their objects are not built."""
 
 _HARMLESS = {"_codecs.encode", "argparse.Namespace", "__builtin__.set", "builtins.set", "torch.device", "torch.dtype"}
-
-
-class _Global(NamedTuple):
-    """A name of Python's, which stays a name."""
-
-    name: str
 
 
 class _Storage(NamedTuple):
@@ -73,15 +68,52 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Opaque:
-    """Something that is passed over."""
+class _StorageType(NamedTuple):
+    """The class of a storage, such as ``torch.FloatStorage``."""
+
+    dtype: np.dtype
 
 
-class _Parameters(dict[Any, Any]):
-    """A ``ParameterDict`` of PyTorch: a table of tensors that lies among the attributes of an object."""
+class _Ignored:
+    """An object that is not read. It accepts whatever a pickle does to an object."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __new__(cls, *_: Any, **__: Any) -> _Ignored:
+        return object.__new__(cls)
+
+    def ignore(self, *_: Any) -> None: ...
+
+    __setstate__ = __setitem__ = append = extend = add = ignore
 
 
-_MARK = object()
+class _Table(dict[Any, Any]):
+    """An ``OrderedDict``. Its attributes, such as the versions of a state_dict, are ignored."""
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _Parameters(_Table):
+    """A ``ParameterDict``, which keeps its tensors among its attributes. Embeddings of A1111 have one."""
+
+    def __setstate__(self, state: Any) -> None:
+        held = state.get("_parameters") if isinstance(state, dict) else None
+        self.update(held if isinstance(held, dict) else {})
+
+
+class _Function:
+    """A function that a pickle may call. Unlike a Python function, it has no attributes that a pickle could set."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it sets attributes of a function")
 
 
 @dataclass(frozen=True)
@@ -100,9 +132,9 @@ class Pickled:
 
 
 def read_pickled(path: Path) -> Pickled:
-    """The tensors of a file that ``torch.save`` wrote, without running anything in it.
+    """The tensors of a file that ``torch.save`` wrote.
 
-    Where the top has a ``state_dict``, only that is read.
+    If the file has a ``state_dict``, only that is read.
 
     Raises:
         CheckpointError: the file is damaged, holds no tensors, or names what no checkpoint needs.
@@ -117,8 +149,8 @@ def read_pickled(path: Path) -> Pickled:
         raise CheckpointError(f"{path}: is no whole zip file ({error}). {DAMAGED}") from None
     except (
         *(ArithmeticError, AttributeError, EOFError, LookupError),
-        *(OSError, RuntimeError, TypeError, ValueError),
-    ) as error:  # of pickletools and zipfile, and of a program that does not fit together
+        *(MemoryError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError),
+    ) as error:  # raised by pickle and zipfile for a damaged file
         raise CheckpointError(f"{path}: its pickle cannot be followed ({str(error)[:80]}). {DAMAGED}") from None
 
 
@@ -182,208 +214,73 @@ def _legacy(path: Path, file: BinaryIO) -> tuple[Any, Callable[[_Storage], Place
 
 
 def _run(path: Path, program: io.BytesIO, used: dict[str, _Storage] | None = None) -> Any:
-    """What a pickle describes; ``used`` receives the storages that it names."""
-    machine = _Machine(path, {} if used is None else used)
+    """The object that a pickle describes; ``used`` receives the storages that it names."""
+    begin = program.tell()
     for opcode, argument, _ in pickletools.genops(program):
-        if opcode.name == "STOP":
-            return machine.stack.pop()
-        machine.step(opcode.name, argument)
-    raise EOFError("it has no end")
+        # A large index makes Python allocate a memo of that size; extension codes can bypass find_class.
+        if opcode.name.startswith("EXT") or ("PUT" in opcode.name and (argument or 0) > MAX_PROGRAM):
+            raise CheckpointError(
+                f"{path}: its pickle uses {opcode.name} {argument}, which no checkpoint needs. The file is refused"
+            )
+    program.seek(begin)
+    return _Unpickler(path, program, {} if used is None else used).load()
 
 
-class _Machine:
-    """Moves data as a pickle says, and calls nothing."""
+class _Unpickler(pickle.Unpickler):
+    """Resolves every name to a stand-in of this module, or raises CheckpointError."""
 
-    def __init__(self, path: Path, used: dict[str, _Storage]) -> None:
-        self.stack: list[Any] = []
-        self._path, self._used, self._memo = path, used, {}
+    def __init__(self, path: Path, program: io.BytesIO, used: dict[str, _Storage]) -> None:
+        super().__init__(program)
+        self._path, self._used = path, used
 
-    def step(self, name: str, argument: Any) -> None:
-        """One instruction."""
-        if name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _LITERALS:
-            self.stack.append(argument)
-        elif name in ("PROTO", "FRAME"):
-            pass
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self._memo[argument] = self.stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = self.stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            self.stack.append(self._memo[argument])
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            self.stack.append(tuple(self._popped(int(name[-1]))))
-        elif (method := getattr(self, f"_{name.lower()}", None)) is not None:
-            method(argument)
-        else:
-            raise CheckpointError(f"{self._path}: its pickle uses {name}, which no tensor needs: it is refused")
-
-    def _popped(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            raise LookupError("it takes more than there is")
-        taken = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return taken
-
-    def _since_mark(self) -> list[Any]:
-        for i in range(len(self.stack) - 1, -1, -1):
-            if self.stack[i] is _MARK:
-                taken = self.stack[i + 1 :]
-                del self.stack[i:]
-                return taken
-        raise LookupError("it has no mark")
-
-    def _mark(self, _: Any) -> None:
-        self.stack.append(_MARK)
-
-    def _pop(self, _: Any) -> None:
-        self.stack.pop()
-
-    def _pop_mark(self, _: Any) -> None:
-        self._since_mark()
-
-    def _tuple(self, _: Any) -> None:
-        self.stack.append(tuple(self._since_mark()))
-
-    def _list(self, _: Any) -> None:
-        self.stack.append(self._since_mark())
-
-    def _dict(self, _: Any) -> None:
-        items, table = self._since_mark(), {}
-        _fill(table, items)
-        self.stack.append(table)
-
-    def _append(self, _: Any) -> None:
-        (item,) = self._popped(1)
-        if isinstance(self.stack[-1], list):
-            self.stack[-1].append(item)
-
-    def _appends(self, _: Any) -> None:
-        items = self._since_mark()
-        if isinstance(self.stack[-1], list):
-            self.stack[-1].extend(items)
-
-    _additems = _appends
-
-    def _setitem(self, _: Any) -> None:
-        _fill(self.stack[-3], self._popped(2))
-
-    def _setitems(self, _: Any) -> None:
-        items = self._since_mark()
-        _fill(self.stack[-1], items)
-
-    def _global(self, argument: str) -> None:
-        self.stack.append(self._known(argument.replace(" ", ".", 1)))
-
-    def _stack_global(self, _: Any) -> None:
-        module, name = self._popped(2)
-        self.stack.append(self._known(f"{module}.{name}"))
-
-    def _known(self, name: str) -> _Global:
-        known = name in (*_CALLS, *_OBJECTS, *_HARMLESS) or name.startswith(_PASSED_OVER)
-        if known or _storage_dtype(name) is not None:
-            return _Global(name)
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _STORAGES:
+            return _StorageType(np.dtype(_STORAGES[full]))
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if full in _HARMLESS or full.startswith(_IGNORED):
+            return _Ignored
         raise CheckpointError(
-            f"{self._path}: its pickle asks for {name[:120]}, which no checkpoint needs and an attack might. The "
+            f"{self._path}: its pickle asks for {full[:120]}, which no checkpoint needs and an attack might. The "
             "file is refused; nothing of it was run"
         )
 
-    def _reduce(self, _: Any) -> None:
-        called, arguments = self._popped(2)
-        make = _CALLS.get(called.name) if isinstance(called, _Global) else None
-        self.stack.append(_Opaque() if make is None else make(*arguments))
-
-    def _newobj(self, _: Any) -> None:
-        called, _arguments = self._popped(2)
-        made = _OBJECTS.get(called.name, _Opaque) if isinstance(called, _Global) else _Opaque
-        self.stack.append(made())
-
-    def _build(self, _: Any) -> None:
-        (attributes,) = self._popped(1)  # of an object, such as the versions of a state_dict
-        if isinstance(self.stack[-1], _Parameters) and isinstance(attributes, dict):
-            held = attributes.get("_parameters")
-            self.stack[-1].update(held if isinstance(held, dict) else {})
-
-    def _binpersid(self, _: Any) -> None:
-        (found,) = self._popped(1)
-        if len(found) > 1 and found[0] == "module" and isinstance(found[1], _Global):  # a class and its source
-            self.stack.append(found[1])
-            return
-        kind, of, key, _place, count = found[:5]
-        dtype = _storage_dtype(of.name) if isinstance(of, _Global) else None
-        if kind != "storage" or dtype is None or not isinstance(key, str) or not _is_size(count):
-            raise ValueError("a storage is described in another way")
-        if len(found) > 5 and found[5] is not None:
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage, described as ("storage", class, key, device, count); or, before 1.6, a module with its source."""
+        if len(pid) > 1 and pid[0] == "module":
+            return pid[1]
+        kind, of, key, _place, count = pid[:5]
+        if kind != "storage" or not isinstance(of, _StorageType) or not isinstance(key, str) or not _is_size(count):
+            raise ValueError("a storage is described in an unknown way")
+        if len(pid) > 5 and pid[5] is not None:
             raise ValueError("a view of a storage")  # before PyTorch 0.4
-        self.stack.append(self._used.setdefault(key, _Storage(key, dtype, count)))
-
-
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": _Opaque,
-}
-_LITERALS = frozenset(
-    (
-        *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "SHORT_BINSTRING", "BINSTRING", "STRING"),
-        *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
-    )
-)
+        return self._used.setdefault(key, _Storage(key, of.dtype, count))
 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _fill(table: Any, items: list[Any]) -> None:
-    """Entries of a table under a text or a number; a key of another kind is none that a checkpoint has."""
-    if isinstance(table, dict):
-        pairs = zip(items[::2], items[1::2], strict=True)
-        table.update((key, value) for key, value in pairs if type(key) in (str, int))
-
-
-def _storage_dtype(name: str) -> np.dtype | None:
-    own = _STORAGES.get(name.removeprefix("torch.")) if name.startswith("torch.") else None
-    return None if own is None else np.dtype(own)
-
-
-def _ordered(pairs: Any = ()) -> dict[Any, Any]:
-    table: dict[Any, Any] = {}
-    for key, value in pairs:
-        _fill(table, [key, value])
-    return table
-
-
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Tensor:
     if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
-        raise ValueError("a tensor is described in another way")
+        raise ValueError("a tensor is described in an unknown way")
     if not all(map(_is_size, (offset, *shape, *strides))) or len(shape) != len(strides):
         raise ValueError("a tensor with impossible sizes")
     return _Tensor(storage, offset, shape, strides)
 
 
-_CALLS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _ordered,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
-    "torch.nn.parameter.Parameter": lambda tensor, *_: tensor,
-    "torch.Size": lambda sizes: tuple(sizes),
-}
-"""What a tensor is described by; the values are functions of this file."""
-
-_OBJECTS: dict[str, Callable[[], Any]] = {
-    "collections.OrderedDict": dict,
+_KNOWN: dict[str, Any] = {
+    "collections.OrderedDict": _Table,
     "torch.nn.modules.container.ParameterDict": _Parameters,
+    "torch._utils._rebuild_tensor": _Function(_tensor),
+    "torch._utils._rebuild_tensor_v2": _Function(_tensor),
+    "torch._utils._rebuild_parameter": _Function(lambda tensor, *_: tensor),
+    "torch._utils._rebuild_parameter_with_state": _Function(lambda tensor, *_: tensor),
+    "torch.nn.parameter.Parameter": _Function(lambda tensor, *_: tensor),
+    "torch.Size": _Function(tuple),
 }
-"""Objects that hold tensors, as tables; embeddings of A1111 have a ``ParameterDict``."""
+"""Names with which PyTorch describes tensors and the tables that hold them."""
 
 
 def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pickled:
@@ -391,7 +288,7 @@ def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pick
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
     tensors: dict[str, _Tensor] = {}
-    left_out = [str(key) for key in top if key != "state_dict"] if root is not top else []
+    left_out = [str(key) for key in top if type(key) in (str, int) and key != "state_dict"] if root is not top else []
     waiting, looked = [("", root)], 0
     while waiting:
         prefix, value = waiting.pop()
@@ -401,14 +298,19 @@ def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pick
         if isinstance(value, _Tensor):
             tensors[prefix or "tensor"] = value
         elif isinstance(value, dict):
-            waiting += [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
+            pairs = [(key, item) for key, item in value.items() if type(key) in (str, int)]
+            waiting += [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in pairs]
         elif prefix:
             left_out.append(prefix)
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors")
     size = _size_of(path)
     arrays = [_outgoing(path, name, tensor, place(tensor.storage), size) for name, tensor in sorted(tensors.items())]
-    texts = {key: value for key, value in top.items() if isinstance(value, str)} if isinstance(top, dict) else {}
+    texts = (
+        {key: value for key, value in top.items() if type(key) is str and isinstance(value, str)}
+        if isinstance(top, dict)
+        else {}
+    )
     return Pickled(tuple(arrays), tuple(sorted(left_out)), texts)
 
 

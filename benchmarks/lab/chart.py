@@ -1,15 +1,12 @@
-"""Line charts by matplotlib: for curves of noise levels and of errors."""
+"""Line charts, drawn with matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING
 
-from canvax.errors import InputError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from matplotlib.figure import Figure
+from PIL import Image
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 """Points of each line by its name."""
@@ -24,18 +21,8 @@ def line_chart(
     size: tuple[int, int] = (720, 480),
     log_x: bool = False,
     log_y: bool = False,
-) -> Image:
-    """A chart of lines with points, axes and a legend. Logarithmic axes leave out what is not positive.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
-    from PIL import Image
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("charts need matplotlib: pip install 'canvax[plot]'") from error
+) -> Image.Image:
+    """A chart of lines with points, axes and a legend. Logarithmic axes omit values that are not positive."""
     figure = Figure(figsize=(size[0] / 100, size[1] / 100), dpi=100, layout="constrained")
     axes = figure.subplots()
     for i, (name, points) in enumerate(series.items()):
