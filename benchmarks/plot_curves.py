@@ -6,6 +6,7 @@ python -m benchmarks.plot_curves karras ays trailing --steps 12 --output levels.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.lab.chart import line_chart
-from canvax.samplers import CURVES, build_table, from_scheduler_config
+from canvax.samplers import CURVES, Scheduler, build_table, from_scheduler_config
 from canvax.samplers.options import SPACINGS
 
 STABLE_DIFFUSION = {
@@ -25,6 +26,24 @@ STABLE_DIFFUSION = {
 """The noise schedule of Stable Diffusion 1.x, 2.x and XL."""
 
 
+def plot_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Image.Image:
+    """Two charts side by side: sigma and timestep of each step. ``curves`` are names of sigma curves or spacings."""
+    sigmas, timesteps = {}, {}
+    for name in curves:
+        chosen: dict[str, Any] = {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": name}
+        table = build_table(scheduler, steps, **chosen)
+        begins = np.searchsorted(table.step, np.arange(table.step[-1] + 1))
+        sigmas[name] = list(enumerate(table.sigma[begins]))
+        timesteps[name] = list(enumerate(table.timestep[begins]))
+    title = f"{steps} steps of {scheduler.spec.label}"
+    left = line_chart(sigmas, title=title, x_label="step", y_label="sigma", log_y=True)
+    right = line_chart(timesteps, title=title, x_label="step", y_label="timestep")
+    image = Image.new("RGB", (left.width + right.width, left.height), "white")
+    image.paste(left, (0, 0))
+    image.paste(right, (left.width, 0))
+    return image
+
+
 def main() -> None:
     """Write the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,20 +53,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("schedules.png"))
     options = parser.parse_args()
     scheduler = from_scheduler_config(STABLE_DIFFUSION, sampler=options.sampler)
-    sigmas, timesteps = {}, {}
-    for name in options.curves:
-        chosen: dict[str, Any] = {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": name}
-        table = build_table(scheduler, options.steps, **chosen)
-        begins = np.searchsorted(table.step, np.arange(table.step[-1] + 1))
-        sigmas[name] = list(enumerate(table.sigma[begins]))
-        timesteps[name] = list(enumerate(table.timestep[begins]))
-    title = f"{options.steps} steps of {scheduler.spec.label}"
-    left = line_chart(sigmas, title=title, x_label="step", y_label="sigma", log_y=True)
-    right = line_chart(timesteps, title=title, x_label="step", y_label="timestep")
-    image = Image.new("RGB", (left.width + right.width, left.height), "white")
-    image.paste(left, (0, 0))
-    image.paste(right, (left.width, 0))
-    image.save(options.output)
+    plot_curves(scheduler, options.curves, options.steps).save(options.output)
 
 
 if __name__ == "__main__":

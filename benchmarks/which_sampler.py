@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import canvax
 from benchmarks.lab.chart import line_chart
-from canvax.cli.samplers import STABLE_DIFFUSION, plot_curves
+from benchmarks.plot_curves import STABLE_DIFFUSION, plot_curves
 from canvax.samplers import SAMPLERS, build_table, find, from_scheduler_config
 
 PROMPTS = ("a red apple", "a cat")

@@ -30,7 +30,7 @@ from canvax.errors import InputError
 from canvax.images.formats import GeneratedImage
 from canvax.images.metadata import read_metadata
 from canvax.scale.batch import Plan, run, windows
-from canvax.scale.output import Listing, Output, _locked, listed
+from canvax.scale.output import Output, _locked, listed
 from canvax.scale.rows import Row, digest_of, read_rows, seed_of, settings_of
 from canvax.scale.work import Made, Worker, image_file
 
@@ -488,20 +488,6 @@ def test_fewer_processes_finish_the_shards_of_more(tmp_path: Path) -> None:
         output.close(done=False)
     Output(tmp_path, {}, into="tar", shard_size=5).close(done=True)
     in_shards(tmp_path)
-
-
-def test_lists_are_read_once(tmp_path: Path) -> None:
-    """What is read already is not read again; the beginning of a line is read when the rest is there."""
-    first, second = (tmp_path / name for name in ("manifest.jsonl", "manifest-0001.jsonl"))
-    first.write_text('{"id": "a", "status": "error"}\n{"id": "b"')
-    lists = Listing(tmp_path)
-    assert lists.read() == {"a": {"id": "a", "status": "error"}}
-    with first.open("r+") as file:
-        file.write('{"id": "z"')
-        file.seek(0, os.SEEK_END)
-        file.write('}\n{"id": "a", "status": "done"}\n')
-    second.write_text('{"id": "c"}\n')
-    assert lists.read() == {"a": {"id": "a", "status": "done"}, "b": {"id": "b"}, "c": {"id": "c"}}
 
 
 def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ class Image:
     encoded: bool = False
     done: float = math.inf
     group: str = ""
+    adapted: bool = False
 
     @property
     def left(self) -> float:
@@ -191,13 +192,14 @@ class _Replica:
     def _turn(self) -> float:
         """Some rows of a batch, as in ``ImageEngine``: seconds that they take. Images that end stay in the queue."""
         now, row = self._environment.now, self._row
-        leader = self.queue.first({"": False})
+        groups = {"": None}
+        leader = self.queue.first(groups, now)
         assert leader is not None
         size = best_batch(row, len(self.queue))
         chosen = [leader, *(one for one in self.queue.ranked(self.queue.begun) if one is not leader)][:size]
         if leader.turn is None:
             self.queue.begin(leader, now)
-        while len(chosen) < size and (image := self.queue.next("")) is not None:
+        while len(chosen) < size and (image := self.queue.next("", groups, now)) is not None:
             self.queue.begin(image, now)
             chosen.append(image)
         took = sum(self._speed.encode for image in chosen if not image.encoded)

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 import canvax
-from canvax.images.chart import line_chart
+from benchmarks.lab.chart import line_chart
 from canvax.models.configs import VaeConfig
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures

@@ -233,32 +233,11 @@ def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
     """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
-    return Listing(folder).read()
+    return {line["id"]: line for line in _lines(named_path("--output", folder), _LISTS)}
 
 
-class Listing:
-    """The lists of a job's folder, of all processes that write there. Each ``read`` continues after the last one."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = named_path("--output", folder)
-        self._ends: dict[Path, int] = {}
-        self._known: dict[str, dict[str, Any]] = {}
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """The last line of each row, by id."""
-        self._known.update((line["id"], line) for line in _lines(self._folder, _LISTS, self._ends))
-        return self._known
-
-
-def _lines(folder: Path, name: str, ends: dict[Path, int] | None = None) -> Iterator[dict[str, Any]]:
-    """Also those that later ones replace; not those that a kill cut off.
-
-    Args:
-        folder: of the job.
-        name: pattern of the lists' names.
-        ends: how many bytes of each list are read already; it is updated.
-    """
-    ends = {} if ends is None else ends
+def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Also those that later ones replace; not those that a kill cut off."""
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(f"--output {folder}: {path.name} is not a regular file; choose another folder")
@@ -267,10 +246,7 @@ def _lines(folder: Path, name: str, ends: dict[Path, int] | None = None) -> Iter
         except OSError as error:
             raise InputError(f"--output {folder}: {path.name} cannot be read ({error.strerror or error})") from None
         with file:
-            file.seek(ends.get(path, 0))
             for text in file:
-                if text.endswith(b"\n"):
-                    ends[path] = ends.get(path, 0) + len(text)
                 with suppress(ValueError):
                     line = json.loads(text.decode(errors="replace"))
                     if isinstance(line, dict) and isinstance(line.get("id"), str):
