@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,13 @@ from canvax.compile.programs import Programs
 from canvax.models.configs import UNetConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import SD15_UNET, SDXL_UNET
+from canvax.models.presets import PRESETS, SD15_UNET, SDXL_UNET
 from canvax.models.text import TextEncoders
 from canvax.models.unet import least_bytes, unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
 from canvax.parallel.place import map_parts, own_rows
-from canvax.parallel.rules import abstract_params, device_bytes, place, placement
+from canvax.parallel.rules import abstract_params, check_split, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
 
 QUIET = canvax.Options(progress=False)
@@ -406,3 +407,16 @@ def test_memory_in_use_is_not_free() -> None:
     assert free(empty) == 80
     assert free(empty, full, device(1, bytes_limit=100, bytes_in_use=99)) == 10
     assert free(device(0)) is None
+
+
+def test_a_mesh_that_splits_heads_unevenly_is_named() -> None:
+    """A partial split is a warning, which lists the sizes that split everything; no split at all is an error."""
+    sdxl = PRESETS["sdxl"].denoiser.spec
+    with pytest.warns(canvax.HintWarning, match=r"model=4 does not divide 10 .*: 1, 2$"):
+        check_split(sdxl, {"data": 1, "model": 4}, "sdxl")
+    with pytest.raises(canvax.InputError, match=r"model=3.*: 1, 2$"):
+        check_split(sdxl, {"data": 1, "model": 3}, "sdxl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_split(sdxl, {"data": 4, "model": 2}, "sdxl")
+        check_split(sdxl, {"data": 4}, "sdxl")

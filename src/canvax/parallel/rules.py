@@ -8,6 +8,7 @@ normalisation. That is one all-reduce for each of these, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.checked import is_deleted
-from canvax.errors import InputError
+from canvax.errors import HintWarning, InputError, warn
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array, DType
@@ -63,6 +64,38 @@ def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
         shape += [parts, length // parts] if parts > 1 else [length]
         spec += [None, over] if parts > 1 else [over]
     return Placement(tuple(shape), PartitionSpec(*spec) if any(spec) else PartitionSpec())
+
+
+def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
+    """Compare the axis ``model`` of a mesh with what it splits in the parameters of a network.
+
+    A split that is partly possible is useful: SDXL on ``model=4`` needs 0.28 of the UNet's memory on each device. So it
+    is a warning, and a mesh that splits nothing is an error. Both list the sizes that split everything.
+
+    Args:
+        spec: of the denoiser.
+        sizes: of the axes of the mesh.
+        name: of the model.
+
+    Raises:
+        InputError: the axis splits nothing, so that every device would do the same work.
+    """
+    size = sizes.get("model", 1)
+    units = set[int]()
+    for _, param in flatten(spec):
+        for length, axis in zip(param.shape, param.axes, strict=True):
+            logical = axis.name if isinstance(axis, Axis) else axis
+            if RULES.get(logical or "") == "model":
+                units.add(axis.units if isinstance(axis, Axis) else length)
+    uneven = sorted(count for count in units if count % size)
+    if not uneven:
+        return
+    whole = [str(number) for number in range(1, math.gcd(*units) + 1) if math.gcd(*units) % number == 0]
+    cure = f"sizes that split all of it: {', '.join(whole)}"
+    if len(uneven) == len(units):
+        raise InputError(f"mesh model={size} splits nothing of {name}; {cure}")
+    counts = ", ".join(map(str, uneven))
+    warn(f"mesh model={size} does not divide {counts} heads or groups of {name}, which stay whole; {cure}", HintWarning)
 
 
 def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:

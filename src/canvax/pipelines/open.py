@@ -14,7 +14,7 @@ from canvax.families.base import Model
 from canvax.families.read import family_of, read_model
 from canvax.parallel.memory import check_weights
 from canvax.parallel.mesh import check_mesh, make_mesh
-from canvax.parallel.rules import abstract_params, device_bytes, place
+from canvax.parallel.rules import abstract_params, check_split, device_bytes, place
 from canvax.params import Params
 from canvax.pipelines.checks import check_precision, default_dtype
 from canvax.quantize import check_kind
@@ -62,6 +62,7 @@ def open_model(
         opened = read_model(given.apply(files, **source), dtype, quantize)
         if check is not None:
             check(opened)
+        check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
         if weights:
             needed = weight_bytes(opened, dtype, mesh.shape)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
