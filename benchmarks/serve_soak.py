@@ -156,6 +156,14 @@ class Soak:
                 assert http.get(image["url"]).status_code == 200
 
 
+def ready(base: str) -> bool:
+    """Whether the server can generate."""
+    try:
+        return httpx.get(f"{base}/ready", timeout=30).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 def resident(pid: int) -> float:
     """MB of a process."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
@@ -191,7 +199,8 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
         assert process.poll() is None, "".join(lines)
         time.sleep(0.1)
     base = match[1]
-    while httpx.get(f"{base}/ready").status_code != 200:
+    while not ready(base):
+        assert process.poll() is None, "".join(lines)
         time.sleep(0.5)
     began = time.monotonic()
     test = Soak(base, began + 60 * options.minutes)
@@ -203,6 +212,8 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
         samples.append(resident(process.pid))
         if httpx.get(f"{base}/health", timeout=30).status_code != 200:
             test.problems.append(f"/health failed after {time.monotonic() - began:.0f} s")
+        minutes, problems = (time.monotonic() - began) / 60, len(test.problems)
+        print(f"{minutes:.1f} min, {samples[-1]:.0f} MB, {dict(test.statuses)}, {problems} problems", flush=True)
         time.sleep(options.minutes * 60 / 200)
     # SIGTERM with a full queue.
     key = {"Authorization": f"Bearer a-secret-of-{CLIENTS[0]}-0123456789"}
