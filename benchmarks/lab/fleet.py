@@ -197,7 +197,7 @@ class _Replica:
         assert leader is not None
         size = best_batch(row, len(self.queue))
         chosen = [leader, *(one for one in self.queue.ranked(self.queue.begun) if one is not leader)][:size]
-        if leader.turn is None:
+        if self.queue.waits(leader):
             self.queue.begin(leader, now)
         while len(chosen) < size and (image := self.queue.next("", groups, now)) is not None:
             self.queue.begin(image, now)
