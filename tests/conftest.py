@@ -43,15 +43,10 @@ if TYPE_CHECKING:
     import canvax
 
 AS_FOR_USERS = {
-    "parity",
-    "test_batch",
-    "test_cli_process",
-    "test_golden",
-    "test_image_to_image",
-    "test_kernels",
+    *("test_batch", "test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_models"),
     "test_pipeline",
 }
-"""Modules and packages whose programs are compiled as users' are, and those of the processes that they start."""
+"""Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
 
 OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
