@@ -545,7 +545,7 @@ def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytes
 def test_waits_count_that_batches_do_several_images_at_a_time(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = engine._models._ready.values()
+    (group,) = engine._models._served["emoji"].groups.values()
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
     alone = check(Ask("a dog face", steps=10), "emoji", PIPE.model).rows
