@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from canvax.errors import HintWarning, InputError, did_you_mean, warn
-from canvax.familiar import CALL
+from canvax.familiar import CALL, LOAD
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,10 +64,11 @@ class Parser(argparse.ArgumentParser):
         if unknown is None or self._subparsers is not None:
             return
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        entry = CALL.get(unknown.lstrip("-").replace("-", "_"))
-        alias = f"--{entry.becomes.replace('_', '-')}" if entry else ""
+        name = unknown.lstrip("-").replace("-", "_")
+        entry = CALL.get(name) or LOAD.get(name)
+        aliases = (f"--{each.replace('_', '-')}" for each in (name, entry.becomes if entry else ""))
         longer = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
-        meant = alias if alias in flags else next(iter(longer), "")
+        meant = next((alias for alias in aliases if alias in flags), "") or next(iter(longer), "")
         near = f"did you mean {meant!r}?" if meant else did_you_mean(unknown, flags)
         if not near and (prompts or "-p" in self._option_string_actions) and not unknown.startswith("--"):
             near = "a prompt that starts with - goes after --"
