@@ -84,7 +84,7 @@ def test_hub(tmp_path: Path) -> None:
         assert found == wanted
         fetched = hub.fetched()
         assert not {"other.safetensors", "training.py", "README.md", "pytorch_lora_weights.bin"} & set(fetched)
-        assert "several files; name one of them, FOLDER/FILE, or choose with weight_name: clay.safetensors" in several
+        assert "several files; name one of them, FOLDER/FILE: clay.safetensors" in several
         assert "has only pytorch_lora_weights.bin. canvax does not open pickles" in pickle
         assert "there is no such repository" in nobody
         before = len(hub.requests)
