@@ -242,7 +242,7 @@ SENTENCES: dict[str, tuple[Any, str]] = {
     "both as given": (lambda pipe: pipe("a", batch_size=2, n_iter=3), "^n_iter=3 and batch_size=2 both say num_images"),
     "of A1111's API": (lambda pipe: pipe("a", CLIP_stop_at_last_layers=2), "write clip_skip=1"),
     "nothing in common": (
-        lambda pipe: pipe("a", wibble=2), "it takes prompt, .* image_prompt and the fields of canvax.Options"),
+        lambda pipe: pipe("a", wibble=2), "it takes prompt, .* and the fields of canvax.Options"),
     "another module's class": (lambda _: canvax.WanPipeline, "one pipeline for all tasks"),
     "nobody's name": (lambda _: canvax.wibble, "it has Cancelled, .*load, "),
     "a list for an image": (
