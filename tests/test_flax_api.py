@@ -386,14 +386,6 @@ def test_bad_input_while_traced(changes: dict[str, Any], message: str, old: Old)
         jax.eval_shape(lambda key: pipeline._generate(**arguments | {"prng_seed": key} | changes), jax.random.key(0))
 
 
-def test_other_names(old: Old) -> None:
-    pipeline, params = old
-    some, key = pipeline.prepare_inputs("a fox"), jax.random.key(0)
-    want = pipeline(some, params, key, STEPS, guidance_scale=3.0, neg_prompt_ids=some).images
-    got = pipeline(some, params, rng=key, steps=STEPS, cfg_scale=3.0, negative_prompt_ids=some)  # pyright: ignore
-    np.testing.assert_array_equal(got.images, want)
-
-
 def test_bad_parameters(old: Old, copies: Params) -> None:
     pipeline, params = old
     some, key = pipeline.prepare_inputs("a fox"), jax.random.key(0)

@@ -152,6 +152,8 @@ FLAX_CALL: dict[str, Familiar] = {
     **same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
             "device"),
     **same("num_images_per_prompt", "write prepare_inputs([prompt] * n)"),
+    **same("image strength", "FlaxStableDiffusionImg2ImgPipeline has it, and canvax.load(model)"),
+    **same("mask", "FlaxStableDiffusionInpaintPipeline has it, and canvax.load(model) for any model"),
     **same("scheduler", "params['scheduler'] decides: FlaxDDIMScheduler.from_config(config).create_state()"),
 }  # fmt: skip
 """Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
@@ -160,6 +162,8 @@ FLAX_LOAD: dict[str, Familiar] = {
     **{name: entry for name, entry in LOAD.items() if not entry.becomes and name != "from_pt"},
     **same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
     **same("controlnet", "FlaxStableDiffusionControlNetPipeline takes it, and canvax.load(model, controlnet=...)"),
+    **same("unet text_encoder text_encoder_2 tokenizer tokenizer_2", "load the whole model and put edited weights into "
+            "params"),
     **renamed_to("torch_dtype", "dtype"),
     **renamed_to("use_auth_token", "token"),
 }  # fmt: skip
