@@ -352,7 +352,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "half a step": ({"num_inference_steps": 2.5}, "num_inference_steps=2.5"),
     "many steps": ({"num_inference_steps": 10**4}, r"num_inference_steps=10000 is not a whole number in 1\.\.1000"),
     "prompt": ({"prompt": "a fox"}, r"prompt: write prompt_ids=pipeline.prepare_inputs\(prompt\) \(docs/migrating"),
-    "twice": ({"num_inference_steps": 2, "steps": 3}, "give it once"),
     "unknown": ({"prompt_idz": 1}, "did you mean 'prompt_ids'"),
 }
 
