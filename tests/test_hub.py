@@ -550,13 +550,14 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="is a GGUF file"):
         open_files(Source(tmp_path / "model.gguf"))
-    with pytest.raises(CheckpointError, match=r"not a checkpoint.*If model\.safetensors is a whole model"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint.*Pass one of its files"):
         open_files(Source(tmp_path))
-    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model.ckpt").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="does not open pickles"):
-        open_files(Source(tmp_path))
+        open_files(Source(tmp_path / "bare"))
     with pytest.raises(CheckpointError, match="does not open pickles"):
-        open_files(Source(tmp_path / "model.ckpt"))
+        open_files(Source(tmp_path / "bare" / "model.ckpt"))
 
 
 @pytest.mark.parametrize(
