@@ -195,7 +195,8 @@ class StubServed(Served):
 
     def __init__(self, name: str, load: Callable[[str], Any], *_: Any) -> None:
         networks = SimpleNamespace(controls=(), ip_adapters=())
-        self.name, self.params, self.model = name, {}, SimpleNamespace(networks=networks)  # type: ignore[assignment]
+        model: Any = SimpleNamespace(networks=networks, revision=None)
+        self.name, self.params, self.model = name, {}, model
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
@@ -218,14 +219,24 @@ class StubServed(Served):
 
 
 class StubItem(Item):
+    def encoded(self) -> None: ...
+
+    def inputs(self) -> Iterator[Any]:
+        return iter(())
+
     def metadata(self, model: Any) -> dict[str, Any]:
         return {}
 
 
 class StubChecked:
+    input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
+
     def __init__(self, ask: Ask, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
         self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
+
+    def job(self, ask: Ask, cancel: Callable[[Job], None]) -> Job:
+        return Job(ask, self.group.model, self.pictures(), cancel=cancel)
 
     def pictures(self) -> list[Picture]:
         return [Picture(i, i, SIZES[0], self.group.height, self.rows) for i in range(self.images)]

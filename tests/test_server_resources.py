@@ -260,7 +260,7 @@ def test_tiles_count_for_the_rate_as_images() -> None:
 
 def test_an_upscale_says_how_many_tiles_it_has() -> None:
     asked = check(Ask("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
-    assert asked.job(Ask("x"), lambda job: None).tiles == asked.images == 16
+    assert asked.job(Ask("x"), lambda job: None).tiles == asked.images == 25
     assert check(Ask("x", n=3), "emoji", MODEL).job(Ask("x"), lambda job: None).tiles == 0
 
 
