@@ -390,7 +390,7 @@ def _start(row: Row, people: Sequence[int]) -> dict[str, Any]:
         return {}
     images = [photo(p, 48 if start == "outpainted" else WIDTH) for p in people]
     call: dict[str, Any] = {"image": images}
-    strengths = {"image": 0.6, "renoised": 0.8, "filled": 0.7}
+    strengths = {"image": 0.6, "renoised": 0.8, "filled": 0.9}
     if start in strengths:
         call["strength"] = strengths[start]
     if FACTORS["start"][start] == "mask" or start == "renoised":
