@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 import numpy as np
 
-from canvax.errors import InputError, did_you_mean, refuse_tracers
+from canvax.errors import InputError, did_you_mean, refuse_tracers, shown
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -127,18 +126,6 @@ def _usual(parameter: inspect.Parameter) -> str:
         return "; leave it out for the default"
     plain = isinstance(default, bool | int | float | str)
     return f"; the default is {default!r}" if plain and default != "" else ""
-
-
-def shown(value: Any) -> str:
-    """A value in an error, also one that cannot be written out."""
-    try:
-        arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
-        text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else re.sub(r" at 0x\w+", "", repr(value))
-        text = f"the class {value.__name__}" if isinstance(value, type) else text
-    except Exception:
-        text = f"<{type(value).__name__} that cannot be read>"
-    text = " ".join(text.split())
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_function(name: str, function: Any, count: int, told: str) -> None:

@@ -10,11 +10,11 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, overload
 
 
 class CanvaxError(Exception):
@@ -24,8 +24,64 @@ class CanvaxError(Exception):
         super().__init__(shortened(" ".join(str(message).split())))
 
 
+class NoValue:
+    """Stands for the value of an argument where an error shows none."""
+
+
+NO_VALUE = NoValue()
+
+Write = Callable[[str, str | None], str]
+"""How an entry point writes an argument: its name, and the value's text or None for the name alone."""
+
+
 class InputError(CanvaxError, ValueError):
-    """An argument cannot be used; raised before anything is downloaded, traced or compiled."""
+    """An argument cannot be used; raised before anything is downloaded, traced or compiled.
+
+        raise InputError("hires_steps", 5, "needs a second pass", "add {hires=2}")
+
+    An error about no single argument is one sentence: ``InputError("sentence")``.
+
+    Args:
+        argument: name of the argument, as the Python call has it.
+        value: the argument's value; ``NO_VALUE`` leaves it out of the message.
+        problem: what is wrong; the argument is the subject of this clause.
+        cure: what to do instead. ``{name}`` and ``{name=value}`` in it are arguments, which each entry point writes in
+            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``"hires": 2`` in JSON.
+    """
+
+    @overload
+    def __init__(self, problem: str, /) -> None: ...
+    @overload
+    def __init__(self, argument: str, value: Any, problem: str, cure: str = "", /) -> None: ...
+    def __init__(self, *parts: Any) -> None:
+        self.argument, self.value, self.problem, self.cure = (
+            ("", NO_VALUE, parts[0], "") if len(parts) == 1 else (*parts, "")[:4]
+        )
+        super().__init__(self.format(_in_python))
+
+    def format(self, write: Write) -> str:
+        """The message as an entry point writes it."""
+        subject = ""
+        if self.argument:
+            subject = write(self.argument, None if self.value is NO_VALUE else shown(self.value)) + " "
+        cure = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda match: write(match[1], match[2]), self.cure)
+        return f"{subject}{self.problem}" + (f"; {cure}" if cure else "")
+
+
+def shown(value: Any) -> str:
+    """A value's text for an error, at most 80 characters, also of a value that has no text."""
+    try:
+        arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
+        text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else re.sub(r" at 0x\w+", "", repr(value))
+        text = f"the class {value.__name__}" if isinstance(value, type) else text
+    except Exception:
+        text = f"<{type(value).__name__} that cannot be read>"
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _in_python(argument: str, value: str | None) -> str:
+    return argument if value is None else f"{argument}={value}"
 
 
 class CheckpointError(CanvaxError):

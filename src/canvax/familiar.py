@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
-from canvax.checked import placed, refuse_deleted, shown
-from canvax.errors import InputError, did_you_mean
+from canvax.checked import placed, refuse_deleted
+from canvax.errors import InputError, did_you_mean, shown
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"

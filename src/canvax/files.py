@@ -16,8 +16,7 @@ from mimetypes import MimeTypes
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import shown
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import CheckpointError, InputError, shown
 
 DAMAGED = "The file is damaged or incomplete: download or copy it again."
 

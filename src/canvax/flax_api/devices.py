@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted, shown
-from canvax.errors import InputError
+from canvax.checked import checked, is_deleted
+from canvax.errors import InputError, shown
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.types import Array, Params
 

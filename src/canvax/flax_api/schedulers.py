@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted, placed, shown
-from canvax.errors import InputError, check_flag
+from canvax.checked import checked, is_deleted, placed
+from canvax.errors import InputError, check_flag, shown
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_alike, scaled, step
 from canvax.pipelines import functions

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.checked import checked, shown
-from canvax.errors import CanvaxError, InputError, slip
+from canvax.checked import checked
+from canvax.errors import CanvaxError, InputError, shown, slip
 from canvax.files import FILE_ENDINGS, check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext

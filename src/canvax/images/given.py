@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.checked import shown
-from canvax.errors import InputError, reading_arguments
+from canvax.errors import InputError, reading_arguments, shown
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed, shown
-from canvax.errors import HintWarning, InputError, check_flag, nearest, warn
+from canvax.checked import checked, placed
+from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.params import Params

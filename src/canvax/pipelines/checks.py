@@ -12,8 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from canvax.checked import shown
-from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers
+from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers, shown
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.types import DType

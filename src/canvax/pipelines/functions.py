@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import is_deleted, shown
-from canvax.errors import InputError
+from canvax.checked import is_deleted
+from canvax.errors import InputError, shown
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted

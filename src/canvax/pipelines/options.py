@@ -9,8 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from canvax.checked import shown
-from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers
+from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers, shown
 from canvax.familiar import CALL
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.checked import shown
-from canvax.errors import InputError, refuse_tracers
+from canvax.errors import InputError, refuse_tracers, shown
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
     MAX_SIDE,

@@ -9,13 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import shown
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import Cancelled, CanvaxError, InputError
+from canvax.errors import Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage

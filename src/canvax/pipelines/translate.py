@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.checked import shown
-from canvax.errors import InputError
+from canvax.errors import InputError, shown
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
 from canvax.pipelines.option_checks import check_step_end
 from canvax.pipelines.options import Options, Step, check_options

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import checked, shown
-from canvax.errors import FLOAT32_MAX, InputError, did_you_mean, nearest
+from canvax.checked import checked
+from canvax.errors import FLOAT32_MAX, InputError, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of

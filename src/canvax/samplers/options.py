@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import placed, shown
-from canvax.errors import FLOAT32_MAX, InputError, nearest
+from canvax.checked import placed
+from canvax.errors import FLOAT32_MAX, InputError, nearest, shown
 from canvax.samplers.curve_names import NAMES
 
 SPACINGS = ("leading", "trailing", "linspace")

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from canvax.checked import checked, shown
-from canvax.errors import InputError, check_count, nearest
+from canvax.checked import checked
+from canvax.errors import InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000

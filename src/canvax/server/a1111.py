@@ -20,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from canvax.checked import shown
-from canvax.errors import InputError
+from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, exif_texts
 from canvax.images.infotext import parts_of
 from canvax.samplers.curve_names import CURVES

@@ -26,8 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from canvax.checked import shown
-from canvax.errors import nearest
+from canvax.errors import nearest, shown
 from canvax.familiar import CALL
 from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked, shown
-from canvax.errors import InputError, check_count
+from canvax.checked import checked
+from canvax.errors import InputError, check_count, shown
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import check_function, checked, shown
-from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.checked import check_function, checked
+from canvax.errors import CanvaxError, HintWarning, InputError, check_count, shown, warn
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked, shown
-from canvax.errors import InputError, check_count, nearest
+from canvax.checked import checked
+from canvax.errors import InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked, is_deleted, shown
-from canvax.errors import CheckpointError, InputError, nearest
+from canvax.checked import checked, is_deleted
+from canvax.errors import CheckpointError, InputError, nearest, shown
 from canvax.params import Params
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from canvax.checked import shown
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError, nearest, shown
 from canvax.types import DType, HostArray
 
 _HALF, _BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

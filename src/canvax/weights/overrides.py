@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.checked import shown
-from canvax.errors import InputError, nearest
+from canvax.errors import InputError, nearest, shown
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.entries import Entry

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import shown
-from canvax.errors import CheckpointError, InputError, warn
+from canvax.errors import CheckpointError, InputError, shown, warn
 from canvax.weights.entries import Entry
 from canvax.weights.layout import PICKLE_REFUSED, PICKLES
 from canvax.weights.ldm_names import vae_entries
