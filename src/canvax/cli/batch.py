@@ -69,7 +69,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
         raise InputError("seed", arguments.seed, "is not a whole number in 0..2**64-1")
     if arguments.shard_size is not None and arguments.into == "files":
-        raise InputError("shard_size", arguments.shard_size, "without shards", "add --into tar or --into parquet")
+        raise InputError("shard_size", arguments.shard_size, "needs shards", "add --into tar or --into parquet")
     if arguments.quality is not None and not 1 <= arguments.quality <= 100:
         raise InputError("quality", arguments.quality, "is not in 1..100")
     if arguments.quality is not None and arguments.format == "png":
@@ -114,7 +114,9 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
 
     options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
-        raise InputError("ip_mask", NO_VALUE, "without --ip-adapter", "name the network that reads the image")
+        raise InputError(
+            "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
+        )
     for name in ("height", "width"):
         check_size(name, defaults.get(name), SIZE_STEP)
     height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
@@ -202,7 +204,9 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     from canvax.scale.data import on_ray
 
     if arguments.mesh:
-        raise InputError("mesh", NO_VALUE, "with --ray: each model has all devices that Ray gives it", "leave it out")
+        raise InputError(
+            "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
+        )
     given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}

@@ -194,7 +194,9 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
         parse_dtype(source.dtype, quantizes=True)
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
-        raise InputError("control", NO_VALUE, "without --controlnet", "name the network that reads the image")
+        raise InputError(
+            "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
+        )
     overrides = Overrides.of(source.vae, source.prediction_type, ZERO_SNR if source.zero_snr else None)
     try:
         origin = ModelSource(

@@ -16,7 +16,7 @@ from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
-from canvax.images.formats import FORMATS, OTHERS
+from canvax.images.formats import FORMATS
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
@@ -61,8 +61,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= folder_info(path)
         _show(arguments, _folder_lines(report))
         return
-    if suffix in OTHERS and path.is_file():
-        raise InputError(f"{path}: of images PNG, JPEG and WebP are read; the settings of other kinds are not")
     kind = "an image" if is_image else Source(arguments.what).other_kind()
     is_model = kind not in ("an image", "a LoRA", "a textual inversion")
     found = identify(path) if is_model and path.is_file() else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from canvax.errors import NO_VALUE, HintWarning, InputError, Write, did_you_mean, in_python, warn
+from canvax.errors import HintWarning, InputError, Write, did_you_mean, in_python, warn
 from canvax.familiar import CALL, LOAD
 
 
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
             value = value if sign else following
             again = action.dest in seen
             if seen.setdefault(action.dest, value) != value or (action.nargs and again):
-                warn(HintWarning(action.dest, NO_VALUE, f"is given twice; the last value, {value[:80]!r}, counts"))
+                warn(HintWarning(f"{flag} is given twice; the last value, {value[:80]!r}, counts"))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Of a flag written ``--flag=--``, which argparse takes for no value at all."""

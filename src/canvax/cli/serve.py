@@ -283,7 +283,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         cure = (
             "choose another port, such as --port 0" if known else "name an address of this machine, such as 127.0.0.1"
         )
-        raise InputError("host", host, f"with port {port} cannot be listened on: {reason}", cure) from None
+        raise InputError("host", host, f"cannot be listened on at port {port}: {reason}", cure) from None
     return listener
 
 

@@ -100,9 +100,9 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         raise InputError("seed", arguments.seed, "is not in 0..2**32-1")
     steps = values.get("steps", _STEPS[arguments.task])
     if values.get("warmup", 0) >= steps:
-        raise InputError("warmup", arguments.warmup, f"of --steps {steps}", "give fewer, or more steps")
+        raise InputError("warmup", arguments.warmup, f"leaves nothing of --steps {steps}", "give fewer, or more steps")
     if "text_lr" in values and not arguments.text_encoder:
-        raise InputError("text_lr", NO_VALUE, "without --text-encoder", "add it")
+        raise InputError("text_lr", NO_VALUE, "has no effect without --text-encoder", "add {text_encoder}")
     usual = {"rank": 4, "alpha": None, "layers": "attention", "format": "peft", "trigger": None}
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:

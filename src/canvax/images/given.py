@@ -102,10 +102,13 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
         raise InputError(name, value, "is not an image, a path or an array")
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:
         raise InputError(
-            name, NO_VALUE, f"of {image.width} x {image.height} pixels", f"images of 2 x 2 to {MOST_PIXELS} pixels do"
+            name,
+            NO_VALUE,
+            f"has {image.width} x {image.height} pixels",
+            f"give 2 x 2 pixels or more, and at most {MOST_PIXELS}",
         )
     if image.mode == "CMYK":
-        raise InputError(name, NO_VALUE, "has the colours of a printer (CMYK)", "convert it to RGB with its profile")
+        raise InputError(name, NO_VALUE, "is CMYK", "convert it to RGB with its profile")
     if image.mode == "F":  # which PIL would cut off at 0 and 255, be it of 0..1 or of anything else
         raise InputError(
             name, NO_VALUE, "has the mode F, numbers of any range", "give np.asarray(image) with floats in 0..1"

@@ -35,7 +35,7 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
     if rows * cols * width * height > _MOST_PIXELS:
-        raise InputError("rows", rows, f"with cols={cols} of {width} x {height} pixels is too large", "give fewer")
+        raise InputError("rows", rows, f"and cols={cols} of {width} x {height} pixels are too many", "give fewer")
     grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))
@@ -81,6 +81,6 @@ def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
         rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            "rows", rows, f"with cols={cols} is {rows * cols} cells for {count} images", "leave one of the two out"
+            "rows", rows, f"and cols={cols} make {rows * cols} cells for {count} images", "leave one of the two out"
         )
     return rows, cols

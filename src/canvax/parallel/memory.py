@@ -45,7 +45,7 @@ class Memory:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
         for name, size in sizes.items():
             if size < 0:
-                raise InputError(name, size, "bytes are fewer than none")
+                raise InputError(name, size, "is fewer than 0 bytes")
 
     @property
     def total(self) -> int:

@@ -42,7 +42,10 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
             if not any(path == name or path.startswith(f"{name}.") for path in paths):
                 blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}
                 raise InputError(
-                    "weight", NO_VALUE, f"of {name!r}: the adapter changes nothing there", nearest(name, sorted(blocks))
+                    "weight",
+                    NO_VALUE,
+                    f"has {name!r}, where the adapter changes nothing",
+                    nearest(name, sorted(blocks)),
                 )
     return found
 

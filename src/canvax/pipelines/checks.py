@@ -61,7 +61,7 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
         raise InputError(
             "num_images_per_prompt",
             per_prompt,
-            f"of {len(prompts)} prompts is more than {MOST_IMAGES} images at once",
+            f"for {len(prompts)} prompts makes more than {MOST_IMAGES} images at once",
             "call the pipeline for some at a time",
         )
     if len(negatives) != len(prompts):
@@ -127,7 +127,7 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
         raise InputError(
             "num_inference_steps",
             value,
-            f"with {own} levels, timesteps or scales of your own (sigmas, timesteps, guidance_steps)",
+            f"does not go with {own} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
             "leave it out",
         )
     return int(value)

@@ -33,7 +33,7 @@ def control_of(settings: Mapping[str, Any]) -> Control:
     files, kinds = settings.get("control"), settings.get("control_from")
     if files is None:
         if kinds is not None:
-            raise InputError("control_from", kinds, "without control", "name the image with --control as well")
+            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
         return ()
     files = [files] if isinstance(files, str) else files
     kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds

@@ -94,22 +94,23 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     nets = model.networks.controls
     if control is None or (isinstance(control, list | tuple) and control and all(one is None for one in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
-            raise InputError(name, NO_VALUE, "without a control image", "give {control} as well")
+            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
         return None
     if not nets:
         raise InputError(
             "control",
             NO_VALUE,
-            f"with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
+            f"does not go with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
             "gives it one (docs/controlnet.md)",
         )
     if options.reuse > 1:
-        raise InputError(
-            "control", NO_VALUE, "with reuse: the features of a row that are reused know no control", "leave one out"
-        )
+        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
     if options.padding_mask_crop is not None:
         raise InputError(
-            "control", NO_VALUE, "with padding_mask_crop: the control image is of the whole image", "leave one out"
+            "control",
+            NO_VALUE,
+            "cannot be combined with padding_mask_crop: the control image is of the whole image",
+            "leave one out",
         )
     given: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):

@@ -51,11 +51,11 @@ def encode(
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     if prompt_2 is not None and SECOND not in model.text.parts:
-        raise InputError("prompt_2", NO_VALUE, f"with {model.name}, which has one text encoder", "leave it out")
-    if guidance_scale is not None and not model.networks.embeds_guidance:
         raise InputError(
-            "guidance_scale", NO_VALUE, f"with {model.name}, which reads none: mix its outputs yourself", "leave it out"
+            "prompt_2", NO_VALUE, f"does not go with {model.name}, which has one text encoder", "leave it out"
         )
+    if guidance_scale is not None and not model.networks.embeds_guidance:
+        raise InputError("guidance_scale", NO_VALUE, f"is not supported by {model.name}", "leave it out")
     options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
     check_clip_skip(options.clip_skip, model)
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
@@ -151,9 +151,11 @@ def numbers(name: str, value: Any) -> Array:
 def _latents(model: Model, value: Any) -> Array:
     latents, channels = numbers("latents", value), model.vae.latent_channels
     if latents.ndim != 4 or latents.shape[-1] != channels:
-        raise InputError("latents", NO_VALUE, f"of shape {latents.shape} are not [B, h, w, {channels}] numbers")
+        raise InputError("latents", NO_VALUE, f"has shape {latents.shape}, not [B, h, w, {channels}] numbers")
     if 0 in latents.shape:
-        raise InputError("latents", NO_VALUE, f"of shape {latents.shape} hold no image", "give those of at least one")
+        raise InputError(
+            "latents", NO_VALUE, f"has shape {latents.shape} and holds no image", "give those of at least one"
+        )
     return latents
 
 

@@ -131,11 +131,14 @@ def check_given(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
             if value is not None:
-                raise InputError(name, NO_VALUE, "without an image", "give {image} as well")
+                raise InputError(name, NO_VALUE, "needs an image", "give {image} as well")
         return None
     if options.denoising_start:
         raise InputError(
-            "image", NO_VALUE, "with denoising_start: strength says where an image begins", "leave denoising_start out"
+            "image",
+            NO_VALUE,
+            "cannot be combined with denoising_start: strength says where an image begins",
+            "leave denoising_start out",
         )
     images = read_images("image", image, count)
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
@@ -226,7 +229,7 @@ def _cut_out(
     assert options.padding_mask_crop is not None
     if not masks:
         raise InputError(
-            "padding_mask_crop", NO_VALUE, "without a mask", "give {mask}, of which the surroundings are cut out"
+            "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
         )
     if len({one.size for one in images}) > 1:
         raise InputError(

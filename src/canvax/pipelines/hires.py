@@ -42,7 +42,9 @@ def two_passes(
     """``text_to_image`` at the size of the request, then again at ``options.hires`` times that."""
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
-        raise InputError("hires", request.options.hires, "with several processes: no process has all images")
+        raise InputError(
+            "hires", request.options.hires, "does not go with several processes: no process has all images"
+        )
     first = text_to_image(model, programs, params, request, cure, counts)
     assert larger.given is not None
     if request.options.hires_method == "latent":
@@ -71,9 +73,11 @@ def second_pass(model: Model, request: Request) -> Request:
     options = request.options
     if request.given is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
-        raise InputError("hires", options.hires, f"with an image: {cure}")
+        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError("hires", options.hires, "with denoising_start or denoising_end", "leave one out")
+        raise InputError(
+            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
+        )
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
         raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")

@@ -171,7 +171,7 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
         raise InputError(
             "image_prompt",
             NO_VALUE,
-            f"with {model.name}, which has no IP-Adapter: pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
+            f"does not go with {model.name}, which has no IP-Adapter: pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     given = list(value) if isinstance(value, list | tuple) else [value]
     records = [one for one in given if isinstance(one, ImagePrompt)]
@@ -206,7 +206,10 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             )
     if options.padding_mask_crop is not None and any(one.masks for one in prompts):
         raise InputError(
-            "image_prompt", NO_VALUE, "with a mask and padding_mask_crop: masks are of the whole image", "leave one out"
+            "image_prompt",
+            NO_VALUE,
+            "cannot be combined with a mask and padding_mask_crop: masks are of the whole image",
+            "leave one out",
         )
     encoder = model.networks.image_encoder
     found = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)

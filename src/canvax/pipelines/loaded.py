@@ -260,7 +260,9 @@ class LoadedModel:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
         if control and not self.model.networks.controls:
-            raise InputError("control", True, f"with {self.model.name}, which has no ControlNet", "leave it out")
+            raise InputError(
+                "control", True, f"does not go with {self.model.name}, which has no ControlNet", "leave it out"
+            )
         more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
         if image_prompt:
             from canvax.pipelines.ip_adapters import usual_kinds  # which most pipelines never need
@@ -268,7 +270,7 @@ class LoadedModel:
             more |= {"image_prompts": usual_kinds(self.model.networks), "sees": True}
             if not more["image_prompts"]:
                 why = "no IP-Adapter with an image encoder; leave it out"
-                raise InputError("image_prompt", True, f"with {self.model.name}, which has {why}")
+                raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
         self._ready(
             self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
         )
@@ -304,7 +306,10 @@ class LoadedModel:
         params = self.params if params is None else params
         if params is None:
             raise InputError(
-                "params", None, "and this pipeline holds no parameters", "pass those that from_pretrained returned"
+                "params",
+                None,
+                "does not do: this pipeline holds no parameters",
+                "pass those that from_pretrained returned",
             )
         return params
 

@@ -37,7 +37,9 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
             raise InputError("ip_mask", NO_VALUE, "has no effect without an image prompt", "give {ip_image} as well")
         return ()
     if not adapters:
-        raise InputError("ip_image", NO_VALUE, "without --ip-adapter", "name the adapter that reads the image")
+        raise InputError(
+            "ip_image", NO_VALUE, "needs an IP-Adapter", "name the adapter that reads the image with {ip_adapter}"
+        )
     if adapters > 1 and len(files) != adapters:
         raise InputError(
             "ip_image",

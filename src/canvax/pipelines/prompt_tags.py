@@ -34,7 +34,7 @@ def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
         raise InputError(
             "prompts",
             NO_VALUE,
-            "of one call name different adapters (<lora:...>), and its images share the weights of the model",
+            "name different adapters (<lora:...>), and its images share the weights of the model",
             "call once for each",
         )
     return [without_networks(prompt) for prompt in prompts], found[0]

@@ -189,7 +189,10 @@ def _check_together(request: Request, model: Model) -> None:
         raise InputError("prompt", prompts[0][:60], f"adds prompts up (AND): {why}", "leave AND and :weight out")
     if request.latents is not None and (options.variation_strength or options.seed_size):
         raise InputError(
-            "latents", NO_VALUE, "with variation_strength or seed_size: the noise is given already", "leave them out"
+            "latents",
+            NO_VALUE,
+            "cannot be combined with variation_strength or seed_size: the noise is given already",
+            "leave them out",
         )
 
 
@@ -286,7 +289,10 @@ def check_start(
     inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
     if inverts and image:
         raise InputError(
-            "image", NO_VALUE, f"with sampler={sampler!r}", "pass pipe.encode_image(image) as latents, without noise"
+            "image",
+            NO_VALUE,
+            f"does not go with sampler={sampler!r}",
+            "pass pipe.encode_image(image) as latents, without noise",
         )
     if inverts and latents is None:
         raise InputError(

@@ -55,7 +55,7 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
-        raise InputError("mask_blend", "renoised", "with several processes", "use 'denoised'")
+        raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])

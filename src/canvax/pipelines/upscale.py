@@ -43,7 +43,7 @@ def upscaled(
     check_for_upscale(options)
     check_flag("control", control)
     if control and not model.networks.controls:
-        raise InputError("control", True, f"with {model.name}, which has no ControlNet", "leave it out")
+        raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
         raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -212,14 +212,16 @@ def build_table(
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
         raise InputError(
-            "sigmas", sigmas, f"with sampler={sampler!r}, whose name has a curve of its own", "leave one of them out"
+            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
         )
     if options.s_churn and options.s_tmin > options.s_tmax:
         raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError("timesteps", list(options.timesteps), f"with {other}: both place the steps", "leave one out")
+        raise InputError(
+            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
+        )
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
         raise InputError(
             "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
@@ -233,7 +235,7 @@ def build_table(
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
     if skip < 0:
-        raise InputError("skip", skip, "steps cannot be left out", "give 0 or more")
+        raise InputError("skip", skip, "is not a number of steps to leave out", "give 0 or more")
     if not spec.curves and (start or end < 1 or skip):
         raise InputError("sampler", spec.name, "is run whole", "a part of it means nothing")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
@@ -274,7 +276,9 @@ def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSch
     for name, value in taken.items():
         check_option(name, value, 0.0)
     if "mu" in taken and schedule.size_shift is None:
-        raise InputError("mu", taken["mu"], f"with a model whose shift is always {schedule.shift:g}", "leave it out")
+        raise InputError(
+            "mu", taken["mu"], f"does not go with a model whose shift is always {schedule.shift:g}", "leave it out"
+        )
     if "mu" not in taken and schedule.size_shift is not None:
         raise InputError(
             "mu", None, "does not say the shift, which follows the size of the image for this model", "give {mu}"
@@ -354,7 +358,7 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
         own = len(options.sigmas) - (options.sigmas[-1] == 0)
     if own is not None and steps not in (None, own):
         name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError("steps", steps, f"with {own} {name} of your own", "give as many steps, or none")
+        raise InputError("steps", steps, f"does not go with {own} {name} of your own", "give as many steps, or none")
     steps = own if own is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")

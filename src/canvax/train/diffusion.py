@@ -64,7 +64,9 @@ def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], len
     """Ids of the captions of each picture, int32 [N, M, T]; a picture with fewer captions repeats its own."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
-        raise InputError("captions", captions, f"of length={length}: each picture has a caption, of 2 tokens or more")
+        raise InputError(
+            "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
+        )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
     return tokenizer(flat, length=length).reshape(len(captions), most, length)

@@ -150,7 +150,7 @@ class Session:
             )
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
-                raise InputError(what, getattr(self, what), "seconds are fewer than none")
+                raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
         for what, told in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
             if getattr(self, what) is not None:
                 check_function(what, getattr(self, what), 2, told)

@@ -192,7 +192,7 @@ def check_rate(text: bool, rate: float | None) -> None:
     if rate is not None and rate <= 0:
         raise InputError("text_rate", rate, "must be more than 0")
     if rate is not None and not text:
-        raise InputError("text_rate", rate, "without text: text encoders are trained with text=True")
+        raise InputError("text_rate", rate, "has no effect without text", "text encoders are trained with {text=True}")
 
 
 def train(
