@@ -35,7 +35,7 @@ Write = Callable[[str, str | None], str]
 """How an entry point writes an argument: its name, and the value's text or None for the name alone."""
 
 
-class _AboutArgument:
+class _AboutArgument(Exception):
     """The record that errors and hints about an argument carry; each entry point makes its sentence of it.
 
     Args:

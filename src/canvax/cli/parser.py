@@ -98,15 +98,15 @@ class Parser(argparse.ArgumentParser):
 
 def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Write:
     """How errors and hints write the arguments of the command that was chosen: ``height=3`` is ``--height 3``."""
-    actions = {}
-    while parser is not None:
-        chosen = None
-        for action in parser._actions:
+    actions: dict[str, argparse.Action] = {}
+    chosen: argparse.ArgumentParser | None = parser
+    while chosen is not None:
+        within, chosen = chosen._actions, None
+        for action in within:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices[getattr(arguments, action.dest)]
             elif action.dest not in ("prompt", "prompts"):
                 actions[action.dest] = action
-        parser = chosen
     actions |= {"steps": actions["num_inference_steps"]} if "num_inference_steps" in actions else {}
 
     def write(argument: str, value: str | None) -> str:

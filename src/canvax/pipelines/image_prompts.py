@@ -171,7 +171,8 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
         raise InputError(
             "image_prompt",
             NO_VALUE,
-            f"does not go with {model.name}, which has no IP-Adapter: pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
+            f"does not go with {model.name}, which has no IP-Adapter",
+            "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     given = list(value) if isinstance(value, list | tuple) else [value]
     records = [one for one in given if isinstance(one, ImagePrompt)]

@@ -100,7 +100,7 @@ class StableDiffusion(LoadedModel):
 
     def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, self.safety_checker)
+        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
