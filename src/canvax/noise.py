@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import NO_VALUE, InputError, nearest
 
 NoiseKind = Literal["philox", "torch"]
 """Where the initial noise comes from."""
@@ -46,15 +46,15 @@ def check_seed(seed: int | None) -> int:
     if seed is None:
         return random_seed()
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
-        raise InputError(f"seed={seed!r} is not a whole number in 0..2**64-1, or None for a random one")
+        raise InputError("seed", seed, "is not a whole number in 0..2**64-1, or None for a random one")
     seed = int(seed)
     if seed == -1:
         return random_seed()
     if seed < 0:
         cure = f"PyTorch's seed {seed} is {seed % 2**64} here" if seed >= -(2**63) else "pass a smaller number"
-        raise InputError(f"seed must be in 0..2**64-1, or -1 for a random one; got {seed} ({cure})")
+        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1, or -1 for a random one", f"got {seed} ({cure})")
     if seed > MAX_SEED:
-        raise InputError(f"seed must be in 0..2**64-1; got {seed}, which needs {seed.bit_length()} bits")
+        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1", f"got {seed}, which needs {seed.bit_length()} bits")
     return seed
 
 
@@ -65,7 +65,7 @@ def image_seeds(seed: int | None, count: int) -> list[int]:
         InputError: a bad seed (`check_seed`) or a count below 1.
     """
     if count < 1:
-        raise InputError(f"count must be 1 or more, got {count}")
+        raise InputError("count", NO_VALUE, f"must be 1 or more, got {count}")
     first = check_seed(seed)
     return [(first + i) % 2**64 for i in range(count)]
 
@@ -94,7 +94,7 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
     if kind not in get_args(NoiseKind):
         raise InputError(f"unknown noise {kind!r}; {nearest(str(kind), get_args(NoiseKind))}")
     if len(shape) != 3 or min(shape) < 1:
-        raise InputError(f"shape must be three positive numbers (h, w, C), got {shape}")
+        raise InputError("shape", NO_VALUE, f"must be three positive numbers (h, w, C), got {shape}")
     h, w, channels = shape
     noise = np.empty((len(seeds), h, w, channels), np.float32)
     for image, seed in zip(noise, map(_exact_seed, seeds), strict=True):

@@ -50,7 +50,7 @@ def check_kind(kind: str | None) -> str | None:
         InputError: it is not.
     """
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
-        raise InputError(f"quantize={kind!r} is not known; {nearest(str(kind), list(KINDS))}")
+        raise InputError("quantize", kind, "is not known", nearest(str(kind), list(KINDS)))
     return kind
 
 

@@ -338,7 +338,7 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     try:
         told = read_json(path)
         for name in told.keys() - (known := {one.name for one in fields(usual)}):
-            raise InputError(f"{name!r:.80} is none of them; {nearest(name, sorted(known))}")
+            raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
         defaults = replace(usual, **told)
         check_count("num_inference_steps", defaults.num_inference_steps)
         return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))

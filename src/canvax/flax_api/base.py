@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
@@ -26,7 +25,7 @@ from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
-from canvax.files import named_folder
+from canvax.files import named_path
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
 from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
 from canvax.flax_api.inputs import (
@@ -65,7 +64,6 @@ FROM_PRETRAINED = (
 )
 
 
-@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class FlaxPipeline:
     """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
@@ -137,7 +135,6 @@ class FlaxPipeline:
             raise AttributeError(name)
         return name
 
-    @checked
     def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
         """Write the model in the diffusers layout; ``params`` without a device axis.
 
@@ -146,7 +143,7 @@ class FlaxPipeline:
             params: the parameters; a scheduler's state and a safety checker in them are left out.
             overwrite: whether files there may be replaced.
         """
-        save_directory = named_folder("save_directory", save_directory)
+        save_directory = named_path("save_directory", save_directory)
         weights = weights_of(params, self.model.specs)
         check_weights(self.model.specs, weights)
         return self.model.save(save_directory, weights, overwrite=overwrite)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_CALL, FLAX_LOAD, FLAX_PAGE, Both, accepts
 from canvax.families.controls import check_family, controlnet_config
@@ -65,7 +64,6 @@ class FlaxControlNetModel:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -195,7 +193,6 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         model = replace(model, networks=networks, controls=(controlnet.files,))
         return Both(cls(model, pipeline.scheduler, pipeline.safety_checker), params)
 
-    @checked
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77].
 
@@ -204,7 +201,6 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         """
         return self._ids(prompt)
 
-    @checked
     def prepare_image_inputs(self, image: Any) -> np.ndarray:
         """Control images float32 [B, 3, H, W] in 0..1.
 

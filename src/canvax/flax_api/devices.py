@@ -9,13 +9,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted
 from canvax.errors import InputError, shown
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.types import Array, Params
 
 
-@checked
 def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     """A copy of each array for each device: [...] becomes [D, ...], entry d on device d.
 
@@ -27,7 +25,7 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     everywhere, stacked = replicated(mesh), over_batch(mesh)
 
     def one(leaf: Any) -> Array:
-        if is_deleted(leaf) or isinstance(leaf, Tracer) or np.asarray(leaf).dtype.kind in "OSUmM":
+        if isinstance(leaf, Tracer) or np.asarray(leaf).dtype.kind in "OSUmM":
             raise InputError(f"replicate: {shown(leaf)} is not an array of numbers")
         copies = jax.device_put(_one_entry(leaf), everywhere)
         shards = [shard.data for shard in copies.addressable_shards]
@@ -36,7 +34,6 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
     return jax.tree.map(one, tree)
 
 
-@checked
 def unreplicate(tree: Any) -> Any:
     """The first entry of each array with a leading device axis, from the device that has it."""
 
@@ -48,7 +45,6 @@ def unreplicate(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-@checked
 def shard(tree: Any) -> Any:
     """Split the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
 

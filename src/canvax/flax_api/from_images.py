@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_CALL, accepts
 from canvax.flax_api.base import FlaxPipeline
@@ -23,7 +22,6 @@ class FlaxStableDiffusionImg2ImgPipeline(FlaxPipeline):
 
     XL = False
 
-    @checked
     def prepare_inputs(self, prompt: str | list[str], image: Any) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [B, 77], and images float32 [B, 3, H, W] in -1..1.
 
@@ -95,7 +93,6 @@ class FlaxStableDiffusionInpaintPipeline(FlaxPipeline):
 
     XL, INPAINTS = False, True
 
-    @checked
     def prepare_inputs(
         self, prompt: str | list[str], image: Any, mask: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

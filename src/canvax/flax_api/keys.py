@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import is_deleted
 from canvax.errors import InputError
 from canvax.types import Array
 
@@ -28,8 +27,6 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
     Raises:
         InputError: not a key, or not one for each device.
     """
-    if is_deleted(keys):
-        raise InputError("prng_seed was deleted or donated; make another with jax.random.key(0)")
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         try:
             keys = jax.random.wrap_key_data(jnp.asarray(keys))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import check_count
 from canvax.images.convert import to_pil
 from canvax.images.grid import make_grid
@@ -48,13 +47,11 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
     __getitem__ = by_name_or_index
 
 
-@checked
 def numpy_to_pil(images: Any) -> list[Image]:
     """PIL images of floats in 0..1, [B, H, W, 3] or [H, W, 3]; a NumPy or JAX array of any float dtype."""
     return to_pil(images)
 
 
-@checked
 def make_image_grid(images: Sequence[Image], rows: int, cols: int, resize: int | None = None) -> Image:
     """The images in one, row by row; with ``resize`` each is first made a square of that side."""
     if resize is not None:

@@ -18,7 +18,6 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import InputError, check_count
-from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index
@@ -94,9 +93,10 @@ class Config(dict[str, Any]):
     """A config.json, whose fields are attributes as well."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in self:
+        try:
             return self[name]
-        raise AttributeError(f"this config has no {name}; there are {', '.join(sorted(self))}")
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +105,6 @@ class Part:
 
     model: Model
     name: str
-
-    def __getattr__(self, name: str) -> Any:
-        """What the old classes had and this has not gets a sentence."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), f"an attribute of {self.name}", FLAX_PAGE))
 
 
 class Network(Part, ABC):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import CheckpointError, HintWarning, InputError, warn
 from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.flax_api.devices import host_device, on_host, unreplicate
@@ -77,7 +76,6 @@ class FlaxStableDiffusionSafetyChecker:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -133,7 +131,6 @@ class FlaxStableDiffusionSafetyChecker:
         seen = np.moveaxis(values, 1, -1) * np.asarray(STD, np.float32) + np.asarray(MEAN, np.float32)
         return np.asarray(self._with(params).judge(seen))
 
-    @checked
     def check(self, params: Any, *, stacked: bool = False) -> None:
         """Refuse parameters of a pipeline without those of this checker; ``stacked``: they are under a device axis.
 

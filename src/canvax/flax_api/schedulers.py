@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted, placed
 from canvax.errors import InputError, check_flag, shown
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_alike, scaled, step
@@ -45,7 +44,6 @@ class SchedulerState:
     text: str
 
     @classmethod
-    @checked
     def of(cls, config: Mapping[str, Any]) -> Self:
         """The state that stands for a scheduler_config.json."""
         if other := [name for name in config if not isinstance(name, str)]:
@@ -75,13 +73,11 @@ class FlaxScheduler:
         return self._state.config
 
     @classmethod
-    @checked
     def from_config(cls, config: Mapping[str, Any], **changes: Any) -> Self:
         """The scheduler of a config that may have been written for another class."""
         return cls(**{**config, **changes})
 
     @classmethod
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -114,19 +110,16 @@ class FlaxScheduler:
         """The state to put into ``params["scheduler"]``."""
         return self._state
 
-    @placed
     def set_timesteps(self, state: SchedulerState, num_inference_steps: int, shape: Sequence[int] = ()) -> StepState:
         """The state of a loop of one's own over latents [B, C, h, w] of this shape; it has ``timesteps``."""
         config = stable_diffusion_config(check_state(state).config, xl=self._xl)
         return begin(json.dumps(config, sort_keys=True), num_inference_steps, shape)
 
-    @placed
     def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
         """What the network is given in the next step of ``state``, which knows its timestep."""
         del timestep
         return scaled(_begun(state), functions.numbers("sample", sample))
 
-    @placed
     def step(
         self,
         state: StepState,
@@ -146,7 +139,6 @@ class FlaxScheduler:
         made = step(_begun(state), model_output, sample, key)
         return made if return_dict else made.to_tuple()
 
-    @placed
     def add_noise(self, state: Any, original_samples: Array, noise: Array, timesteps: Any) -> Array:
         """Noisy samples [B, ...] at the training timesteps [B]."""
         if not isinstance(state, SchedulerState | StepState):
@@ -235,7 +227,7 @@ def _read(state: SchedulerState, xl: bool) -> Scheduler:
 
 def _plain(value: Any) -> Any:
     """JSON for what a config may hold besides plain values: arrays of betas."""
-    array = None if is_deleted(value) or isinstance(value, Tracer) else np.asarray(value)
+    array = None if isinstance(value, Tracer) else np.asarray(value)
     if array is None or array.dtype.kind not in "biuf":
         raise InputError(f"the scheduler config holds {shown(value)}, which no scheduler_config.json has")
     return array.tolist()

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked
 from canvax.denoise import StepInputs, denoise
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.inputs import (
@@ -33,7 +32,6 @@ from canvax.types import Array
 class FlaxTextToImage(FlaxPipeline):
     """What the classes share that begin from prompts alone."""
 
-    @checked
     def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
         """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
 

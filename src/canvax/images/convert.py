@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import InputError, warn
+from canvax.errors import NO_VALUE, InputError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,9 +25,9 @@ def to_uint8(images: Any) -> np.ndarray:
     """
     array = np.asarray(images)
     if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
-        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
     if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
-        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32, copy=False)
     if np.isnan(array.max(initial=0)):
         warn(
@@ -53,7 +53,9 @@ def to_pil(images: Any) -> list[Image]:
     if array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[-1] != 3:
-        raise InputError(f"images must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}")
+        raise InputError(
+            "images", NO_VALUE, f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}"
+        )
     if array.dtype != np.uint8:
         array = to_uint8(array)
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
@@ -69,8 +71,10 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
     for i, image in enumerate(images):
         if image.size != first:
             raise InputError(
-                f"images must have one size: image 0 is {first[0]}x{first[1]}, "
-                f"image {i} is {image.width}x{image.height}; resize them first"
+                "images",
+                NO_VALUE,
+                f"must have one size: image 0 is {first[0]}x{first[1]}, image {i} is {image.width}x{image.height}",
+                "resize them first",
             )
 
 

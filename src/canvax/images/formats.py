@@ -16,21 +16,14 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError, shown, slip
-from canvax.files import FILE_ENDINGS, check_writable, named_path
+from canvax.errors import CanvaxError, InputError, shown
+from canvax.files import check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
 
 JSON_TEXT = "canvax"
 INFOTEXT = "parameters"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-
-OTHERS = (
-    *(".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl"),
-    *(".mp4", ".pdf", ".psd", ".svg", ".tga", ".tif", ".tiff", ".webm"),
-)
-"""Endings of other formats of images, which nobody gives to a folder."""
 
 MAX_EXIF = 65_000
 """Bytes of EXIF that a JPEG can hold, about: one segment of 64 KiB."""
@@ -46,50 +39,38 @@ _QUALITY = {
 }
 
 
-def format_of(path: str | Path, label: str = "") -> str:
-    """The format that a name asks for, as Pillow calls it; an error begins with ``label``.
+def format_of(path: str | Path, argument: str = "path") -> str:
+    """The format that a name asks for, as Pillow calls it; an error is about ``argument``.
 
     Raises:
         InputError: its ending is none of ``FORMATS``.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        what = f"{suffix} is no format here" if suffix else "has no ending"
-        raise InputError(f"{f'{label} {path}'.strip()}: {what}; end it with .png, .jpg or .webp")
+        what = f"ends in {suffix}, which is not written" if suffix else "has no ending"
+        raise InputError(argument, path, what, "end it with .png, .jpg or .webp")
     return FORMATS[suffix]
 
 
-def names_file(path: Path, label: str = "") -> bool:
-    """Whether a name where images are to go is that of one image, and not of a folder.
-
-    Raises:
-        InputError: it has the ending of another format.
-    """
-    suffix = path.suffix.lower()
-    if path.name.lower() in (*FORMATS, *OTHERS) and not path.is_dir():
-        told = f"{label} {path}".strip()
-        raise InputError(f"{told}: is an ending without a name before it; write NAME{path.name}")
-    if (suffix in OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
-        format_of(path, label)
-    if (near := slip(suffix[1:], [one[1:] for one in FORMATS])) and suffix not in FORMATS and not path.exists():
-        told = f"{label} {path}".strip()
-        raise InputError(f"{told}: {suffix} is no format here; did you mean .{near}? A folder of this name ends with /")
-    return suffix in FORMATS and not path.is_dir()
+def names_file(path: Path) -> bool:
+    """Whether a name where images are to go is that of one image, and not of a folder."""
+    return path.suffix.lower() in FORMATS and not path.is_dir()
 
 
-def new_image(label: str, name: Any) -> Path:
+def new_image(argument: str, name: Any) -> Path:
     """The file of an image that is to be made, before anything is done for it.
 
     Raises:
-        InputError: its ending is not known, it is there already, or it cannot be written; it begins with ``label``.
+        InputError: its ending is not known, it is there already, or it cannot be written; it is about ``argument``.
     """
-    path = named_path(label, name)
-    format_of(path, label)
+    path = named_path(argument, name)
+    format_of(path, argument)
     if os.path.lexists(path):
-        raise InputError(f"{label} {path}: this file exists and is not replaced; choose another name")
+        raise InputError(argument, path, "exists and is not replaced", "choose another name")
     if not path.parent.is_dir():
-        raise InputError(f"{label} {path}: {path.parent} is not a folder that can be written to; choose another one")
-    check_writable(f"{label} {path}", path.parent)
+        problem = f"is not in a folder that can be written to: {path.parent}"
+        raise InputError(argument, path, problem, "choose another one")
+    check_writable(argument, path.parent)
     return path
 
 
@@ -182,20 +163,11 @@ class GeneratedImage(Image.Image):
     metadata: Mapping[str, Any]
 
     @classmethod
-    @checked
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
         """The same pixels with ``metadata``."""
         copy = cls()
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
-
-    __iter__ = None  # else what follows would make it a sequence
-
-    def __getitem__(self, index: Any) -> Any:
-        # diffusers' pipe(...)[0] is the list of images.
-        raise TypeError(
-            f"[{index!r:.80}] of an image: result[0] is the first image itself; np.asarray(image) has pixels"
-        )
 
     def __getstate__(self) -> list[Any]:
         return [*super().__getstate__(), getattr(self, "metadata", {})]
@@ -207,7 +179,7 @@ class GeneratedImage(Image.Image):
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own; a file is written whole."""
         if not isinstance(format, str | None):
-            raise InputError(f"format={shown(format)} is not the name of a format, such as PNG")
+            raise InputError("format", format, "is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         suffix = Path(str(name)).suffix.lower()
         kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")

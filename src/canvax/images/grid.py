@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     from PIL import Image
 
     if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in images):
-        raise InputError(f"images={images!r:.80} is not a list of PIL images")
+        raise InputError("images", images, "is not a list of PIL images")
     if not images:
-        raise InputError("images is empty; a grid needs at least one")
+        raise InputError("images", NO_VALUE, "is empty", "a grid needs at least one")
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
     if rows * cols * width * height > _MOST_PIXELS:
-        raise InputError(f"rows={rows} and cols={cols} of {width} x {height} pixels are too many; give fewer")
+        raise InputError("rows", rows, f"and cols={cols} of {width} x {height} pixels are too many", "give fewer")
     grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))
@@ -81,6 +81,6 @@ def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
         rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            f"rows={rows}, cols={cols} is {rows * cols} cells for {count} images; leave one of the two out"
+            "rows", rows, f"and cols={cols} make {rows * cols} cells for {count} images", "leave one of the two out"
         )
     return rows, cols

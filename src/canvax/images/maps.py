@@ -49,7 +49,7 @@ def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image
 def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(kind, str) or kind not in SETTINGS:
         raise InputError(
-            f"{kind!r} is not a kind of control image that is made here; {nearest(str(kind), list(SETTINGS))}"
+            "kind", kind, "is not a kind of control image that is made here", nearest(str(kind), list(SETTINGS))
         )
     numbers = {name: usual for name, (usual, _, _) in SETTINGS[kind].items()}
     for name, value in settings.items():
@@ -57,10 +57,10 @@ def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
             raise InputError(f"{kind} has no {name!r}; it has {', '.join(numbers) or 'no settings'}")
         _, low, high = SETTINGS[kind][name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise InputError(f"{name}={value!r} is not in {low:g}..{high:g}")
+            raise InputError(name, value, f"is not in {low:g}..{high:g}")
         numbers[name] = value
     if kind == "canny" and numbers["low"] > numbers["high"]:
-        raise InputError(f"low={numbers['low']:g} is above high={numbers['high']:g}; give them in order")
+        raise InputError("low", numbers["low"], f"is above high={numbers['high']:g}", "give them in order")
     return numbers
 
 

@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from canvax.checked import checked
 from canvax.errors import warn
 from canvax.originals import replaced
 
@@ -43,7 +42,6 @@ def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capab
         yield
 
 
-@checked
 def plain_kernels() -> AbstractContextManager[None]:
     """Compute as the models are written down, without kernels of any platform's own.
 

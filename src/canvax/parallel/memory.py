@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, OutOfMemoryError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -27,7 +26,6 @@ _ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 """What programs take. Asking the compiler costs tens of milliseconds, and every image wants to know of three."""
 
 
-@checked
 @dataclass(frozen=True)
 class Memory:
     """Bytes that each device needs for a model at some size and batch.
@@ -47,7 +45,7 @@ class Memory:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
         for name, size in sizes.items():
             if size < 0:
-                raise InputError(f"{name}={size} bytes are fewer than none")
+                raise InputError(name, size, "is fewer than 0 bytes")
 
     @property
     def total(self) -> int:

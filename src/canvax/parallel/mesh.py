@@ -15,8 +15,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 
 AXES = ("data", "model")
 
@@ -24,7 +23,6 @@ _users: list[int] = []
 """The process that uses the devices, once it does."""
 
 
-@checked
 def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
     """Mesh over JAX devices, for ``canvax.load(..., mesh=)``.
 
@@ -40,13 +38,13 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     try:
         chosen = all_devices() if devices is None else list(devices)
     except TypeError:
-        raise InputError(f"devices={devices!r} is not a list of JAX devices, such as jax.devices()[:2]") from None
+        raise InputError("devices", devices, "is not a list of JAX devices, such as jax.devices()[:2]") from None
     if not all(hasattr(device, "platform") for device in chosen):
-        raise InputError(f"devices={chosen!r:.80} are not JAX devices, such as jax.devices()[:2]")
+        raise InputError("devices", chosen, "are not JAX devices, such as jax.devices()[:2]")
     if not chosen:
-        raise InputError("devices is empty; give at least one, or None for all of them")
+        raise InputError("devices", NO_VALUE, "is empty", "give at least one, or None for all of them")
     if len(set(chosen)) < len(chosen):
-        raise InputError(f"devices={chosen!r:.80} name one twice; give each once")
+        raise InputError("devices", chosen, "name one twice", "give each once")
     data = check_sizes(len(chosen), data, model)
     if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board talk fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)
@@ -100,12 +98,12 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise InputError(f"mesh 'model={model}': {model} does not divide {devices} devices; use one of {divisors}")
+            raise InputError("mesh", f"model={model}", f"does not divide {devices} devices", f"use one of {divisors}")
         return devices // model
     if data * model != devices:
         some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
         there = f"there {'is' if devices == 1 else 'are'} {devices}; leave it out to use them all{some}"
-        raise InputError(f"mesh 'data={data},model={model}' is one of {data * model} devices, and {there}")
+        raise InputError("mesh", f"data={data},model={model}", f"is one of {data * model} devices, and {there}")
     return data
 
 
@@ -117,13 +115,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     text = text.replace(" ", "")
     if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text, re.ASCII):
-        raise InputError(f"mesh {text!r} is not understood; write data=4,model=2, or one of the two")
+        raise InputError("mesh", text, "is not understood", "write data=4,model=2, or one of the two")
     pairs = [part.split("=") for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs}
     if len(sizes) < len(pairs):
-        raise InputError(f"mesh {text!r} names an axis twice; write data=4,model=2")
+        raise InputError("mesh", text, "names an axis twice", "write data=4,model=2")
     if 0 in sizes.values():
-        raise InputError(f"mesh {text!r}: the sizes of axes are numbers of at least 1")
+        raise InputError("mesh", text, "has an axis whose size is not a number of at least 1")
     check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
     return sizes
 
@@ -148,15 +146,17 @@ def check_mesh(mesh: Mesh) -> Mesh:
         InputError: no ``data`` axis, an axis other than ``data`` and ``model``, some processes left out, or a fork.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError(f"mesh={mesh!r} is not a mesh; make one with canvax.make_mesh(data=4, model=2)")
+        raise InputError("mesh", mesh, "is not a mesh", "make one with canvax.make_mesh(data=4, model=2)")
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise InputError(f"mesh has axes {mesh.axis_names}; name them 'data' and, if wanted, 'model'")
+        raise InputError("mesh", NO_VALUE, f"has axes {mesh.axis_names}", "name them 'data' and, if wanted, 'model'")
     refuse_fork()
     owners = processes(mesh)
     if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
         raise InputError(
-            f"mesh has devices of the processes {owners} of {jax.process_count()}; give it devices of all of them, or "
-            "of this one alone, as in make_mesh(jax.local_devices())"
+            "mesh",
+            NO_VALUE,
+            f"has devices of the processes {owners} of {jax.process_count()}",
+            "give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
         )
     if mesh.axis_names == AXES and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh

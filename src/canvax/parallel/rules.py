@@ -19,8 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import is_deleted
-from canvax.errors import HintWarning, InputError, warn
+from canvax.errors import NO_VALUE, HintWarning, InputError, warn
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array, DType
@@ -93,7 +92,7 @@ def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
     whole = [str(number) for number in range(1, math.gcd(*units) + 1) if math.gcd(*units) % number == 0]
     cure = f"sizes that split all of it: {', '.join(whole)}"
     if len(uneven) == len(units):
-        raise InputError(f"mesh model={size} splits nothing of {name}; {cure}")
+        raise InputError("mesh", f"model={size}", f"splits nothing of {name}", cure)
     counts = ", ".join(map(str, uneven))
     warn(f"mesh model={size} does not divide {counts} heads or groups of {name}, which stay whole; {cure}", HintWarning)
 
@@ -155,7 +154,7 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
         InputError: some are missing, unknown, of another shape or no numbers; naming them, below ``name``.
     """
     if not isinstance(params, Mapping):
-        raise InputError(f"params[{name!r}] is {type(params).__name__}, not a dict of arrays")
+        raise InputError("params", NO_VALUE, f"has {name!r}, which is {type(params).__name__}, not a dict of arrays")
     declared, structure = jax.tree.flatten(spec)
     leaves, found = jax.tree.flatten(params)
     # Loops of one's own come here before each step: names are put together only where something is wrong.
@@ -168,15 +167,15 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
     faults += [f"{key} {why}" for key, why in unfit.items() if why]
     if faults:
         rest = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise InputError(f"params[{name!r}] does not fit the model: {'; '.join(faults[:8])}{rest}")
+        raise InputError(
+            "params", NO_VALUE, f"has {name!r}, which does not fit the model: {'; '.join(faults[:8])}{rest}"
+        )
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
     """Why something is not this parameter; "" if it is, be it traced or only described."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         return f"is a {type(leaf).__name__}, not an array of NumPy or JAX"
-    if is_deleted(leaf):
-        return "was deleted or donated, so that nothing is left of it"
     shape = leaf.shape[1:] if stacked else leaf.shape
     if (shape != param.shape and shape != param.in_parts) or (stacked and not leaf.ndim):
         return f"is {shape}, not {param.shape}"

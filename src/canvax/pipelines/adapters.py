@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
 from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -89,7 +88,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 
-    @checked
     def get(self, key: str, default: Any = None) -> Any:
         """The adapter, or ``default`` where there is none of this name."""
         return self._loaded.get(key, default)
@@ -109,7 +107,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """The textual inversions, as prompts write them."""
         return tuple(self._words)
 
-    @placed
     def load(
         self,
         name: str,
@@ -172,7 +169,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
             self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
         return loaded
 
-    @checked
     def beside(self, rank: int | None = 16, places: int = COUNT, layers: str = "all") -> None:
         """Make places for adapters beside the weights, for which programs are compiled once; later ones fill them.
 
@@ -193,7 +189,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
         if len(held) > places:
             raise InputError(
-                f"places={places} are too few for {', '.join(one.name for one in held)}; remove some first"
+                "places", places, f"are too few for {', '.join(one.name for one in held)}", "remove some first"
             )
         packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
         for place, (one, arrays) in enumerate(zip(held, packed, strict=True)):
@@ -216,8 +212,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         free = [k for k in range(bank.places.count) if k not in taken]
         if not free:
             raise InputError(
-                f"adapter {loaded.name!r}: all {bank.places.count} places are taken, by {', '.join(taken.values())}; "
-                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})"
+                "adapter",
+                loaded.name,
+                f"finds all {bank.places.count} places taken, by {', '.join(taken.values())}",
+                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})",
             )
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
         loaded.place, self._bank = free[0], bank
@@ -229,7 +227,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         by_block, _ = parted(loaded.weights, bank.components)
         return loaded.factor if by_block else None
 
-    @placed
     def load_embedding(
         self,
         source: str | Path,
@@ -273,7 +270,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
-    @placed
     def set(self, weights: Mapping[str, float | Mapping[str, Any]], *others: Any) -> None:
         """Give adapters these weights, and all others none; they stay loaded.
 
@@ -311,7 +307,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if parted(before.weights, self._bank.components)[0] != parted(now.weights, self._bank.components)[0]:
             self._bank.put(now.place, self._bank.pack(now.name, now.adapter, self._inner(now)))
 
-    @checked
     def remove(self, *names: str) -> None:
         """Remove adapters and textual inversions; without names, all of them.
 
@@ -344,11 +339,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @folder.setter
     def folder(self, folder: str | Path | None) -> None:
         if folder is not None and not (isinstance(folder, str | Path) and named_path("folder", folder).is_dir()):
-            raise InputError(f"adapters.folder={str(folder)[:200]!r} is not a folder")
+            raise InputError("folder", folder, "is not a folder")
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
-    @checked
     def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
@@ -394,7 +388,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 calls.append(call)
         return calls
 
-    @checked
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
         """Make the calls of a ``recipe``."""
         for method, arguments, keywords in recipe:
@@ -422,7 +415,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
             there = nearest(shown(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
-            raise InputError(f"adapter {shown(name)} is not loaded; {there}")
+            raise InputError("adapter", name, "is not loaded", there)
 
     def _placed(
         self,
@@ -439,15 +432,17 @@ class Adapters(Mapping[str, LoadedAdapter]):
         found: dict[str, _Word] = {}
         for embedding in embeddings:
             if embedding.name.lower() in {word.lower() for word in (*self._words, *found)}:
-                raise InputError(f"token={embedding.name!r} is loaded already; remove it first, or give another token")
+                raise InputError("token", embedding.name, "is loaded already", "remove it first, or give another token")
             ids = {}
             for part, vectors in embedding.vectors.items():
                 used = {i for word in (*self._words.values(), *found.values()) for i in word.ids.get(part, ())}
                 free = [i for i in self._model.tokenizers[part].spare if i not in used]
                 if len(free) < len(vectors):
                     raise InputError(
-                        f"{embedding.name!r} has {len(vectors)} vectors, and {part} has room for {len(free)} more; "
-                        "remove another textual inversion"
+                        "token",
+                        embedding.name,
+                        f"has {len(vectors)} vectors, and {part} has room for {len(free)} more",
+                        "remove another textual inversion",
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)

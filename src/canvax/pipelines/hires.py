@@ -42,7 +42,9 @@ def two_passes(
     """``text_to_image`` at the size of the request, then again at ``options.hires`` times that."""
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
-        raise InputError(f"hires={request.options.hires:g} with several processes: no process has all images")
+        raise InputError(
+            "hires", request.options.hires, "does not go with several processes: no process has all images"
+        )
     first = text_to_image(model, programs, params, request, cure, counts)
     assert larger.given is not None
     if request.options.hires_method == "latent":
@@ -71,14 +73,16 @@ def second_pass(model: Model, request: Request) -> Request:
     options = request.options
     if request.given is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
-        raise InputError(f"hires={options.hires:g} with an image: {cure}")
+        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError(f"hires={options.hires:g} with denoising_start or denoising_end: leave one out")
+        raise InputError(
+            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
+        )
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
-        raise InputError(f"hires={options.hires:g} leaves {width} x {height} pixels as they are; 1.5 or 2 is usual")
+        raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:
-        raise InputError(f"hires={options.hires:g} makes {width} x {height} pixels, more than {MAX_SIDE}; use less")
+        raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = check_steps(options.hires_steps, None, request.steps, most)
     strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
@@ -103,7 +107,7 @@ def second_pass(model: Model, request: Request) -> Request:
     try:
         sampler_table(model, larger)
     except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
-        raise InputError(f"hires={options.hires:g}: its second pass cannot be run: {error}") from None
+        raise InputError("hires", options.hires, f"has a second pass that cannot be run: {error}") from None
     return larger
 
 

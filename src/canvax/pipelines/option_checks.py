@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import check_function
-from canvax.errors import InputError, nearest, shown
+from canvax.errors import InputError, check_function, nearest, shown
 from canvax.guidance import SETTINGS as METHODS
 from canvax.pipelines.checks import MAX_SIDE, MOST_GUIDANCE
 from canvax.samplers.catalog import find

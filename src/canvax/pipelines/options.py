@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers, shown
-from canvax.familiar import CALL
 from canvax.guidance import SETTINGS as METHODS
 from canvax.guidance import Method
 from canvax.noise import NoiseKind
@@ -53,14 +52,6 @@ class Step:
     latents: np.ndarray
     denoised: np.ndarray
 
-    def __getattr__(self, name: str) -> Any:
-        """Names that others' callbacks are told by."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        meant = {"step": "index", "i": "index", "t": "timestep", "steps": "total", "images": "denoised"}.get(name)
-        told = f"write step.{meant}" if meant else nearest(name, [field.name for field in dataclasses.fields(self)])
-        raise AttributeError(f"{name!r:.80} is not an attribute of a step; {told}")
-
 
 Callback = Callable[[Step], Any]
 """Called after each evaluation. It may return None to go on, False to cancel the image
@@ -85,9 +76,6 @@ _CHOICES = {
     "mask_blend": MaskBlend,
 }
 
-_OF_A_CALL = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "seed")
-_OF_A_CALL += ("num_images_per_prompt", "sampler", "latents", "image", "mask", "strength", "control", "image_prompt")
-_OF_A_CALL += ("adapters",)
 
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
@@ -234,16 +222,6 @@ class Options:
     aesthetic_score: float | None = None
     negative_aesthetic_score: float | None = None
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
-        """Refuse unknown names in a sentence, before the constructor does in a bare one."""
-        for name in keywords.keys() - set(_names()):
-            meant = CALL[name].becomes if name in CALL else ""
-            told = f"write {meant}" if meant else nearest(name, _names())
-            if (meant or name) in _OF_A_CALL:
-                told = f"{meant}: " * bool(meant) + "it is an argument of the call itself"
-            raise InputError(f"canvax.Options has no {name!r}; {told}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         with reading_arguments(dict(vars(self))):
             self._check()
@@ -336,15 +314,6 @@ class Options:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
         decisive = self.given() - {"progress", "callback"}
         return {name: getattr(self, name) for name in _names() if name in decisive}
-
-
-def _refuse_change(options: Options, name: str, value: Any) -> None:
-    cure = f"give {name}= to the call, or write dataclasses.replace(options, {name}=...)"
-    cure = cure if name in _names() else nearest(name, _names())
-    raise dataclasses.FrozenInstanceError(f"options.{name} cannot be set; {cure}")
-
-
-setattr(Options, "__setattr__", _refuse_change)  # noqa: B010 (a frozen dataclass may not have its own)
 
 
 def _names() -> list[str]:

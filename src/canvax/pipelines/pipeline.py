@@ -8,13 +8,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
@@ -48,23 +47,8 @@ if TYPE_CHECKING:
     from canvax.pipelines.safety import SafetyChecker
 
 
-class _Answering(type):
-    """Of classes: what a pipeline says of attributes that it has not, its class says as well."""
-
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Make one of its parts; a name or sizes, as KerasCV's class of this name takes them, are none."""
-        if len(arguments) < 2 and "programs" not in keywords:
-            raise InputError(f"canvax.{cls.__name__} is made by canvax.load: pipe = canvax.load('emoji')")
-        return super().__call__(*arguments, **keywords)
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(answer(name, ATTRIBUTES, dir(cls), "an attribute of a pipeline"))
-
-
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel, metaclass=_Answering):
+class StableDiffusion(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
@@ -96,13 +80,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             raise AttributeError(f"cannot be set: {said}")
         object.__setattr__(self, name, value)
 
-    def __getitem__(self, name: object) -> NoReturn:
-        """A pipeline is no table, and no pair; its weights are a table."""
-        if isinstance(name, int):  # pipe, params = canvax.load(model)
-            told = "canvax.load gives one pipeline, whose weights are pipe.params; pipe(prompt)[0] is an image"
-            raise InputError(f"pipe[{name}]: {told}")
-        raise InputError(f"pipe[{name!r:.80}]: weights are pipe.params[{name!r:.80}], and images pipe(prompt)[0]")
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices.
 
@@ -123,14 +100,13 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
 
     def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, self.safety_checker)
+        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
         pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
         return pipe
 
-    @checked
     def with_ip_adapter(
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
@@ -158,7 +134,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    @checked
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
@@ -181,7 +156,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             return self._with("with_controlnet", (controlnet,), source, *other)
 
     @classmethod
-    @placed
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
@@ -311,7 +285,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
-    @checked
     def upscale(
         self,
         image: Any,
@@ -435,7 +408,7 @@ def load(
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
     if not isinstance(safety_checker, bool | None):
-        raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
+        raise InputError("safety_checker", safety_checker, "is not True, for the model's own, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
     sources = control_sources([] if controlnet is None else controlnet, **hub)

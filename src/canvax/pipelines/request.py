@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import InputError, refuse_tracers, shown
+from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
     MAX_SIDE,
@@ -123,13 +123,15 @@ def make_request(model: Model, call: Call) -> Request:
     """
     options, sampler, per_prompt = check_options(call.options), call.sampler, call.num_images_per_prompt
     if not isinstance(sampler, str | None):
-        raise InputError(f"sampler={shown(sampler)} is not the name of a sampler; canvax samplers lists them")
+        raise InputError("sampler", sampler, "is not the name of a sampler", "canvax samplers lists them")
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
-        raise InputError(f"the conditions are not of {len(prompts)} images; give an entry for each")
+        raise InputError(
+            "prompt", NO_VALUE, f"has conditions of other than {len(prompts)} images", "give an entry for each"
+        )
     (tall, wide), factor = model.native_size, model.vae.factor
     size = (call.height, call.width)
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
@@ -184,9 +186,14 @@ def _check_together(request: Request, model: Model) -> None:
     prompts, options = request.prompts, request.options
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
-        raise InputError(f"prompt={prompts[0][:60]!r} adds prompts up (AND): {why}; leave AND and :weight out")
+        raise InputError("prompt", prompts[0][:60], f"adds prompts up (AND): {why}", "leave AND and :weight out")
     if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError("latents with variation_strength or seed_size: the noise is given already; leave them out")
+        raise InputError(
+            "latents",
+            NO_VALUE,
+            "cannot be combined with variation_strength or seed_size: the noise is given already",
+            "leave them out",
+        )
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -217,10 +224,15 @@ def check_for_model(options: Options, model: Model) -> None:
     """
     unused = model.family.unused_options(model)
     for name in sorted(options.changed().keys() & unused.keys()):
-        raise InputError(f"options.{name} means nothing to {model.name}: {unused[name]}; leave it out")
+        raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
         if model.networks.embeds_guidance and name in options.changed():
-            raise InputError(f"options.{name}: {model.name} takes one guidance scale, as an input; leave it out")
+            raise InputError(
+                name,
+                NO_VALUE,
+                f"is not supported by {model.name}, which takes one guidance scale, as an input",
+                "leave it out",
+            )
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
 
@@ -232,7 +244,7 @@ def check_clip_skip(skip: int, model: Model) -> None:
         InputError: naming how many these are.
     """
     if not 0 <= skip <= model.text.max_skip:
-        raise InputError(f"clip_skip={skip!r} is not in 0..{model.text.max_skip}, the layers that can be left out")
+        raise InputError("clip_skip", skip, f"is not in 0..{model.text.max_skip}, the layers that can be left out")
 
 
 def check_seed_size(options: Options, factor: int) -> None:
@@ -242,7 +254,7 @@ def check_seed_size(options: Options, factor: int) -> None:
         InputError: naming the sides that do.
     """
     if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
-        raise InputError(f"seed_size={options.seed_size} is not (height, width) of {factor} to {MAX_SIDE} pixels")
+        raise InputError("seed_size", options.seed_size, f"is not (height, width) of {factor} to {MAX_SIDE} pixels")
     for side in options.seed_size or ():
         check_size("seed_size", side, 0, factor)
 
@@ -255,7 +267,7 @@ def check_layers(layers: int, model: Model) -> None:
     """
     most = model.networks.denoiser.deep_layers
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
-        raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {model.name}")
+        raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
 
 
 def check_start(
@@ -269,19 +281,30 @@ def check_start(
     started = options.denoising_start > 0
     if started and latents is None:
         raise InputError(
-            "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
-            "with options.denoising_end"
+            "denoising_start",
+            NO_VALUE,
+            "needs latents",
+            "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
         )
     inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
     if inverts and image:
-        raise InputError(f"image with sampler={sampler!r}: pass pipe.encode_image(image) as latents, without noise")
+        raise InputError(
+            "image",
+            NO_VALUE,
+            f"does not go with sampler={sampler!r}",
+            "pass pipe.encode_image(image) as latents, without noise",
+        )
     if inverts and latents is None:
         raise InputError(
-            f"latents=None with sampler={sampler!r}, which goes from an image to its noise: pass the "
-            "latents of the image, such as result.latents"
+            "sampler",
+            sampler,
+            "goes from an image to its noise and needs latents",
+            "pass the {latents} of the image, such as result.latents",
         )
     if model.is_refiner and not started and not image:
         raise InputError(
-            f"{model.name} is a refiner, which only finishes images; give an image, or latents of a base model that "
-            "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+            "image",
+            NO_VALUE,
+            f"is missing: {model.name} is a refiner, which only finishes images",
+            "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
         )

@@ -14,7 +14,7 @@ from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import Cancelled, CanvaxError, InputError, shown
+from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -55,7 +55,7 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
-        raise InputError("mask_blend='renoised' with several processes: use 'denoised'")
+        raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
@@ -199,5 +199,5 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     latents = check_latents(returned, shape, "the latents that the callback returned")
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
-        raise InputError(f"the callback returned {type(returned).__name__}, which cannot be used: {why}")
+        raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
     return latents

@@ -30,10 +30,8 @@ _SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
 GIVEN = CALL | {
-    "prompt_embeds": Familiar(becomes="prompt['text']"),
-    "pooled_prompt_embeds": Familiar(becomes="prompt['pooled']"),
-    "negative_prompt_embeds": Familiar(becomes="negative_prompt['text']"),
-    "negative_pooled_prompt_embeds": Familiar(becomes="negative_prompt['pooled']"),
+    "prompt_embeds": Familiar(becomes="prompt"),
+    "negative_prompt_embeds": Familiar(becomes="negative_prompt"),
 }
 """What errors of a call name otherwise than its caller."""
 

@@ -98,7 +98,7 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
                 message = json.loads(line)
                 if "refused" in message:
                     compiler = parse_target(job.target).compiler
-                    raise InputError(f"target={job.target!r}: {compiler} refuses it: {message['refused']}")
+                    raise InputError("target", job.target, f"is refused by {compiler}: {message['refused']}")
                 yield message
             if process.wait() != 0:
                 noise.seek(0)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from canvax._version import __version__
-from canvax.checked import checked
 from canvax.denoise import WINDOW
-from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
+from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.read import family_of, read_networks
 from canvax.files import named_path
 from canvax.models.networks import Networks
@@ -202,7 +201,6 @@ class Plan:
         }
 
 
-@checked
 def plan(
     model: str | Path,
     target: str,
@@ -251,12 +249,12 @@ def plan(
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
-        raise InputError(f"mesh={mesh!r} does not map axes to devices, as {{'data': 4}} does")
+        raise InputError("mesh", mesh, "does not map axes to devices, as {'data': 4} does")
     axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
-        raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
+        raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
     check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
@@ -294,13 +292,15 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     asked = {"model": 1, **(mesh or {})}
     for name, size in asked.items():
         if name not in AXES:
-            raise InputError(f"mesh has an axis {name!r}; {nearest(name, AXES)}")
-        check_count(f"mesh {name}", size)
+            raise InputError("mesh", NO_VALUE, f"has an axis {name!r}", nearest(name, AXES))
+        check_count(name, size)
     axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
-            f"mesh data={axes['data']}, model={axes['model']} has {axes['data'] * axes['model']} devices, {target} has "
-            f"{devices}; their product must be {devices}"
+            "mesh",
+            axes,
+            f"has {axes['data'] * axes['model']} devices, {target} has {devices}",
+            f"their product must be {devices}",
         )
     return axes
 
@@ -317,7 +317,7 @@ def architecture(model: str | Path, **source: Any) -> Networks:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
             raise InputError(
-                f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"
+                "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
     return read_networks(files)

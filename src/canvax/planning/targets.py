@@ -220,13 +220,13 @@ def parse_target(target: str) -> Target:
     """
     examples = "write it like 'tpu-v5e:2x2' (four chips), 'tpu-v4:2x2x1', 'gpu-h100' or 'gpu-h100:8'"
     if not isinstance(target, str) or not target:
-        raise InputError(f"target={target!r} is not the name of a TPU or GPU; {examples}")
+        raise InputError("target", target, "is not the name of a TPU or GPU", examples)
     said = target.lower()
     match = _GPU_NAME.fullmatch(said)
     if match and match[1] in GPUS and not said.startswith("tpu"):
         count = int(match[2] or 1)
         if not count:
-            raise InputError(f"target={target!r} has no GPUs; {examples}")
+            raise InputError("target", target, "has no GPUs", examples)
         return Target(GPUS[match[1]], (count,))
     match = _TPU_NAME.fullmatch(said)
     name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", said).partition(":")[0]
@@ -234,14 +234,19 @@ def parse_target(target: str) -> Target:
         begun = [repr(one) for one in (*CHIPS, *GPUS) if name and one.startswith(name) and one != name]
         hint = f"there are {' and '.join(begun)}" if begun else nearest(name, [*CHIPS, *GPUS])
         hint += f" There are {', '.join(CHIPS)} and {', '.join(GPUS)}" if hint.endswith("?") else ""
-        raise InputError(f"target={target!r} is not known; {hint}; {examples}")
+        raise InputError("target", target, "is not known", f"{hint}; {examples}")
     if match is None:
-        raise InputError(f"target={target!r} does not say how the chips are wired; {examples}")
+        raise InputError("target", target, "does not say how the chips are wired", examples)
     shape = tuple(int(side) for side in match[2].split("x"))
     if not all(shape):
-        raise InputError(f"target={target!r} has no chips; {examples}")
+        raise InputError("target", target, "has no chips", examples)
     if name not in _SPATIAL and shape[2:] > (1,):
-        raise InputError(f"target={target!r}: chips of a {name} lie in a plane, such as tpu-{name}:2x4; {examples}")
+        raise InputError(
+            "target",
+            target,
+            f"is not laid out as chips of a {name}, which lie in a plane, such as tpu-{name}:2x4",
+            examples,
+        )
     return Target(CHIPS[name], shape)
 
 

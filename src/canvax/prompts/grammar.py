@@ -54,7 +54,7 @@ def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
         elif text:
             joined.append((text, weight))
     if not joined and prompt.strip():
-        raise InputError(f"prompt={prompt[:80]!r} has weights and no words; write (words:1.2)")
+        raise InputError("prompt", prompt[:80], "has weights and no words", "write (words:1.2)")
     return joined or [("", 1.0)]
 
 
@@ -66,7 +66,7 @@ def check_weight(prompt: str, weight: float) -> None:
     """
     if abs(weight) > MOST_WEIGHT:
         raise InputError(
-            f"prompt={prompt[:80]!r} has a weight of {weight:g}, more than {MOST_WEIGHT:g}; 0.5 to 1.5 is usual"
+            "prompt", prompt[:80], f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}", "0.5 to 1.5 is usual"
         )
 
 

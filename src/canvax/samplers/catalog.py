@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import FLOAT32_MAX, InputError, did_you_mean, nearest, shown
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -29,7 +28,6 @@ IMPOSSIBLE = {
 }
 
 
-@checked
 @dataclass(frozen=True)
 class Scheduler:
     """What a scheduler_config.json says: the noise the model was trained with, its own sampler, and its options."""
@@ -40,7 +38,6 @@ class Scheduler:
     config: Mapping[str, Any]
 
 
-@checked
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     """The sampler called `name` in any spelling, and the options that this name implies.
 
@@ -59,19 +56,23 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
         if spec is None:
             continue
         if not spec.curves:
-            raise InputError(f"sampler={name!r}: {spec.label} takes no {curve} sigmas; use {spec.label!r}")
+            raise InputError(
+                "sampler", name, f"names {curve} sigmas, which {spec.label} does not take", f"use {spec.label!r}"
+            )
         return spec, {**spec.implied, "sigmas": curve}
     if key in IMPOSSIBLE:
-        raise InputError(f"sampler={name!r}: {IMPOSSIBLE[key]}")
+        raise InputError("sampler", name, f"is not possible: {IMPOSSIBLE[key]}")
     if key in _SUFFIXES:
         raise InputError(
-            f"sampler={name!r} is a sigma schedule: write sigmas={_SUFFIXES[key]!r}, or a name such as "
-            f"'DPM++ 2M {name}'"
+            "sampler",
+            name,
+            "is a sigma schedule",
+            f"write {{sigmas={_SUFFIXES[key]!r}}}, or a name such as 'DPM++ 2M {name}'",
         )
     choices = [spec.label for spec in SAMPLERS]
     choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
-    raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices, 'canvax samplers')}")
+    raise InputError("sampler", name, "is not known", nearest(str(name), choices, "canvax samplers"))
 
 
 def _plain(name: str) -> str:
@@ -89,15 +90,13 @@ _SUFFIXES = {
 _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
-@checked
 def curve_named(name: str) -> str:
     """The curve called `name` in any spelling."""
     if _plain(name) not in _SUFFIXES:
-        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES, 'canvax samplers curves')}")
+        raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES, "canvax samplers curves"))
     return _SUFFIXES[_plain(name)]
 
 
-@checked
 def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
     """Read a scheduler_config.json. Raises InputError with every field and value that cannot be honoured, together.
 
@@ -112,8 +111,10 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
         cure = cure or did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
-            f"_class_name={name!r} of the scheduler config is not supported; {cure and f'{cure}; '}supported are the "
-            "classes that canvax samplers lists"
+            "_class_name",
+            name,
+            "of the scheduler config is not supported",
+            f"{cure and f'{cure}; '}supported are the classes that canvax samplers lists",
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
@@ -127,9 +128,9 @@ def _table_of(config: Any) -> Mapping[str, Any]:
         InputError: it is something else.
     """
     if not isinstance(config, Mapping):
-        raise InputError(f"config={config!r:.80} is not a table, such as json.loads of a scheduler_config.json gives")
+        raise InputError("config", config, "is not a table, such as json.loads of a scheduler_config.json gives")
     if other := [name for name in config if not isinstance(name, str)]:
-        raise InputError(f"config: {other[0]!r:.80} is not the name of a field")
+        raise InputError("config", NO_VALUE, f"has {other[0]!r:.80}, which is not the name of a field")
     return config
 
 
@@ -153,7 +154,6 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
     return replace(spec, stochastic=True, eta=True, settings=("s_noise", *spec.settings))
 
 
-@checked
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
     """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
 
@@ -169,7 +169,6 @@ def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> d
     return {**config, **{name: value for name, value in right.items() if name not in wrong}}
 
 
-@checked
 def build_table(
     scheduler: Scheduler,
     steps: int | None,
@@ -201,7 +200,7 @@ def build_table(
     starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
     """
     if not isinstance(scheduler, Scheduler):
-        raise InputError(f"scheduler={scheduler!r:.80} is not a Scheduler; take pipe.model.scheduler")
+        raise InputError("scheduler", scheduler, "is not a Scheduler", "take pipe.model.scheduler")
     settings = dict(settings or {})
     schedule = _schedule_for(scheduler.schedule, settings)
     train = schedule.num_train_timesteps
@@ -213,16 +212,20 @@ def build_table(
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
         raise InputError(
-            f"sigmas={sigmas!r:.80} with sampler={sampler!r}, whose name has a curve of its own; leave one of them out"
+            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
         )
     if options.s_churn and options.s_tmin > options.s_tmax:
-        raise InputError(f"s_tmin={options.s_tmin:g} is above s_tmax={options.s_tmax:g}: swap them")
+        raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(f"timesteps={list(options.timesteps)} with {other}: both place the steps; leave one out")
+        raise InputError(
+            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
+        )
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
-        raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{last}")
+        raise InputError(
+            "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
+        )
     steps = _steps(steps, options, train)
     if not np.all(np.abs(np.asarray(guidance, np.float64)) <= FLOAT32_MAX) or not 0 <= rescale <= 1:
         raise InputError(
@@ -232,21 +235,25 @@ def build_table(
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
     if skip < 0:
-        raise InputError(f"skip={skip} steps cannot be left out; give 0 or more")
+        raise InputError("skip", skip, "is not a number of steps to leave out", "give 0 or more")
     if not spec.curves and (start or end < 1 or skip):
-        raise InputError(f"sampler={spec.name!r} is run whole; a part of it means nothing")
+        raise InputError("sampler", spec.name, "is run whole", "a part of it means nothing")
     with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
         try:
             table = spec.solver(schedule, steps, options)
         except np.linalg.LinAlgError:
-            raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
+            raise InputError(
+                "steps", steps, f"gives two levels of sampler={spec.name!r} that are the same", "use fewer"
+            ) from None
         table = _guided(table, guidance, rescale, guidance_interval, schedule)
         lo = max(skip, _steps_before(table, schedule, start) if start else 0)
         hi = _steps_before(table, schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
             raise InputError(
-                f"skip={skip} leaves none of {hi} steps (where strength begins after denoising_end); skip fewer, or "
-                "take more steps"
+                "skip",
+                skip,
+                f"leaves none of {hi} steps (where strength begins after denoising_end)",
+                "skip fewer, or take more steps",
             )
         if lo >= hi:
             raise InputError(
@@ -269,9 +276,13 @@ def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSch
     for name, value in taken.items():
         check_option(name, value, 0.0)
     if "mu" in taken and schedule.size_shift is None:
-        raise InputError(f"mu={taken['mu']:g} with a model whose shift is always {schedule.shift:g}; leave it out")
+        raise InputError(
+            "mu", taken["mu"], f"does not go with a model whose shift is always {schedule.shift:g}", "leave it out"
+        )
     if "mu" not in taken and schedule.size_shift is not None:
-        raise InputError("mu=None: this model's shift follows the size of the image; give mu=..., the shift for it")
+        raise InputError(
+            "mu", None, "does not say the shift, which follows the size of the image for this model", "give {mu}"
+        )
     if "mu" in taken:
         schedule = schedule.with_mu(float(taken["mu"]))
     return replace(schedule, shift_terminal=taken.get("shift_terminal", schedule.shift_terminal))
@@ -327,7 +338,7 @@ def _guided(
     low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
-            f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1"
+            "guidance_interval", interval, "is not in order", "give two fractions of the run, 0 <= a < b <= 1"
         )
     table = table.with_guidance(guidance, rescale)
     if (low, high) == (0.0, 1.0):
@@ -347,10 +358,10 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
         own = len(options.sigmas) - (options.sigmas[-1] == 0)
     if own is not None and steps not in (None, own):
         name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError(f"steps={steps} with {own} {name} of your own; give as many steps, or none")
+        raise InputError("steps", steps, f"does not go with {own} {name} of your own", "give as many steps, or none")
     steps = own if own is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
-        raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")
+        raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")
     return int(steps)
 
 
@@ -368,23 +379,22 @@ def _changes(
         check_option("eta", eta)
     if eta and not spec.eta:
         able = ", ".join(repr(other.name) for other in SAMPLERS if other.eta)
-        raise InputError(f"eta={eta} does not apply to sampler={spec.name!r}; leave it out or use {able}")
+        raise InputError("eta", eta, f"does not apply to sampler={spec.name!r}", f"leave it out or use {able}")
     changes: dict[str, Any] = {"eta": eta, "spacing": spacing}
     if isinstance(sigmas, str):
         changes["sigmas"] = curve_named(sigmas)
     elif sigmas is not None:
         changes["sigmas"] = falling("sigmas", sigmas)
     if changes.get("sigmas", "automatic") != "automatic" and not spec.curves:
-        raise InputError(f"sigmas={sigmas!r} does not apply to sampler={spec.name!r}; leave it out")
+        raise InputError("sigmas", sigmas, f"does not apply to sampler={spec.name!r}", "leave it out")
     for name, value in settings.items():
         if name == "timesteps" and spec.curves:
             changes[name] = falling(name, value)
             continue
         able = (*SHAPES, *spec.settings)
         if name not in able:
-            raise InputError(
-                f"{name}={shown(value)} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}"
-            )
+            problem = f"has {name}={shown(value)}, which is not a setting of sampler={spec.name!r}"
+            raise InputError("sampler_settings", NO_VALUE, problem, f"it has {', '.join(able)}")
         check_option(name, value)
         changes[name] = tuple(value) if isinstance(value, list) else value
     return {name: value for name, value in changes.items() if value is not None}

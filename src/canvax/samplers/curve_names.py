@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from canvax.checked import checked
 from canvax.errors import InputError, nearest
 
 
-@checked
 @dataclass(frozen=True)
 class Curve:
     """A way to place noise levels. `also`: what others call it; the first entry is A1111's name."""
@@ -41,13 +39,12 @@ CURVES = (
 )
 
 
-@checked
 def curve_label(name: str) -> str:
     """What A1111 calls the curve `name`."""
     for curve in CURVES:
         if curve.name == name:
             return curve.also[0]
-    raise InputError(f"curve {name!r:.80} is not known; {nearest(str(name), NAMES)}")
+    raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES))
 
 
 NAMES = tuple(curve.name for curve in CURVES)

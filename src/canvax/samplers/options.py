@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import placed
 from canvax.errors import FLOAT32_MAX, InputError, nearest, shown
 from canvax.samplers.curve_names import NAMES
 
@@ -73,7 +72,6 @@ def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[st
     return f"a {'whole ' if whole else ''}number in {low:g}..{high:g}"
 
 
-@placed
 @dataclass(frozen=True)
 class SamplerOptions:
     """Choices of a sampler; a field that a solver does not use is ignored by it.
@@ -150,7 +148,7 @@ class SamplerOptions:
 def check_option(name: str, value: Any, default: Any = None) -> None:
     """Refuse what a field of `SamplerOptions` cannot hold, or a setting of another record with such a default."""
     if fault := fault_of(name, value, getattr(SamplerOptions, name, default)):
-        raise InputError(f"{name}={shown(value)} cannot be used ({fault})")
+        raise InputError(name, value, f"cannot be used ({fault})")
 
 
 def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
@@ -161,7 +159,7 @@ def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
     except Exception:  # of an object, whatever it raises when it is looked at
         numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
-        raise InputError(f"{name}={shown(values)} is not a list of numbers in 0..1e6")
+        raise InputError(name, values, "is not a list of numbers in 0..1e6")
     if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
-        raise InputError(f"{name}={shown(values)} does not fall from noise to image; sort it from the largest down")
+        raise InputError(name, values, "does not fall from noise to image", "sort it from the largest down")
     return tuple(float(number) for number in numbers)

@@ -107,12 +107,14 @@ def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, comb
     lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # those always begin there
     if schedule.prediction_type == "epsilon":
         raise InputError(
-            f"prediction_type='epsilon' says nothing about the image at {where}; use {lower}sampler='euler'"
+            "prediction_type", "epsilon", f"says nothing about the image at {where}", f"use {lower}{{sampler='euler'}}"
         )
     if schedule.prediction_type == "sample" and combines_eps:
         raise InputError(
-            f"prediction_type='sample' is turned into eps by PNDM, which says nothing about the image at "
-            f"{where}; use {lower}sampler='ddim'"
+            "prediction_type",
+            "sample",
+            f"is turned into eps by PNDM, which says nothing about the image at {where}",
+            f"use {lower}{{sampler='ddim'}}",
         )
 
 
@@ -120,8 +122,10 @@ def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
     """Refuse models that are not trained on numbered timesteps of a variance-preserving process."""
     if schedule.is_flow or schedule.timestep_unit != "index":
         raise InputError(
-            f"sampler={name!r} steps between numbered training timesteps, which flow and EDM models do not have; use "
-            "sampler='euler' or 'heun'"
+            "sampler",
+            name,
+            "steps between numbered training timesteps, which flow and EDM models do not have",
+            "use {sampler='euler'} or 'heun'",
         )
 
 
@@ -157,8 +161,10 @@ def table_of(
     )
     if not table.finite:
         raise InputError(
-            f"steps={int(table.step[-1]) + 1} gives this sampler two rows at one noise level, or a level it cannot "
-            "leave; use fewer steps or another spacing"
+            "steps",
+            int(table.step[-1]) + 1,
+            "gives this sampler two rows at one noise level, or a level it cannot leave",
+            "use fewer steps or another {spacing}",
         )
     return table
 

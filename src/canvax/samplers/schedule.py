@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, nearest, shown
+from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000
@@ -28,7 +27,6 @@ SMALLEST_ALPHA_CUMPROD = 2.0**-24
 there: sigma 4096, the convention of the field."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class NoiseSchedule:
     """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and what its network predicts.
@@ -59,27 +57,33 @@ class NoiseSchedule:
         try:
             values = np.asarray(self.alphas_cumprod, np.float64)
         except Exception:  # of an object, whatever it raises when it is looked at
-            raise InputError(f"alphas_cumprod={shown(self.alphas_cumprod)} is not a list of numbers") from None
+            raise InputError("alphas_cumprod", self.alphas_cumprod, "is not a list of numbers") from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
-            raise InputError(f"prediction_type={self.prediction_type!r} is not known; {hint}")
+            raise InputError("prediction_type", self.prediction_type, "is not known", hint)
         if self.timestep_unit not in TIMESTEP_UNITS:
             hint = nearest(self.timestep_unit, TIMESTEP_UNITS)
-            raise InputError(f"timestep_unit={self.timestep_unit!r:.80} is not known; {hint}")
+            raise InputError("timestep_unit", self.timestep_unit, "is not known", hint)
         for name in ("sigma_data", "shift"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(f"{name}={value} must be more than 0")
+                raise InputError(name, value, "must be more than 0")
         if values.ndim == 1 and (np.diff(values) > 0).any():
-            raise InputError("alphas_cumprod rises somewhere; give what is left of the image at each timestep, falling")
+            raise InputError(
+                "alphas_cumprod",
+                NO_VALUE,
+                "rises somewhere",
+                "give what is left of the image at each timestep, falling",
+            )
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
             raise InputError(
-                f"alphas_cumprod must be a non-empty list of numbers in 0..1, got shape {values.shape}; "
-                "check the betas of the scheduler config"
+                "alphas_cumprod",
+                NO_VALUE,
+                f"must be a non-empty list of numbers in 0..1, got shape {values.shape}",
+                "check the betas of the scheduler config",
             )
 
     @classmethod
-    @checked
     def from_betas(
         cls, betas: np.ndarray | Sequence[float], prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
     ) -> NoiseSchedule:
@@ -88,7 +92,6 @@ class NoiseSchedule:
         return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
 
     @classmethod
-    @checked
     def flow(
         cls,
         num_train_timesteps: int = 1000,
@@ -100,13 +103,12 @@ class NoiseSchedule:
         """Rectified flow: t = 1/n, 2/n, ... 1, shifted."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < shift <= 1e6:
-            raise InputError(f"shift={shift} must be more than 0, and at most 1e6; 1 is none")
+            raise InputError("shift", shift, "must be more than 0, and at most 1e6", "1 is none")
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
         remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
         kind = "flow_prediction"
         return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
 
-    @checked
     def with_mu(self, mu: float) -> NoiseSchedule:
         """The schedule of a flow model for the size of image whose shift is `mu`."""
         shift = float(np.exp(mu)) if self.size_shift == "exponential" else mu
@@ -115,19 +117,17 @@ class NoiseSchedule:
         )
 
     @classmethod
-    @checked
     def edm(
         cls, sigma_min: float, sigma_max: float, sigma_data: float, prediction_type: str, num_train_timesteps: int
     ) -> NoiseSchedule:
         """A network with EDM preconditioning between two noise levels: Karras et al. 2022, table 1."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < sigma_min < sigma_max <= 1e6:
-            raise InputError(f"sigma_min={sigma_min} and sigma_max={sigma_max} are not in order within 0..1e6")
+            raise InputError("sigma_min", sigma_min, f"and sigma_max={sigma_max} are not in order within 0..1e6")
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
         return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
     @classmethod
-    @checked
     def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
         """sigma = sin^2 of an even angle, v prediction, timesteps that are the angle of the level (IPNDM's models)."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
@@ -163,7 +163,6 @@ class NoiseSchedule:
     def log_sigmas(self) -> np.ndarray:
         return np.log(self.sigmas)
 
-    @checked
     def timestep_of(self, sigmas: np.ndarray | Sequence[float] | float) -> np.ndarray:
         """The network's timestep at each level: for most a fractional index, linear in log sigma, held at the ends."""
         sigmas = _numbers("sigmas", sigmas, 0)
@@ -176,7 +175,6 @@ class NoiseSchedule:
             return sigmas * self.num_train_timesteps
         return np.interp(np.log(sigmas), self.log_sigmas, np.arange(self.num_train_timesteps))
 
-    @checked
     def sigma_at(self, timesteps: np.ndarray | Sequence[float] | float) -> np.ndarray:
         """The level at fractional timesteps, log-linear between training timesteps."""
         timesteps = _numbers("timesteps", timesteps)
@@ -219,7 +217,7 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
             log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)
             snr = np.exp(log_snr)
             return _betas_of(np.sqrt(snr / (1.0 + snr)))
-    raise InputError(f"beta_schedule={kind!r} is not known; {nearest(str(kind), BETA_SCHEDULES)}")
+    raise InputError("beta_schedule", kind, "is not known", nearest(str(kind), BETA_SCHEDULES))
 
 
 def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:

@@ -163,7 +163,7 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
     """Timesteps and times of a flow model. Each family of diffusers has its own even times; all are then shifted."""
     train, shift = schedule.num_train_timesteps, schedule.shift
     if options.sigmas in ("ays", "ays_sdxl"):
-        raise InputError(f"sigmas={options.sigmas!r} was made for Stable Diffusion, not for flow models; use 'beta'")
+        raise InputError("sigmas", options.sigmas, "was made for Stable Diffusion, not for flow models", "use 'beta'")
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
@@ -230,8 +230,10 @@ def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, 
     beyond = timesteps[(timesteps < 0) | (timesteps > last)]
     if beyond.size:
         raise InputError(
-            f"steps={steps} with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside "
-            f"0..{last}; use fewer steps, a smaller steps_offset or spacing='trailing'"
+            "steps",
+            steps,
+            f"with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside 0..{last}",
+            "use fewer steps, a smaller steps_offset or {spacing='trailing'}",
         )
 
 

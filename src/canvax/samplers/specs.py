@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from canvax.checked import checked
 from canvax.samplers import solvers
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
@@ -19,7 +18,6 @@ SINGLESTEP = ("solver_order", "solver_type", "lower_order_final", "final_sigmas_
 DPM = (*SINGLESTEP, "euler_at_final")
 
 
-@checked
 @dataclass(frozen=True)
 class SamplerSpec:
     """One sampler of the catalogue.

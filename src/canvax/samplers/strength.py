@@ -15,8 +15,8 @@ def check_strength(strength: Any) -> float:
     Raises:
         InputError: not a number above 0 and up to 1.
     """
-    if not 0 < (number := check_number("strength", strength, "; give one in 0..1")) <= 1:
-        raise InputError(f"strength={number:g} is not in 0..1, 0 left out; 0.8 changes much, 0.3 little")
+    if not 0 < (number := check_number("strength", strength, "give one in 0..1")) <= 1:
+        raise InputError("strength", number, "is not in 0..1, 0 left out", "0.8 changes much, 0.3 little")
     return number
 
 
@@ -39,13 +39,18 @@ def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int
         whole = steps if strength > 0.9999 else int(steps / strength)
         if whole > most:
             raise InputError(
-                f"strength={strength:g} with num_inference_steps={steps} and strength_rule='exact' are the last steps "
-                f"of {whole}, more than {most}; use fewer steps or more strength"
+                "strength",
+                strength,
+                f"with num_inference_steps={steps} and strength_rule='exact' are the last steps of "
+                f"{whole}, more than {most}",
+                "use fewer steps or more strength",
             )
         return whole, whole - steps
     if (run := min(int(steps * strength), steps)) < 1:
         raise InputError(
-            f"strength={strength:g} of num_inference_steps={steps} is less than one step; use more of either, or "
-            "strength_rule='exact'"
+            "strength",
+            strength,
+            f"of num_inference_steps={steps} is less than one step",
+            "use more of either, or {strength_rule='exact'}",
         )
     return steps, steps - run

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import check_function, checked
-from canvax.errors import FLOAT32_MAX, InputError
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, check_function
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
@@ -33,7 +32,6 @@ _INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
 """Shape of a column behind its rows, where it is more than a number."""
 
 
-@checked
 @dataclass(frozen=True)
 class Clip:
     """Limits on the denoised image, for pixel models. Hashable: it decides a program.
@@ -50,11 +48,10 @@ class Clip:
         if self.range <= 0 or not 0 <= (1 if self.ratio is None else self.ratio) <= 1:
             raise InputError(f"range={self.range} and ratio={self.ratio}: range is more than 0, ratio None or in 0..1")
 
-    @checked
     def apply(self, denoised: np.ndarray) -> np.ndarray:
         """The limited `denoised`, whose first axis is the batch. Plain numpy, for tests and as the definition."""
         if denoised.ndim == 0:
-            raise InputError("denoised is one number; give an array with the batch first")
+            raise InputError("denoised", NO_VALUE, "is one number", "give an array with the batch first")
         if self.ratio is None:
             return np.clip(denoised, -self.range, self.range)
         size = np.quantile(np.abs(denoised).reshape(len(denoised), -1), self.ratio, axis=1)
@@ -62,7 +59,6 @@ class Clip:
         return np.clip(denoised, -size, size) / size
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class SamplerTable:
     """The rows of one run. R rows, K = SLOTS; all arrays float64.
@@ -101,7 +97,9 @@ class SamplerTable:
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
-                raise InputError(f"{name} of a sampler table has shape {getattr(self, name).shape}, not {shape}")
+                raise InputError(
+                    name, NO_VALUE, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}"
+                )
 
     def __len__(self) -> int:
         return len(self.timestep)
@@ -116,19 +114,17 @@ class SamplerTable:
         """Noise level std / alpha of x before each row [R]; 4096 stands for pure noise."""
         return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
-    @checked
     def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
         """x before `row` from clean latents and unit noise of the same shape: where image-to-image begins.
 
         DDIM inversion is the exception: its x before a row is cleaner than the level of the row.
         """
         if not (isinstance(row, int | np.integer) and -len(self) <= row < len(self)):
-            raise InputError(f"row={row!r:.80} is not one of the {len(self)} rows")
+            raise InputError("row", row, f"is not one of the {len(self)} rows")
         if (shapes := (np.shape(x0), np.shape(eps)))[0] != shapes[1] or isinstance(x0, str):
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
-    @checked
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
         """The same table with other guidance: one number, or one for each step."""
         first = int(self.step[0])
@@ -139,16 +135,15 @@ class SamplerTable:
             except (TypeError, ValueError):
                 finite = False
             if not finite:
-                raise InputError(f"{name}={value!r:.80} is not a finite number, or a list of them")
+                raise InputError(name, value, "is not a finite number, or a list of them")
             if np.shape(value) not in ((), (steps,)):
                 numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
-                raise InputError(f"{name} has {numbers}; give one, or one for each of {steps} steps")
+                raise InputError(name, NO_VALUE, f"has {numbers}", f"give one, or one for each of {steps} steps")
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]
         return replace(self, guidance=each[0], rescale=each[1])
 
-    @checked
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
         """Rows lo..hi alone. With lo > 0, x begins as `noised` of some image; `init_scale` stays row 0's."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
@@ -156,7 +151,6 @@ class SamplerTable:
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
         return replace(self, first_row=self.first_row + lo, **columns)
 
-    @checked
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
 
@@ -189,7 +183,6 @@ Denoise = Callable[[np.ndarray, float, int], np.ndarray]
 """(network input, timestep, row) -> network output, guidance already done."""
 
 
-@checked
 def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray | None = None) -> np.ndarray:
     """Execute `table` in float64 on the host: the definition that the compiled loop must agree with.
 
@@ -199,16 +192,22 @@ def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray
     """
     check_function("denoise", denoise, 3, "(network input, timestep, row)")
     if noises is None and table.M[:, :, NOISE].any():
-        raise InputError(f"noises=None with a sampler that adds noise; give an array {(len(table), *x.shape)}")
+        raise InputError(
+            "noises", None, "does not go with a sampler that adds noise", f"give an array {(len(table), *x.shape)}"
+        )
     if noises is not None and (noises.shape[1:] != x.shape or len(noises) < len(table)):
-        raise InputError(f"noises has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row")
+        raise InputError(
+            "noises", NO_VALUE, f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row"
+        )
     state = np.zeros((SLOTS, *x.shape))
     state[0] = table.init_scale * x
     seen = np.empty((len(table), *x.shape))
     for r in range(len(table)):
         output = np.asarray(denoise(table.c_in[r] * state[0], float(table.timestep[r]), r))
         if output.shape != x.shape or output.dtype.kind not in "biuf":
-            raise InputError(f"denoise returned {output.dtype} {output.shape}, not numbers of shape {x.shape}")
+            raise InputError(
+                "denoise", NO_VALUE, f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}"
+            )
         raw = table.p[r] * state[0] + table.q[r] * output
         denoised = raw if table.clip is None else table.clip.apply(raw)
         noise = np.zeros_like(raw) if noises is None else noises[r]

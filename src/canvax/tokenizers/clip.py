@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError, warn
+from canvax.errors import NO_VALUE, CheckpointError, InputError, warn
 from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ClipTokenizer:
             InputError: a prompt is not a string, or not valid Unicode.
         """
         if isinstance(prompts, str):
-            raise InputError(f"prompts={prompts!r} is one string; pass a list of strings")
+            raise InputError("prompts", prompts, "is one string", "pass a list of strings")
         out = np.full((len(prompts), length), self.pad, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
@@ -160,11 +160,13 @@ class ClipTokenizer:
     def _units(self, prompt: str) -> list[tuple[tuple[int, ...], int]]:
         """Ids that belong together, and where in the prompt they begin."""
         if not isinstance(prompt, str):
-            raise InputError(f"prompt={prompt!r} is not a string")
+            raise InputError("prompt", prompt, "is not a string")
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(f"prompt has a lone surrogate at {error.start}: {prompt!r}; pass valid Unicode") from error
+            raise InputError(
+                "prompt", NO_VALUE, f"has a lone surrogate at {error.start}: {prompt!r}", "pass valid Unicode"
+            ) from error
         found: list[tuple[tuple[int, ...], int]] = []
         begin = 0
         for match in self._added_words(prompt):

@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.files import check_writable
 from canvax.types import HostArray
@@ -15,14 +14,13 @@ from canvax.types import HostArray
 _FLUSH = 30  # seconds, as often as TensorBoard looks again unless told otherwise
 
 
-@checked
 def check_board(folder: Path) -> None:
     """Refuse what ``Board`` cannot write, before anything is loaded.
 
     Raises:
         InputError: tensorboardX is not installed, or the folder cannot be written to.
     """
-    check_writable(f"tensorboard = {str(folder)[:80]!r}", folder)
+    check_writable("tensorboard", folder)
     _writer()
 
 
@@ -33,7 +31,6 @@ class Board:
     first new one on.
     """
 
-    @checked
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: Any = None

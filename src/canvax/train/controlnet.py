@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
@@ -42,7 +41,6 @@ _OF_UNET = (
 _WIDTHS = (16, 32, 96, 256)
 
 
-@checked
 @dataclass(frozen=True)
 class Controlling:
     """The ``Aim`` of training a ControlNet.
@@ -62,9 +60,9 @@ class Controlling:
     def __post_init__(self) -> None:
         parse_dtype(self.save_dtype, "save_dtype")
         for width in self.widths or ():
-            check_count("widths of the hint network", width, 65536)
+            check_count("widths", width, 65536)
         if self.widths is not None and not len(self.widths):
-            raise InputError("widths=() names no channels; leave it out for the paper's")
+            raise InputError("widths", (), "names no channels", "leave it out for the paper's")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -83,12 +81,17 @@ class Controlling:
     def check(self, model: Model, training: Training) -> None:
         """Refuse what it cannot show."""
         if training.prompts:
-            raise InputError("preview is not there for a ControlNet, whose images need a control image each")
+            raise InputError(
+                "preview", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
+            )
         count = int(model.vae.factor).bit_length()
         if self.widths is not None and not (len(self.widths) == count and all(0 < one <= 4096 for one in self.widths)):
             raise InputError(
-                f"hint-channels (widths) = {','.join(map(str, self.widths))}: {model.name} needs {count} numbers in "
-                "1..4096, one more than its autoencoder halves an image; leave it out for the usual ones"
+                "hint_channels",
+                ",".join(map(str, self.widths)),
+                f"is not what {model.name} needs: {count} numbers in 1..4096, one more than its autoencoder halves an "
+                "image",
+                "leave it out for the usual ones",
             )
         self._net(model)
 
@@ -129,7 +132,6 @@ class Controlling:
         return target
 
 
-@checked
 def train_controlnet(
     training: Training,
     mesh: Mesh,

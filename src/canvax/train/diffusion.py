@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, shown
+from canvax.errors import InputError, check_count
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
@@ -40,7 +39,6 @@ EMPTY = 0.1
 """Share of samples whose caption is left out, so that guidance has something to lead away from (Ho & Salimans 2022)."""
 
 
-@checked
 def new_denoiser(text: ClipTextConfig, cfg: UNetConfig, seed: int) -> Params:
     """Random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
 
@@ -62,20 +60,18 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-@checked
 def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
     """Ids of the captions of each picture, int32 [N, M, T]; a picture with fewer captions repeats its own."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
         raise InputError(
-            f"captions={shown(captions)} of length={length}: each picture has a caption, of 2 tokens or more"
+            "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
         )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
     return tokenizer(flat, length=length).reshape(len(captions), most, length)
 
 
-@checked
 def denoising_data(
     tokenizers: Mapping[str, ClipTokenizer],
     latents: HostArray,
@@ -126,7 +122,6 @@ class Draw(NamedTuple):
     mask: Array | None = None
 
 
-@checked
 def draw(
     samples: Mapping[str, Any],
     shared: Mapping[str, Any],
@@ -172,13 +167,11 @@ def _picked(forms: Array, which: Array) -> Array:
     return jax.vmap(lambda sample, index: sample[index])(forms, which)
 
 
-@checked
 def replaced(trained: Params, frozen: Params) -> Params:
     """The ``Assemble`` of training whole components."""
     return {**frozen, **trained}
 
 
-@checked
 @dataclass(frozen=True)
 class Objective:
     """What ``denoising_loss`` is made of; see there."""
@@ -198,16 +191,15 @@ class Objective:
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
         if self.gamma is not None and self.gamma <= 0:
-            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
         if not 0 <= self.empty < 1:
-            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
         if self.prior <= 0:
-            raise InputError(f"prior = {self.prior} must be more than 0")
+            raise InputError("prior", self.prior, "must be more than 0")
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
-            raise InputError(f"focus = {self.focus} is not a mean and a spread of more than 0")
+            raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
 
 
-@checked
 def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
     """The loss of a text-to-image model as a function of what is trained.
 
@@ -235,7 +227,6 @@ def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule
     return partial(_denoising_loss, tables=(alphas, loss_weights(schedule, objective.gamma)), objective=objective)
 
 
-@checked
 def training_times(
     order_key: Array, time_key: Array, batch: int, size: int, focus: tuple[float, float] | None = None
 ) -> Array:
@@ -254,7 +245,7 @@ def training_times(
     check_count("batch", batch)
     check_count("size", size)
     if focus is not None and len(focus) != 2:
-        raise InputError(f"focus = {focus} is not a mean and a spread")
+        raise InputError("focus", focus, "is not a mean and a spread")
     part = (jax.random.permutation(order_key, batch) + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:
         mean, spread = focus

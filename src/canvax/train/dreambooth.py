@@ -12,8 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
@@ -22,7 +21,6 @@ from canvax.train.pictures import SUFFIXES, check_apart
 from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
-@checked
 @dataclass(frozen=True)
 class Instance:
     """What the pictures show, and how the model is kept from forgetting.
@@ -48,17 +46,22 @@ class Instance:
         check_count("count", self.count)
         check_count("batch", self.batch)
         if not self.prompt.strip():
-            raise InputError("instance prompt is empty; say what the pictures show: 'a photo of sks dog'")
-        check_utf8("class prompt", self.class_prompt or "")
+            raise InputError(
+                "instance_prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'"
+            )
+        check_utf8("class_prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
-            raise InputError("class prompt is empty; name the class: 'a photo of a dog', or leave it out")
+            raise InputError(
+                "class_prompt", NO_VALUE, "is empty", "name the class: 'a photo of a dog', or leave it out"
+            )
         if self.class_prompt is None and self.class_pictures is not None:
-            raise InputError("pictures of the class need a class prompt: 'a photo of a dog'")
+            raise InputError(
+                "class_images", NO_VALUE, "needs a prompt of the class", "give {class_prompt='a photo of a dog'}"
+            )
         if not 0 < self.weight < float("inf"):
-            raise InputError(f"prior weight = {self.weight} must be more than 0")
+            raise InputError("prior_weight", self.weight, "must be more than 0")
 
 
-@checked
 def subject_of(
     instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
 ) -> Subject:
@@ -86,7 +89,7 @@ def _generate_class(
         return
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
-    check_writable(f"pictures of the class: {str(folder)[:80]!r}", folder)
+    check_writable("class_images", folder)
     check = partial(size_of, training)
     model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
     say(f"generating {missing} pictures of {prompt!r} into {folder}")

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import check_function, checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.vae import vae_encode
@@ -20,7 +19,6 @@ from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
-@checked
 def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
     """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
 
@@ -36,13 +34,14 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: 
     """
     check_count("batch", batch)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise InputError(f"pixels has shape {pixels.shape}, not [N, H, W, 3]")
+        raise InputError("pixels", NO_VALUE, f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
-        raise InputError("vae: an AutoencoderTiny is for looking; train with the model's own autoencoder")
+        raise InputError(
+            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's own autoencoder"
+        )
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
-@checked
 def as_input(pixels: Array) -> Array:
     """uint8 pixels -> -1..1 float32."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
@@ -59,13 +58,11 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
     return jitted(encode, mesh)
 
 
-@checked
 def jitted(function: Any, mesh: Mesh) -> Any:
     """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split, all results on each."""
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=replicated(mesh))
 
 
-@checked
 def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
     """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
     check_count("batch", batch)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.families.base import Model
 from canvax.params import Params
 from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, check_rate, train
@@ -18,7 +17,6 @@ from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 
-@checked
 @dataclass(frozen=True)
 class Whole:
     """The ``Aim`` of training the UNet itself.
@@ -72,7 +70,6 @@ class Whole:
         return model.save(target, {**params, **trained}, dtype=self.save_dtype)
 
 
-@checked
 def finetune(
     training: Training,
     mesh: Mesh,

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import check_function, checked
-from canvax.errors import CanvaxError, HintWarning, InputError, check_count, shown, warn
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, check_function, shown, warn
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
@@ -42,7 +41,6 @@ Loss = Callable[[Params, Any, Any, Array], tuple[Array, dict[str, Array]]]
 Program = Callable[[TrainState, Any, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
-@checked
 @dataclass(frozen=True)
 class Plan:
     """How long to train, and how.
@@ -81,7 +79,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rates, Mapping):
-            raise InputError(f"rates = {self.rates!r:.80} is not a table of learning rates by part")
+            raise InputError("rates", self.rates, "is not a table of learning rates by part")
         rates = {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
         positive = {name: getattr(self, name) for name in ("learning_rate", "clip")} | rates
         positive |= {} if self.minutes is None else {"minutes": self.minutes}
@@ -104,7 +102,6 @@ class Plan:
         if faults:
             raise InputError("; ".join(faults))
 
-    @checked
     def indices(self, done: int, samples: int) -> HostArray:
         """Samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         found = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
@@ -116,7 +113,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
-@checked
 @dataclass(frozen=True)
 class Session:
     """Where a run is kept, and when to look up from it.
@@ -145,18 +141,21 @@ class Session:
 
     def __post_init__(self) -> None:
         if not str(self.folder) or not self.name:
-            raise InputError(f"folder={str(self.folder)!r} and name={self.name!r}: a run has a folder and a name")
+            raise InputError(
+                "folder", self.folder, f"and name={self.name!r} cannot be used", "a run has a folder and a name"
+            )
         if "data" not in self.mesh.shape:
-            raise InputError(f"mesh has the axes {tuple(self.mesh.shape)}, and no 'data'; take canvax.make_mesh()")
+            raise InputError(
+                "mesh", NO_VALUE, f"has the axes {tuple(self.mesh.shape)}, and no 'data'", "take canvax.make_mesh()"
+            )
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
-                raise InputError(f"{what}={getattr(self, what)} seconds are fewer than none")
+                raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
         for what, told in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
             if getattr(self, what) is not None:
                 check_function(what, getattr(self, what), 2, told)
 
 
-@checked
 def fit(
     params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session, shared: Any = None
 ) -> tuple[Params, bool]:
@@ -182,16 +181,16 @@ def fit(
         CanvaxError: the loss is not a finite number any more.
     """
     if session.folder.exists() and not session.folder.is_dir():
-        raise InputError(f"folder = {str(session.folder)!r} is not a folder; choose another name")
+        raise InputError("folder", str(session.folder), "is not a folder", "choose another name")
     if samples < 1:
-        raise InputError(f"samples = {samples}: there is nothing to train on")
+        raise InputError("samples", samples, "leaves nothing to train on")
     check_arrays("params", params, trained=True)
     check_arrays("data", data)
     check_arrays("shared", shared)
     data = _on_host(data, samples)
     _check_loss(loss, params, data, shared, plan)
     if plan.batch % session.mesh.shape["data"]:
-        raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
+        raise InputError("batch", plan.batch, f"cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
         check_same(path, plan, samples, session.about)
@@ -294,7 +293,9 @@ def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) 
     found = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     if not pair or getattr(found[0], "shape", None) != () or not jnp.issubdtype(found[0].dtype, jnp.floating):
-        raise InputError(f"loss returned {shown(found)}; return (a number, {{}}), the second what else to log, by name")
+        raise InputError(
+            "loss", NO_VALUE, f"returned {shown(found)}", "return (a number, {}), the second what else to log, by name"
+        )
 
 
 def _check_finite(what: str, number: Any, name: str, done: int) -> None:
@@ -315,7 +316,6 @@ def _drawn_with(state: TrainState) -> Params:
     return state.params if state.average is None else state.average
 
 
-@checked
 def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
     """Samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
 
@@ -324,7 +324,7 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
         check_count(name, value)
     if seed < 0 or start < 0:
-        raise InputError(f"seed={seed} and start={start} are whole numbers of at least 0")
+        raise InputError("seed", seed, f"and start={start} are not whole numbers of at least 0")
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
@@ -334,15 +334,13 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     return out.reshape(steps, batch)
 
 
-@checked
 def step_key(seed: int, step: Array | int) -> Array:
     """The key of all random choices of one update."""
     if isinstance(step, int) and step < 0:
-        raise InputError(f"step={step} is not a whole number of at least 0")
+        raise InputError("step", step, "is not a whole number of at least 0")
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
-@checked
 def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
     """Linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
     step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
@@ -443,13 +441,11 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: A
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
-@checked
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
     """What a run must be gone on with."""
     return {**asdict(plan), "samples": samples}
 
 
-@checked
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
     """Refuse to go on with a file that was begun with another plan or other data."""
     # As JSON has them; what runs of earlier versions did not say was as usual.
@@ -466,7 +462,6 @@ def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-@checked
 def read_log(path: Path) -> list[dict[str, float]]:
     """The lines of a log; a last line that a kill cut short is left out."""
     lines = []

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.images.formats import written
@@ -31,7 +30,6 @@ _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "st
 _MOST_RANK = 1024
 
 
-@checked
 @dataclass(frozen=True)
 class Lora:
     """The ``Aim`` of training a LoRA.
@@ -62,14 +60,14 @@ class Lora:
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
         if self.rank > _MOST_RANK:
-            raise InputError(f"rank = {self.rank} is more than {_MOST_RANK}")
+            raise InputError("rank", self.rank, f"is more than {_MOST_RANK}")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise InputError(f"alpha = {self.alpha} must be more than 0")
+            raise InputError("alpha", self.alpha, "must be more than 0")
         check_rate(self.text, self.text_rate)
         parse_dtype(self.save_dtype, "save_dtype")
         for what, value, known in (("layers", self.layers, LAYERS), ("names", self.names, FORMATS)):
             if value not in known:
-                raise InputError(f"{what} = {value!r} is not known; {nearest(str(value), list(known))}")
+                raise InputError(what, value, "is not known", nearest(str(value), list(known)))
 
     @property
     def scale(self) -> float:
@@ -135,7 +133,6 @@ class Lora:
         return low_rank.targets(specs | (model.text.specs if self.text else {}), self.layers)
 
 
-@checked
 def train_lora(
     training: Training,
     lora: Lora,

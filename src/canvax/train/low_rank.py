@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, nearest, shown
+from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray
@@ -39,11 +38,10 @@ Targets = dict[str, dict[str, Param]]
 """The weights that have factors, by component and dotted name of the layer."""
 
 
-@checked
 def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
     """The layers of these components that ``layers``, one of ``LAYERS``, names."""
     if layers not in LAYERS:
-        raise InputError(f"layers = {layers!r:.80} is not known; {nearest(layers, list(LAYERS))}")
+        raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
     return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
 
 
@@ -62,7 +60,6 @@ def _targets(component: str, spec: Spec, layers: str) -> Iterator[tuple[str, Par
             yield module, param
 
 
-@checked
 def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     """Factors ``{component: {layer: {"down", "up"}}}`` that change nothing yet: ``up`` is zero.
 
@@ -70,7 +67,7 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     """
     check_count("rank", rank)
     if seed < 0:
-        raise InputError(f"seed={seed} is not a whole number of at least 0")
+        raise InputError("seed", seed, "is not a whole number of at least 0")
     rng = np.random.default_rng(seed)
 
     def one(param: Param) -> dict[str, HostArray]:
@@ -82,7 +79,6 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     return {component: {name: one(param) for name, param in of.items()} for component, of in chosen.items()}
 
 
-@checked
 def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with factors beside their weights, as ``canvax.nn`` reads them."""
     found = dict(params)
@@ -95,7 +91,6 @@ def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
     return found
 
 
-@checked
 def merged(factors: Params, params: Params, *, scale: float) -> Params:
     """The parameters with the factors added to their weights, which is what a pipeline's programs take."""
     _check_factors(factors, params)
@@ -116,10 +111,18 @@ def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
         if not isinstance(layers, Mapping) or not all(
             isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
         ):
-            raise InputError(f"factors[{component!r}]={shown(layers)} are no factors; new_factors makes them")
+            raise InputError(
+                "factors",
+                NO_VALUE,
+                f"has {component!r}: {shown(layers)}, which are no factors",
+                "new_factors makes them",
+            )
         if not isinstance(of.get(component), Mapping):
             raise InputError(
-                f"factors are of {component!r}, and there is none; {nearest(component, list(of) or ['unet'])}"
+                "factors",
+                NO_VALUE,
+                f"are of {component!r}, and there is none",
+                nearest(component, list(of) or ["unet"]),
             )
 
 
@@ -134,7 +137,6 @@ def _layer(tree: Params, name: str) -> Params:
     return tree
 
 
-@checked
 def write_factors(
     path: Path,
     factors: Params,
@@ -151,10 +153,10 @@ def write_factors(
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:
-        raise InputError(f"names={names!r:.80} is not known; {nearest(names, FORMATS)}")
+        raise InputError("names", names, "is not known", nearest(names, FORMATS))
     _check_factors(factors, chosen)
     if not any(factors.values()):
-        raise InputError("factors={} holds none; new_factors makes them")
+        raise InputError("factors", {}, "holds none", "new_factors makes them")
     outgoing: list[Outgoing] = []
     for component, of in factors.items():
         for name, pair in of.items():
@@ -172,7 +174,6 @@ def write_factors(
     write_safetensors(path, outgoing, text)
 
 
-@checked
 def stored(param: Param, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
     """Both factors as files have them: (r, in, kh, kw) and (out, r, 1, 1), of a matrix without the kernel."""
     down, up = np.asarray(pair["down"], np.float32), np.asarray(pair["up"], np.float32)
@@ -208,7 +209,6 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
     return found
 
 
-@checked
 def count(factors: Params) -> int:
     """How many numbers are trained."""
     _check_factors(factors, factors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode
@@ -17,7 +16,6 @@ from canvax.weights.cast import parse_dtype
 TARGETS = ("epsilon", "v_prediction", "sample")
 
 
-@checked
 def check_trainable(schedule: NoiseSchedule) -> None:
     """Refuse models whose noise or target is not in this file.
 
@@ -26,8 +24,10 @@ def check_trainable(schedule: NoiseSchedule) -> None:
     """
     if schedule.prediction_type not in TARGETS:
         raise InputError(
-            f"prediction_type={schedule.prediction_type!r} of the scheduler config cannot be trained yet; "
-            f"trainable: {', '.join(TARGETS)}"
+            "prediction_type",
+            schedule.prediction_type,
+            "of the scheduler config cannot be trained yet",
+            f"trainable: {', '.join(TARGETS)}",
         )
     if schedule.sigma_data is not None or schedule.timestep_unit != "index":
         raise InputError(
@@ -36,14 +36,12 @@ def check_trainable(schedule: NoiseSchedule) -> None:
         )
 
 
-@checked
 def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
     """x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
     a = alphas_cumprod[:, None, None, None]
     return jnp.sqrt(a) * x0 + jnp.sqrt(1.0 - a) * noise
 
 
-@checked
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
     """The output to train towards, one of TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
@@ -54,7 +52,6 @@ def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: s
     return x0
 
 
-@checked
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """Weight of the loss at each training timestep [num_train_timesteps] float32; ones where ``gamma`` is None.
 
@@ -74,7 +71,6 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     return jnp.minimum(snr, gamma)
 
 
-@checked
 def squared_error(output: Array, target: Array, mask: Array | None = None) -> Array:
     """Mean squared error of each image [B], in float32.
 
@@ -85,7 +81,6 @@ def squared_error(output: Array, target: Array, mask: Array | None = None) -> Ar
     return (errors if mask is None else errors * mask[..., None]).mean((1, 2, 3))
 
 
-@checked
 def autoencoder_loss(
     p: Params, images: Array, noise: Array, cfg: VaeConfig, *, kl: float, edges: float
 ) -> tuple[Array, dict[str, Array]]:
@@ -111,7 +106,6 @@ def autoencoder_loss(
     return loss + kl * divergence, {"mse": mse, "kl": divergence}
 
 
-@checked
 def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Array, Array]:
     """Squared error and ``edges`` x the mean absolute error of differences between neighbours; and the first alone."""
     error = decoded.astype(jnp.float32) - images.astype(jnp.float32)
@@ -120,7 +114,6 @@ def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Ar
     return mse + edges * outline, mse
 
 
-@checked
 def cast(params: Params, dtype: jnp.dtype) -> Params:
     """The parameters in the dtype computed in; gradients come back in the dtype they are kept in."""
     dtype = parse_dtype(dtype)

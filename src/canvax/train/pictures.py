@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from canvax.checked import checked
-from canvax.errors import HintWarning, InputError, check_count, warn
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.pipelines.checks import MAX_SIDE
@@ -52,7 +51,6 @@ _REPEATS = re.compile(r"\d+_.")
 """Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Pictures:
     """Pictures and what is known of them.
@@ -78,12 +76,11 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    @checked
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Some of them, in the order given."""
         which = list(chosen)
         if other := [i for i in which if not -len(self) <= i < len(self)]:
-            raise InputError(f"chosen: {other[0]} is not one of the {len(self)} pictures")
+            raise InputError("chosen", NO_VALUE, f"has {other[0]}, which is not one of the {len(self)} pictures")
         return Pictures(
             self.pixels[which],
             [self.captions[i] for i in which],
@@ -107,13 +104,11 @@ class Pictures:
                 digest.update(np.ascontiguousarray(more).data)
         return digest.hexdigest()[:16]
 
-    @checked
     def split(self, name: str) -> Pictures:
         """Those whose column ``split`` is ``name``; a picture without one is of "train"."""
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
-@checked
 def read_pictures(
     source: str | Path,
     size: int,
@@ -141,11 +136,11 @@ def read_pictures(
     """
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
-        raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
+        raise InputError("size", size, "is too small", "give the pixels of a side, such as 512")
     if limit is not None:
         check_count("limit", limit)
     if isinstance(captions, str):
-        raise InputError(f"captions={captions!r:.80} is a text; give a list of captions, [{captions!r:.40}]")
+        raise InputError("captions", captions, "is a text", f"give a list of captions, [{captions!r:.40}]")
     files = _Files(source)
     if captions:
         told = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
@@ -156,12 +151,14 @@ def read_pictures(
             if row["file_name"] in told:
                 row[_MASK_FILE] = told[row["file_name"]]
         if not rows:
-            raise InputError(f"{source}: no pictures; files that end in {', '.join(SUFFIXES)} are read")
+            raise InputError(
+                "pictures", source, "holds no pictures", f"files that end in {', '.join(SUFFIXES)} are read"
+            )
     else:
         rows = (_tables(files, source, caption_column) or _beside(files, source, caption_column))[:limit]
     if not rows:
         needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
-        raise InputError(f"{source}: no captioned pictures; {needs}")
+        raise InputError("pictures", source, "holds no captioned pictures", needs)
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:
         first = sorted(repeated)[0]
@@ -195,8 +192,10 @@ def check_apart(source: str | Path, folder: Path) -> None:
     pictures, where = (os.path.realpath(path) for path in (named_path("pictures", source), folder))
     if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
         raise InputError(
-            f"folder = {str(folder)!r} lies in that of the pictures, and images that are generated there would be read "
-            "as some; choose another one"
+            "folder",
+            folder,
+            "lies in that of the pictures, and images that are generated there would be read as some",
+            "choose another one",
         )
 
 
@@ -219,7 +218,7 @@ class _Files:
             try:
                 self.archive = zipfile.ZipFile(source)
             except zipfile.BadZipFile as error:
-                raise InputError(f"{source}: is neither a folder nor a zip file") from error
+                raise InputError("pictures", source, "is neither a folder nor a zip file") from error
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
@@ -227,11 +226,11 @@ class _Files:
                 there = list(islice(source.rglob("*"), _MOST_FILES + 1))
                 self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
             except OSError as error:
-                raise InputError(f"pictures = {str(source)!r}: cannot be read ({error})") from None
+                raise InputError("pictures", source, f"cannot be read ({error})") from None
             if len(there) > _MOST_FILES:
-                raise InputError(f"pictures = {str(source)!r}: holds more than {_MOST_FILES} files; is it this folder?")
+                raise InputError("pictures", source, f"holds more than {_MOST_FILES} files", "is it this folder?")
         else:
-            raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
+            raise InputError("pictures", source, "is no folder or zip file that is there")
         self._known = frozenset(self.names)
 
     def read(self, name: str) -> bytes:
@@ -365,8 +364,10 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
     pictures = _pictures(files)
     if texts and column != CAPTION:
         raise InputError(
-            f"caption_column={column!r}: {source} has no {' or '.join(TABLES)}, and .txt files have no columns; leave "
-            "it out, or write a table"
+            "caption_column",
+            column,
+            f"is not read: {source} has no {' or '.join(TABLES)}, and .txt files have no columns",
+            "leave it out, or write a table",
         )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:

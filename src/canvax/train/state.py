@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked, is_deleted
-from canvax.errors import CheckpointError, InputError, nearest, shown
+from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest, shown
 from canvax.params import Params
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -51,15 +50,14 @@ def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
     for path, leaf in found:
         where = name + jax.tree_util.keystr(path)
         dtype = getattr(leaf, "dtype", None)
-        if is_deleted(leaf) or dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).kind in "OSUmMc":
+        if dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).kind in "OSUmMc":
             raise InputError(f"{where}={shown(leaf)} is not an array of numbers")
         if trained and not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
     if trained and not found:
-        raise InputError(f"{name} holds no array: there is nothing to train")
+        raise InputError(name, NO_VALUE, "holds no array: there is nothing to train")
 
 
-@checked
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     """The state before the first step; a copy of ``params``, because a step uses the state up that it is given."""
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
@@ -67,7 +65,6 @@ def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
     return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
-@checked
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Write a state, or any tree of arrays, under a temporary name, then rename it.
 
@@ -82,7 +79,6 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     write_safetensors(path, arrays, {"canvax": json.dumps(dict(facts))})
 
 
-@checked
 def read_facts(path: Path) -> dict[str, Any]:
     """What ``save_state`` wrote beside the arrays."""
     try:
@@ -91,7 +87,6 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not a state of a training run; delete it to begin again.") from error
 
 
-@checked
 def load_state(path: Path, like: Tree) -> Tree:
     """Read what has the structure of ``like``, device arrays, onto the same devices.
 
@@ -123,13 +118,12 @@ def _on_host(leaf: Array) -> HostArray:
     return np.asarray(leaf).reshape(leaf.shape or (1,))
 
 
-@checked
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
     """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
     dtype = parse_dtype(dtype)
     for name in names:
         if name not in params:
-            raise InputError(f"names: params have no {name!r}; {nearest(name, list(params))}")
+            raise InputError("names", NO_VALUE, f"has {name!r}, which params do not have", nearest(name, list(params)))
         check_arrays(f"params[{name!r}]", params[name])
         params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
     return {name: params[name] for name in names}

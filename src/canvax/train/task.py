@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -42,7 +41,6 @@ PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.9
 """The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
 
 
-@checked
 @dataclass(frozen=True)
 class Training:
     """What to go on with, on what.
@@ -82,11 +80,11 @@ class Training:
 
     def __post_init__(self) -> None:
         if not isinstance(self.empty, int | float) or not 0 <= self.empty < 1:
-            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
         if self.gamma is not None and not (isinstance(self.gamma, int | float) and 0 < self.gamma < math.inf):
-            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
         if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
-            raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
+            raise InputError("unmasked_weight", self.unmasked_weight, "must be in 0..1", "1 reads no masks")
         if self.size is not None:
             check_count("size", self.size, MAX_SIDE)
         if self.dtype is not None:
@@ -95,7 +93,6 @@ class Training:
             check_board(self.tensorboard)
 
 
-@checked
 @dataclass(frozen=True)
 class Subject:
     """What pictures show that have no captions, and what keeps the model from forgetting the rest.
@@ -118,7 +115,7 @@ class Subject:
         for text in (*self.captions, self.prior_caption):
             check_utf8("caption", text)
         if self.prior_weight <= 0:
-            raise InputError(f"prior_weight = {self.prior_weight} must be more than 0")
+            raise InputError("prior_weight", self.prior_weight, "must be more than 0")
         if self.prior is None and (self.prior_caption or self.prior_weight != 1):
             raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
 
@@ -126,7 +123,6 @@ class Subject:
 OWN_CAPTIONS = Subject()
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Start:
     """Where a training begins.
@@ -194,12 +190,11 @@ def check_rate(text: bool, rate: float | None) -> None:
         InputError: such a rate.
     """
     if rate is not None and rate <= 0:
-        raise InputError(f"text_rate = {rate} must be more than 0")
+        raise InputError("text_rate", rate, "must be more than 0")
     if rate is not None and not text:
-        raise InputError(f"text_rate = {rate} without text: text encoders are trained with text=True")
+        raise InputError("text_rate", rate, "has no effect without text", "text encoders are trained with {text=True}")
 
 
-@checked
 def train(
     training: Training,
     aim: Aim,
@@ -304,17 +299,21 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
     check_trainable(model.scheduler.schedule)
     if model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
-            f"model has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained "
-            f"yet; take one of {model.vae.latent_channels}"
+            "model",
+            NO_VALUE,
+            f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
+            f"take one of {model.vae.latent_channels}",
         )
     if model.networks.embeds_guidance:
-        raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+        raise InputError(
+            "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
+        )
     aim.check(model, training)
     for text in training.prompts:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError(f"preview {text[:80]!r}: {error}") from None
+            raise InputError("preview", text, f"cannot be a preview: {error}") from None
 
 
 def _preview(
@@ -336,7 +335,6 @@ def _preview(
     return preview
 
 
-@checked
 def check_pictures(training: Training, subject: Subject) -> None:
     """Look at the table and the first picture, before a model is fetched or anything is generated.
 
@@ -363,7 +361,7 @@ def size_of(training: Training, model: Model) -> int:
     """The side of the pictures; InputError if the model cannot have it."""
     size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
     if size % (2 * model.vae.factor):
-        raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
+        raise InputError("size", size, f"must be divisible by {2 * model.vae.factor}")
     return size
 
 
@@ -379,7 +377,7 @@ def _read(
         masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
     if not len(found):
-        raise InputError(f"pictures = {str(source)!r}: none of its pictures is of the split 'train'")
+        raise InputError("pictures", source, "has no picture of the split 'train'")
     return found
 
 
@@ -402,8 +400,10 @@ def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
     masked = any(pictures.masks is not None for pictures in sets)
     if weight is not None and weight != 1 and not masked:
         raise InputError(
-            f"unmasked_weight = {weight}, but no picture has a mask; name their files in the column {MASK!r} of the "
-            f"table, or call the mask of a.png a{MASK_ENDING}"
+            "unmasked_weight",
+            weight,
+            "has no effect: no picture has a mask",
+            f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
         )
     return masked
 

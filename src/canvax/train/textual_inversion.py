@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.params import Params
@@ -43,7 +42,6 @@ CAPTIONS: Mapping[str, Sequence[str]] = {
 """What is said of every picture: what the word stands for, or nothing but the word."""
 
 
-@checked
 @dataclass(frozen=True)
 class Inversion:
     """The ``Aim`` of training a word.
@@ -66,9 +64,9 @@ class Inversion:
         check_token(self.token)
         check_count("vectors", self.vectors)
         if not self.initializer.strip():
-            raise InputError(f"initializer={self.initializer!r} is empty; give the word to begin with, such as 'toy'")
+            raise InputError("initializer", self.initializer, "is empty", "give the word to begin with, such as 'toy'")
         if self.vectors > MOST_VECTORS:
-            raise InputError(f"vectors = {self.vectors} is more than {MOST_VECTORS}, the tokens of a prompt")
+            raise InputError("vectors", self.vectors, f"is more than {MOST_VECTORS}, the tokens of a prompt")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -88,13 +86,19 @@ class Inversion:
         """Refuse a word without a beginning, and one that the model knows as a token already."""
         for part, tokenizer in model.tokenizers.items():
             if len(tokenizer.spare) < self.vectors:
-                raise InputError(f"{part} has room for {len(tokenizer.spare)} new vectors, not {self.vectors}")
+                raise InputError(
+                    "vectors",
+                    self.vectors,
+                    f"is more than the {len(tokenizer.spare)} new vectors for which {part} has room",
+                )
             if not tokenizer.ids(self.initializer):
-                raise InputError(f"initializer = {self.initializer!r} holds no word; give one, such as 'toy'")
+                raise InputError("initializer", self.initializer, "holds no word", "give one, such as 'toy'")
             if len(tokenizer.ids(self.token)) == 1:
                 raise InputError(
-                    f"token = {self.token!r} is a common word, whose meaning would be lost; give another, such as "
-                    f"'<{self.token}>'"
+                    "token",
+                    self.token,
+                    "is a common word, whose meaning would be lost",
+                    f"give another, such as '<{self.token}>'",
                 )
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
@@ -136,7 +140,6 @@ class Inversion:
         return target
 
 
-@checked
 def train_inversion(
     training: Training,
     inversion: Inversion,
@@ -157,6 +160,6 @@ def train_inversion(
         say: see there.
     """
     if learn not in CAPTIONS:
-        raise InputError(f"learn = {learn!r} is not known; it is one of {', '.join(CAPTIONS)}")
+        raise InputError("learn", learn, "is not known", f"it is one of {', '.join(CAPTIONS)}")
     captions = tuple(text.format(inversion.token) for text in CAPTIONS[learn])
     return train(training, inversion, mesh, subject=Subject(captions), deadline=deadline, say=say)

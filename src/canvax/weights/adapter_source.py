@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import placed
 from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
@@ -30,7 +29,6 @@ _HUB_ID = re.compile(
 """``owner/name``, or a file of it; a file of a folder that is not there is none."""
 
 
-@placed
 @dataclass(frozen=True)
 class AdapterSource:
     """Where an adapter comes from.

@@ -80,7 +80,7 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         # A first step begins at 2^24, goes down to almost 0, and takes the slope at the next level: 2^24 times that is
         # wrong by far more than the data's own size.
         raise InputError(
-            "sampler='dpm2_a' diverges on flow models, which begin without any signal; use 'dpm2' or 'dpmpp_2s_a'"
+            "sampler", "dpm2_a", "diverges on flow models, which begin without any signal", "use 'dpm2' or 'dpmpp_2s_a'"
         )
     a = _Ancestral(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, col(a.up) * NOISE

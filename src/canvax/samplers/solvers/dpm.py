@@ -28,7 +28,7 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver" and options.solver_order == 3:
-        raise InputError("solver_order=3 is not defined for algorithm_type='sde-dpmsolver'; use solver_order=2")
+        raise InputError("solver_order", 3, "is not defined for algorithm_type='sde-dpmsolver'", "use solver_order=2")
     path = dpm_path(schedule, steps, options)
     orders = orders_of(path, options, options.solver_order)
     with np.errstate(all="ignore"):  # a last level of 0 has infinite h; what is not finite is not used
@@ -49,7 +49,9 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver":
-        raise InputError("algorithm_type='sde-dpmsolver' is not defined for a singlestep solver; use 'sde-dpmsolver++'")
+        raise InputError(
+            "algorithm_type", "sde-dpmsolver", "is not defined for a singlestep solver", "use 'sde-dpmsolver++'"
+        )
     path = dpm_path(schedule, steps, options)
     count = len(path)
     orders = _blocks(count, options)
@@ -175,7 +177,9 @@ def _checked(options: SamplerOptions) -> str:
     algorithm = "dpmsolver++" if options.algorithm_type == "deis" else options.algorithm_type
     if not algorithm.endswith("++") and options.final_sigmas_type == "zero":
         raise InputError(
-            f"algorithm_type={algorithm!r} with final_sigmas_type='zero' divides by zero at its last step; use "
-            "final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'"
+            "algorithm_type",
+            algorithm,
+            "with final_sigmas_type='zero' divides by zero at its last step",
+            "use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
         )
     return algorithm

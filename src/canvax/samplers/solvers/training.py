@@ -68,7 +68,7 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
             "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
         )
     if options.spacing == "linspace":
-        raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
+        raise InputError("spacing", "linspace", "is not defined for DDIM inversion", "use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
     timesteps, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
     a_to, s_to = Frame(schedule).alpha_std(sigmas)
@@ -86,8 +86,10 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
         case _:
             if np.any(s == 0):
                 raise InputError(
-                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean image, "
-                    "where DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
+                    "prediction_type",
+                    schedule.prediction_type,
+                    "says nothing about the noise of a clean image, where DDIM inversion starts",
+                    "set_alpha_to_one=False starts at the first timestep",
                 )
             eps, image = (X - col(a) * D) / col(s), D
     M = rows(steps, {0: col(a_to) * image + col(s_to) * eps})
