@@ -117,9 +117,9 @@ def test_which_kernel_on_cuda(
     """There is no GPU here: that cuDNN is asked for, and with which arguments, is all that can be seen."""
     asked = []
 
-    def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str) -> jax.Array:
+    def dot_product_attention(*qkv: jax.Array, implementation: str, **how: Any) -> jax.Array:
         asked.append(implementation)
-        return real(q, k, v, implementation="xla")
+        return real(*qkv, implementation="xla", **how)
 
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
@@ -148,11 +148,11 @@ def test_a_gpu_whose_cudnn_has_no_attention(
 
     asked = []
 
-    def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str) -> jax.Array:
+    def dot_product_attention(*qkv: jax.Array, implementation: str, **how: Any) -> jax.Array:
         asked.append(implementation)
         if fails == "tracing":
             raise RuntimeError(error)
-        return real(q, k, v, implementation="xla")
+        return real(*qkv, implementation="xla", **how)
 
     def compile(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
         if asked and not compiled:

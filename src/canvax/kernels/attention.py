@@ -14,37 +14,46 @@ from canvax.kernels.matmul import matmul
 from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.types import Array
 
-Form = Callable[[Array, Array, Array], Array]
-"""From queries, keys and values to what ``attention`` returns; it sees one device's part and is never causal."""
+Form = Callable[[Array, Array, Array, Array | None], Array]
+"""From queries, keys, values and lengths to what ``attention`` returns; it sees one device's part and is never
+causal."""
 
 
-def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
+def attention(
+    q: Array, k: Array, v: Array, *, lengths: Array | None = None, causal: bool = False, upcast: bool = False
+) -> Array:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 
     Args:
         q: queries [B, Tq, N, Dh].
-        k: keys [B, Tk, N, Dh].
-        v: values [B, Tk, N, Dh].
+        k: keys [B, Tk, N, Dh]; or of fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023).
+        v: values [B, Tk, N, Dh], of as many heads as the keys.
+        lengths: how many keys of each sample are attended to, int [B], at least 1: those behind them are padding.
         causal: a token sees itself and what comes before it.
         upcast: compute the scores in float32 (``upcast_attention`` of Stable Diffusion 2.x).
 
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
-    form = None if causal else _special_form(q, k)  # the 77 tokens of a text encoder are too few to gain by one
+    if k.shape[2] != q.shape[2]:
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    form = None if causal else _special_form(q, k)  # the tokens of a text encoder are too few to gain by one
     if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # whose scores are float32 in any case
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if form is not None:
-        return _on_each_device(form, q, k, v)
-    return plain_attention(q, k, v, causal=causal)
+        return _on_each_device(form, q, k, v, lengths)
+    return plain_attention(q, k, v, lengths, causal=causal)
 
 
-def plain_attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
+def plain_attention(q: Array, k: Array, v: Array, lengths: Array | None = None, *, causal: bool = False) -> Array:
     """``attention`` as it is written down, with all scores [B, N, Tq, Tk] in memory."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
         scores = jnp.where(future, jnp.finfo(jnp.float32).min, scores)
+    if lengths is not None:
+        padding = jnp.arange(k.shape[1]) >= lengths[:, None, None, None]
+        scores = jnp.where(padding, jnp.finfo(jnp.float32).min, scores)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return matmul(weights, v.swapaxes(1, 2)).swapaxes(1, 2)  # by head: [B, N, Tq, Tk] times [B, N, Tk, Dh]
 
@@ -63,8 +72,8 @@ def _special_form(q: Array, k: Array) -> Form | None:
     return None
 
 
-def _on_each_device(form: Form, q: Array, k: Array, v: Array) -> Array:
+def _on_each_device(form: Form, q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
     """A form that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
     split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
     spec = PartitionSpec("data", None, split, None)
-    return on_each_device(form, (spec,) * 3, spec)(q, k, v)
+    return on_each_device(form, (spec, spec, spec, PartitionSpec("data")), spec)(q, k, v, lengths)

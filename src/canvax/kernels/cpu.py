@@ -60,7 +60,7 @@ def many_scores(q: Array, k: Array) -> bool:
     return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
 
 
-def attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
+def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
     """Long sequences on the CPU: one head and a chunk of its queries at a time, plain matrices all the way.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
@@ -78,11 +78,13 @@ def attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
     chunks = by_head(jnp.pad(scaled, ((0, 0), (0, padded - queries), (0, 0), (0, 0))))
     chunks = chunks.reshape(batch * heads, padded // chunk, chunk, width)
 
-    def head(operands: tuple[Array, Array, Array]) -> Array:
-        chunks, k, v = operands
+    def head(operands: tuple[Array, Array, Array, Array | None]) -> Array:
+        chunks, k, v, length = operands
 
         def one(q: Array) -> Array:
             scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
+            if length is not None:
+                scores = jnp.where(jnp.arange(k.shape[-1]) < length, scores, jnp.finfo(jnp.float32).min)
             scores = scores - scores.max(-1, keepdims=True)
             weights = jnp.exp(scores if in_float32 else scores * width**-0.5).astype(v.dtype)
             values = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
@@ -92,7 +94,8 @@ def attend_head_by_head(q: Array, k: Array, v: Array) -> Array:
         return jax.lax.map(jax.checkpoint(one), chunks)
 
     # XLA multiplies bfloat16 as such only where the keys have been turned beforehand, and otherwise in float32.
-    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v)))
+    per_head = None if lengths is None else jnp.repeat(lengths, heads)
+    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v), per_head))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
 
 

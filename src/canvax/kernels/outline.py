@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ LARGE_ROWS = 1024 * 1024
 """Numbers of an image, rows times channels, from which it does so; measured there too."""
 
 
-def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
+Result = TypeVar("Result")
+
+
+def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     """Keep this block a separate XLA computation (not inlined). Nested calls must be marked inlineable explicitly, or
     they inherit false.
 
@@ -34,7 +37,7 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
     Positional arguments are arrays, those by keyword are static.
     """
 
-    def inside(key: tuple[Mesh | None, Any], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Array:
+    def inside(key: tuple[Mesh | None, Any], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Result:
         del key  # the mesh and replaced code decide the kernels: a trace for others must not be used again
         with set_xla_metadata(inlineable="true"):  # for the calls that JAX makes, of loops for one, inside the block
             return function(*arrays, **dict(static))
@@ -42,7 +45,7 @@ def outlined(function: Callable[..., Array]) -> Callable[..., Array]:
     call = jax.jit(inside, static_argnums=(0, 1))
 
     @wraps(function)
-    def block(*arrays: Any, **static: Any) -> Array:
+    def block(*arrays: Any, **static: Any) -> Result:
         if target_platform() != "cpu":
             return function(*arrays, **static)
         with set_xla_metadata(inlineable="false"):

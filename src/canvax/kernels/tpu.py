@@ -52,11 +52,11 @@ def flash_takes(q: Array, k: Array) -> bool:
     return compiles and k.shape[1] >= MIN_KEYS and target_kind() not in RETIRED
 
 
-def attend_by_flash(q: Array, k: Array, v: Array) -> Array:
+def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
     """Online softmax (Dao et al. 2022) by JAX's own kernel; no score leaves the chip's VMEM.
 
     Up to 4,096 keys, as many as Stable Diffusion has at 512 x 512 and SDXL at 1024 x 1024, are one block, whose softmax
-    needs no second look. Other lengths are filled up, and the filling is masked.
+    needs no second look. Other lengths are filled up, and the filling is masked, as is what lies behind ``lengths``.
     """
     # Imported here: it takes as long as the rest of canvax, and only a TPU's programs need it.
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
@@ -72,10 +72,10 @@ def attend_by_flash(q: Array, k: Array, v: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2)
 
     ids = None
-    if padded_k > keys:
+    if padded_k > keys or lengths is not None:
         # Equal numbers see each other: queries are 0, as real keys are.
-        filled = jnp.arange(padded_k) >= keys
-        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), jnp.tile(filled.astype(jnp.int32), (batch, 1)))
+        filled = jnp.arange(padded_k) >= (jnp.full(batch, keys) if lengths is None else lengths)[:, None]
+        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), filled.astype(jnp.int32))
     backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
     sizes = BlockSizes(block_b=1, block_q=block_q, block_k_major=block_k, block_k=block_k, **backward)
     out = flash_attention(

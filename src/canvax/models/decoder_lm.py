@@ -1,0 +1,153 @@
+"""A causal language model as a text encoder: Qwen3 and the text half of Qwen3-VL and Qwen2.5-VL (Qwen Team 2025).
+
+Image models read the residual stream behind some of its layers, neither the last normalisation nor the head. So layers
+behind the last one that is read are no part of the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from canvax.errors import CheckpointError
+from canvax.kernels.attention import attention
+from canvax.kernels.outline import outlined
+from canvax.models.configs import Config, Count, Epsilon, Factor, Ids, Layers
+from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
+from canvax.nn import embedding, embedding_spec, linear, linear_spec
+from canvax.params import Axis, Params, Spec
+from canvax.types import Array
+
+NORMALISED = ("qwen3", "qwen3_vl_text")
+"""Kinds that normalise queries and keys."""
+
+BIASED = ("qwen2_5_vl_text",)
+"""Kinds whose queries, keys and values have biases."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig(Config):
+    """``Qwen3Model`` and its like: names are those of the transformers config."""
+
+    model_type: str = "qwen3"
+    vocab_size: Ids = 151936
+    hidden_size: Count = 2560
+    intermediate_size: Count = 9728
+    num_hidden_layers: Layers = 36
+    num_attention_heads: Count = 32
+    num_key_value_heads: Count = 8
+    head_dim: Count | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Factor = 1e6
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    # What else a transformers config holds concerns training and generation.
+    STRICT = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Config from a parsed ``config.json``, that of the text half where a model also sees.
+
+        Raises:
+            CheckpointError: naming every field whose value is not supported.
+        """
+        config = dict(config.get("text_config") or config)
+        # transformers 5 keeps all about positions in one field; before it the base was by itself.
+        positions = config.pop("rope_parameters", None) or config.pop("rope_scaling", None) or {}
+        if "rope_theta" in positions:
+            config["rope_theta"] = positions["rope_theta"]
+        kind = positions.get("rope_type", positions.get("type", "default"))
+        faults = [f"positions of the type {kind!r}"] if kind not in ("default", "mrope") else []
+        faults += [f"{name} true" for name in ("use_sliding_window", "attention_bias") if config.get(name)]
+        if faults:
+            raise CheckpointError("DecoderConfig does not support " + ", ".join(faults))
+        return super().from_dict(config)
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.model_type not in NORMALISED + BIASED:
+            faults.append(f"model_type {self.model_type!r} (supported: {', '.join(NORMALISED + BIASED)})")
+        if self.num_attention_heads % self.num_key_value_heads:
+            faults.append(f"{self.num_attention_heads} heads in {self.num_key_value_heads} groups")
+        if self.width_of_head % 2 or (self.head_dim is None and self.hidden_size % self.num_attention_heads):
+            faults.append(f"{self.num_attention_heads} heads of width {self.hidden_size}")
+        if faults:
+            raise CheckpointError("DecoderConfig does not support " + ", ".join(faults))
+
+    @property
+    def width_of_head(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def decoder_lm_spec(cfg: DecoderConfig, layers: int) -> Spec:
+    """Parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``."""
+    return {
+        "model": {
+            "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
+            "layers": {str(i): _layer_spec(cfg) for i in range(layers)},
+        }
+    }
+
+
+def _layer_spec(cfg: DecoderConfig) -> Spec:
+    d, width = cfg.hidden_size, cfg.width_of_head
+    heads, groups = Axis("heads", cfg.num_attention_heads), Axis("heads", cfg.num_key_value_heads)
+    bias = cfg.model_type in BIASED
+    return {
+        "input_layernorm": rms_norm_spec(d),
+        "self_attn": {
+            "q_proj": linear_spec(d, heads.units * width, ("embed", heads), bias=bias),
+            "k_proj": linear_spec(d, groups.units * width, ("embed", groups), bias=bias),
+            "v_proj": linear_spec(d, groups.units * width, ("embed", groups), bias=bias),
+            "o_proj": linear_spec(heads.units * width, d, (heads, "embed"), bias=False),
+            **(qk_norm_spec(width, ("q_norm", "k_norm")) if cfg.model_type in NORMALISED else {}),
+        },
+        "post_attention_layernorm": rms_norm_spec(d),
+        "mlp": swiglu_spec(d, cfg.intermediate_size, PROJECTIONS),
+    }
+
+
+def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, taps: tuple[int, ...]) -> Array:
+    """Token ids -> the residual stream behind some layers.
+
+    Args:
+        p: parameters as declared by ``decoder_lm_spec``.
+        ids: [B, T], each prompt followed by padding.
+        lengths: how many tokens of each are its prompt, int32 [B], data. No token attends to padding, but padding has
+            features too, which some models read.
+        cfg: the config.
+        taps: numbers of layers, 0 for the embedding; the entries of transformers' ``hidden_states`` but the last.
+
+    Returns:
+        [B, T, taps, D] in the dtype of the parameters.
+    """
+    p = p["model"]
+    rope = rotary_embedding(jnp.arange(ids.shape[1])[None, :, None], (cfg.width_of_head,), cfg.rope_theta)
+    h = embedding(p["embed_tokens"], ids)
+    stream = [h]
+    with jax.named_scope("text_encoder"):
+        for i in range(max(taps)):
+            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg)
+            stream.append(h)
+    return jnp.stack([stream[tap] for tap in taps], axis=2)
+
+
+@outlined
+def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfig) -> Array:
+    """One pre-norm layer, [B, T, D] -> [B, T, D]."""
+    a, eps = p["self_attn"], cfg.rms_norm_eps
+    h = rms_norm(p["input_layernorm"], x, eps=eps)
+    q, k, v = (linear(a[name], h).reshape(*x.shape[:2], -1, cfg.width_of_head) for name in ("q_proj", "k_proj", "v_proj"))
+    if cfg.model_type in NORMALISED:
+        q, k = rms_norm(a["q_norm"], q, eps=eps), rms_norm(a["k_norm"], k, eps=eps)
+    h = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, causal=True)
+    x = x + linear(a["o_proj"], h.reshape(*x.shape[:2], -1))
+    return x + swiglu(p["mlp"], rms_norm(p["post_attention_layernorm"], x, eps=eps), PROJECTIONS)

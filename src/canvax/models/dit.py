@@ -1,0 +1,314 @@
+"""Layers and blocks of transformer models: rotary positions, attention with normalised queries and keys, and the
+double-stream, parallel and sandwich blocks of diffusion transformers (Peebles & Xie 2023).
+
+Blocks have no modulation of their own: the shifts, scales and gates that the time gives are passed in, each [B, 1, D].
+Whatever depends on where a token lies is in its integer ids, which are data: a program depends on how many tokens there
+are, not on height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.kernels.attention import attention
+from canvax.kernels.outline import outlined
+from canvax.nn import linear, linear_spec
+from canvax.params import Axis, Param, Params, Spec
+from canvax.types import Array, HostArray
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the angles by which pairs of channels are turned, each [B, T, Dh / 2] float32."""
+
+    cos: Array
+    sin: Array
+
+
+def rotary_embedding(ids: Array, axes: Sequence[int], theta: float) -> Rope:
+    """Rotary position embedding (Su et al. 2021) over several axes.
+
+    Args:
+        ids: the position of each token along each axis, integers [B, T, A]; B may be 1.
+        axes: how many channels of a head each axis turns; their sum is Dh.
+        theta: the base of the frequencies.
+
+    Angles are float32: bfloat16 has no integers beyond 256.
+    """
+    frequencies = [theta ** (-np.arange(0, width, 2, dtype=np.float64) / width) for width in axes]
+    positions = ids.astype(jnp.float32)
+    angles = jnp.concatenate(
+        [positions[..., i, None] * jnp.asarray(f, jnp.float32) for i, f in enumerate(frequencies)], axis=-1
+    )
+    return Rope(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: Array, rope: Rope) -> Array:
+    """Turn channel i and channel i + Dh / 2 of each head as a pair, [B, T, N, Dh], in float32.
+
+    Checkpoints of diffusion transformers have the two of a pair side by side. ``halves_first`` puts them in this order
+    when they are loaded: neighbours would have to be moved apart in each call, 5 % of a block's time on a TPU.
+    """
+    cos, sin = (part[:, :, None] for part in rope)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+ROTATED = ("to_q", "to_k", "add_q_proj", "add_k_proj", "norm_q", "norm_k", "norm_added_q", "norm_added_k")
+"""Layers of a diffusion transformer whose outputs ``halves_first`` sorts, queries and keys alike: their products are
+those of before."""
+
+
+def halves_first(array: HostArray, head_dim: int) -> HostArray:
+    """Outputs [N * Dh, ...] of a checkpoint, the first of each pair of a head before the second of each."""
+    pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def pairs_together(array: HostArray, head_dim: int) -> HostArray:
+    """The inverse of ``halves_first``."""
+    halves = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
+    """Row and column of each token of images that are ``width`` [B] tokens wide, both [B, T]: width is data."""
+    index = jnp.arange(tokens)
+    return index // width[:, None], index % width[:, None]
+
+
+def rms_norm_spec(channels: int, dtype: str | None = None) -> Spec:
+    """The scale of a root-mean-square normalisation."""
+    return {"weight": Param((channels,), (None,), init="ones", dtype=dtype)}
+
+
+def rms_norm(p: Params, x: Array, *, eps: float, offset: float = 0.0) -> Array:
+    """Root-mean-square normalisation (Zhang & Sennrich 2019) over the last axis, in float32.
+
+    ``offset`` is added to the weight, for checkpoints that store its difference from 1.
+    """
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
+    return (y * (p["weight"].astype(jnp.float32) + offset)).astype(x.dtype)
+
+
+def layer_norm(x: Array, *, eps: float = 1e-6) -> Array:
+    """Layer normalisation over the last axis without scale and shift, which the modulation brings; in float32."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def modulated(x: Array, shift: Array, scale: Array) -> Array:
+    """``x`` [B, T, D] scaled and shifted as the time wants it."""
+    return x * (1 + scale) + shift
+
+
+def sinusoids(t: Array, width: int) -> Array:
+    """Embedding of times [B] in 0..1000 -> [B, width] float32, cosines first."""
+    half = width // 2
+    angles = t.astype(jnp.float32)[:, None] * jnp.exp(-np.log(1e4) * jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down")) -> Spec:
+    """Gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
+    gate, up, down = names
+    return {
+        gate: linear_spec(width, inner, ("embed", "mlp"), bias=False),
+        up: linear_spec(width, inner, ("embed", "mlp"), bias=False),
+        down: linear_spec(inner, width, ("mlp", "embed"), bias=False),
+    }
+
+
+def swiglu(p: Params, x: Array, names: tuple[str, str, str] = ("gate", "up", "down")) -> Array:
+    """``down(silu(gate x) * up x)`` (Shazeer 2020, eq. 6), [B, T, D] -> [B, T, D]."""
+    gate, up, down = names
+    return linear(p[down], jax.nn.silu(linear(p[gate], x)) * linear(p[up], x))
+
+
+def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k"), dtype: str | None = None) -> Spec:
+    """Normalisations of queries and keys, over the channels of a head."""
+    return {name: rms_norm_spec(head_dim, dtype) for name in names}
+
+
+def self_attention_spec(width: int, heads: int, head_dim: int, kv_heads: int | None = None) -> Spec:
+    """Projections of attention without biases, and normalisations of queries and keys."""
+    queries, keys = Axis("heads", heads), Axis("heads", kv_heads or heads)
+    return {
+        "to_q": linear_spec(width, heads * head_dim, ("embed", queries), bias=False),
+        "to_k": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=False),
+        "to_v": linear_spec(width, keys.units * head_dim, ("embed", keys), bias=False),
+        "to_out": {"0": linear_spec(heads * head_dim, width, (queries, "embed"), bias=False)},
+        **qk_norm_spec(head_dim),
+    }
+
+
+IMAGE = ("to_q", "to_k", "to_v", "norm_q", "norm_k")
+TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k")
+"""Names of a stream's projections and normalisations, in order."""
+
+Heads = tuple[Array, Array, Array]
+"""Queries, keys and values [B, T, N, Dh]."""
+
+
+def queries_keys_values(
+    p: Params, x: Array, names: tuple[str, ...] = IMAGE, *, eps: float, offset: float = 0.0
+) -> Heads:
+    """Queries and keys, normalised, and values of ``x`` [B, T, D], split into heads; keys may have fewer."""
+    head_dim = p[names[3]]["weight"].shape[0]
+    q, k, v = (linear(p[name], x).reshape(*x.shape[:2], -1, head_dim) for name in names[:3])
+    q, k = (rms_norm(p[name], y, eps=eps, offset=offset) for name, y in zip(names[3:], (q, k), strict=True))
+    return q, k, v
+
+
+def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | None = None) -> Array:
+    """Attention with rotary positions, heads side by side: [B, T, N * Dh]."""
+    if rope is not None:
+        q, k = rotate(q, rope), rotate(k, rope)
+    return attention(q, k, v, lengths=lengths).reshape(*q.shape[:2], -1)
+
+
+def self_attention(
+    p: Params, x: Array, rope: Rope | None, lengths: Array | None, *, eps: float, offset: float = 0.0
+) -> Array:
+    """Attention of ``x`` [B, T, D] to its first ``lengths`` [B] tokens; the result is gated where there is ``to_gate``."""
+    y = attend(*queries_keys_values(p, x, eps=eps, offset=offset), rope, lengths)
+    if "to_gate" in p:
+        y = y * jax.nn.sigmoid(linear(p["to_gate"], x))
+    return linear(p["to_out"]["0"], y)
+
+
+def double_block_spec(width: int, heads: int, inner: int) -> Spec:
+    """A double-stream block without biases."""
+    head_dim, split = width // heads, Axis("heads", heads)
+    text = {name: linear_spec(width, width, ("embed", split), bias=False) for name in TEXT[:3]}
+    return {
+        "attn": {
+            **self_attention_spec(width, heads, head_dim),
+            **text,
+            "to_add_out": linear_spec(width, width, (split, "embed"), bias=False),
+            **qk_norm_spec(head_dim, ("norm_added_q", "norm_added_k")),
+        },
+        "ff": swiglu_spec(width, inner),
+        "ff_context": swiglu_spec(width, inner),
+    }
+
+
+Modulation = tuple[Array, ...]
+"""Shift, scale and gate for the attention, then for the feed-forward, each [B, 1, D]."""
+
+
+@outlined
+def double_block(
+    p: Params, image: Array, text: Array, for_image: Modulation, for_text: Modulation, rope: Rope, *, eps: float
+) -> tuple[Array, Array]:
+    """Double-stream block (Esser et al. 2024, figure 2b): each stream has its weights, and they attend together.
+
+    Args:
+        p: parameters as declared by ``double_block_spec``.
+        image: [B, L, D].
+        text: [B, S, D].
+        for_image: six chunks of modulation.
+        for_text: six chunks of modulation.
+        rope: positions of text, then image.
+        eps: of all normalisations.
+
+    Returns:
+        Both streams.
+    """
+    with jax.named_scope("double_block"):
+        in_text = queries_keys_values(p["attn"], modulated(layer_norm(text, eps=eps), *for_text[:2]), TEXT, eps=eps)
+        in_image = queries_keys_values(p["attn"], modulated(layer_norm(image, eps=eps), *for_image[:2]), eps=eps)
+        q, k, v = (jnp.concatenate(both, axis=1) for both in zip(in_text, in_image, strict=True))
+        y = attend(q, k, v, rope)
+        image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], y[:, text.shape[1] :])
+        text = text + for_text[2] * linear(p["attn"]["to_add_out"], y[:, : text.shape[1]])
+        image = image + for_image[5] * swiglu(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
+        text = text + for_text[5] * swiglu(p["ff_context"], modulated(layer_norm(text, eps=eps), *for_text[3:5]))
+        return image, text
+
+
+def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
+    """A single-stream block without biases whose attention and feed-forward read the same input."""
+    return {"attn": self_attention_spec(width, heads, width // heads), "ff": swiglu_spec(width, inner)}
+
+
+@outlined
+def parallel_block(p: Params, x: Array, modulation: Modulation, rope: Rope, *, eps: float) -> Array:
+    """Attention and feed-forward side by side (Dehghani et al. 2023, eq. 1), with shift, scale and gate."""
+    with jax.named_scope("parallel_block"):
+        shift, scale, gate = modulation
+        h = modulated(layer_norm(x, eps=eps), shift, scale)
+        return x + gate * (self_attention(p["attn"], h, rope, None, eps=eps) + swiglu(p["ff"], h))
+
+
+SANDWICH_NAMES = ("w1", "w3", "w2")
+"""Gate, up and down projections of a sandwich block's feed-forward."""
+
+
+def sandwich_block_spec(width: int, heads: int, inner: int) -> Spec:
+    """A single-stream block with a normalisation before and one behind each of its halves."""
+    return {
+        "attention": self_attention_spec(width, heads, width // heads),
+        "feed_forward": swiglu_spec(width, inner, SANDWICH_NAMES),
+        **{name: rms_norm_spec(width) for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")},
+    }
+
+
+@outlined
+def sandwich_block(
+    p: Params,
+    x: Array,
+    rope: Rope,
+    lengths: Array | None,
+    modulation: Modulation | None = None,
+    *,
+    eps: float,
+    qk_eps: float,
+) -> Array:
+    """Sandwich block (Ding et al. 2021, section 2.3; Lumina-Image 2.0).
+
+    Args:
+        p: parameters as declared by ``sandwich_block_spec``.
+        x: [B, T, D].
+        rope: positions of its tokens.
+        lengths: how many of them are attended to [B]; None for all.
+        modulation: scale and gate for the attention, then for the feed-forward; None for 0 and 1.
+        eps: of the normalisations around attention and feed-forward.
+        qk_eps: of those of queries and keys.
+    """
+    with jax.named_scope("sandwich_block"):
+        scale, gate, ff_scale, ff_gate = modulation or (0.0, 1.0, 0.0, 1.0)
+        h = rms_norm(p["attention_norm1"], x, eps=eps) * (1 + scale)
+        h = self_attention(p["attention"], h, rope, lengths, eps=qk_eps)
+        x = x + gate * rms_norm(p["attention_norm2"], h, eps=eps)
+        h = rms_norm(p["ffn_norm1"], x, eps=eps) * (1 + ff_scale)
+        h = swiglu(p["feed_forward"], h, SANDWICH_NAMES)
+        return x + ff_gate * rms_norm(p["ffn_norm2"], h, eps=eps)
+
+
+def pack(latents: Array, *, channels_first: bool) -> Array:
+    """Squares of 2 x 2 latents as tokens: [B, h, w, C] -> [B, h/2, w/2, 4 C].
+
+    Features of a token are in the order (channel, row, column) if ``channels_first``, else (row, column, channel).
+    """
+    b, h, w, c = latents.shape
+    x = latents.reshape(b, h // 2, 2, w // 2, 2, c)
+    x = x.transpose(0, 1, 3, 5, 2, 4) if channels_first else x.transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(b, h // 2, w // 2, 4 * c)
+
+
+def unpack(tokens: Array, *, channels_first: bool) -> Array:
+    """The inverse of ``pack``: [B, h/2, w/2, 4 C] -> [B, h, w, C]."""
+    b, h, w, features = tokens.shape
+    c = features // 4
+    if channels_first:
+        x = tokens.reshape(b, h, w, c, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+    else:
+        x = tokens.reshape(b, h, w, 2, 2, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(b, 2 * h, 2 * w, c)

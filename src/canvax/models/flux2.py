@@ -1,0 +1,212 @@
+"""FLUX.2 (Black Forest Labs 2025; klein 2026): ``Flux2Transformer2DModel`` as pure functions.
+
+Double-stream blocks and then parallel ones, whose modulation is the same in all blocks of a kind. Reference images are
+tokens behind the image. Its latents are 128 channels, squares of 2 x 2 latents of ``canvax.models.flux2_vae``; the text
+of klein is layers 9, 18 and 27 of Qwen3 side by side, all 512 rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.errors import CheckpointError
+from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
+from canvax.models.dit import (
+    Modulation,
+    Rope,
+    double_block,
+    double_block_spec,
+    grid_ids,
+    layer_norm,
+    modulated,
+    parallel_block,
+    parallel_block_spec,
+    rotary_embedding,
+    sinusoids,
+)
+from canvax.nn import linear, linear_spec
+from canvax.params import Params, Spec
+from canvax.types import Array, HostArray
+
+REFERENCE_STEP = 10
+"""References lie at times 10, 20, 30, ..., the image at 0."""
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "transformer_blocks.{}.ff.linear_in": ("ff.gate", "ff.up"),
+    "transformer_blocks.{}.ff_context.linear_in": ("ff_context.gate", "ff_context.up"),
+    "single_transformer_blocks.{}.attn.to_qkv_mlp_proj": ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up"),
+}
+"""Layers of the checkpoint that lie one behind the other in one matrix, by their outputs, and the spec's names of them.
+Devices split each of them by itself."""
+
+FUSED_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "single_transformer_blocks.{}.attn.to_out": ("attn.to_out.0", "ff.down"),
+}
+"""As ``FUSED``, by their inputs; their results are summed."""
+
+RENAMED: Mapping[str, str] = {
+    "transformer_blocks.{}.ff.linear_out": "ff.down",
+    "transformer_blocks.{}.ff_context.linear_out": "ff_context.down",
+}
+"""Layers of the checkpoint that have another name here."""
+
+
+@dataclass(frozen=True)
+class Flux2Config(Config):
+    """``Flux2Transformer2DModel``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "Flux2Transformer2DModel"
+
+    in_channels: Count = 128
+    num_layers: Depth = 8
+    num_single_layers: Depth = 48
+    attention_head_dim: Count = 128
+    num_attention_heads: Count = 48
+    joint_attention_dim: Count = 15360
+    timestep_guidance_channels: Count = 256
+    mlp_ratio: Factor = 3.0
+    axes_dims_rope: tuple[Count, ...] = (32, 32, 32, 32)
+    rope_theta: Factor = 2000
+    eps: Epsilon = 1e-6
+    guidance_embeds: bool = True
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,), "out_channels": (None, 128)}
+
+    def __post_init__(self) -> None:
+        axes = self.axes_dims_rope
+        if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
+            raise CheckpointError(
+                f"Flux2Config does not support axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}"
+            )
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+def flux2_spec(cfg: Flux2Config) -> Spec:
+    """Parameters of the transformer, none of which is a bias; see ``FUSED`` for those that checkpoints store as one."""
+    width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
+
+    def matrix(inputs: int, outputs: int) -> Spec:
+        return linear_spec(inputs, outputs, bias=False)
+
+    embedder = {"linear_1": matrix(cfg.timestep_guidance_channels, width), "linear_2": matrix(width, width)}
+    embedders = {"timestep_embedder": embedder} | ({"guidance_embedder": embedder} if cfg.guidance_embeds else {})
+    block, single = (kind(width, cfg.num_attention_heads, inner) for kind in (double_block_spec, parallel_block_spec))
+    return {
+        "time_guidance_embed": embedders,
+        "double_stream_modulation_img": {"linear": matrix(width, 6 * width)},
+        "double_stream_modulation_txt": {"linear": matrix(width, 6 * width)},
+        "single_stream_modulation": {"linear": matrix(width, 3 * width)},
+        "x_embedder": matrix(cfg.in_channels, width),
+        "context_embedder": matrix(cfg.joint_attention_dim, width),
+        "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
+        "single_transformer_blocks": {str(i): single for i in range(cfg.num_single_layers)},
+        "norm_out": {"linear": matrix(width, 2 * width)},
+        "proj_out": matrix(width, cfg.in_channels),
+    }
+
+
+class Flux2Context(NamedTuple):
+    """What the transformer reads in each step beside the image, the same in all steps.
+
+    Attributes:
+        text: embedded text [B, S, D].
+        references: embedded reference images [B, R, D]; R may be 0.
+        rope: positions of text, image and references.
+    """
+
+    text: Array
+    references: Array
+    rope: Rope
+
+
+def reference_ids(sizes: Sequence[tuple[int, int]]) -> HostArray:
+    """Positions of reference images of so many tokens high and wide, one behind the other: int32 [R, 4]."""
+    grids = [
+        np.stack(np.meshgrid(REFERENCE_STEP * (k + 1), range(h), range(w), 0, indexing="ij"), axis=-1).reshape(-1, 4)
+        for k, (h, w) in enumerate(sizes)
+    ]
+    return np.concatenate([np.zeros((0, 4), np.int32), *grids]).astype(np.int32)
+
+
+def flux2_context(
+    p: Params, text: Array, width: Array, references: Array, ids: Array, cfg: Flux2Config, *, tokens: int
+) -> Flux2Context:
+    """Embed text and references and place all tokens, once before the loop.
+
+    Args:
+        p: parameters as declared by ``flux2_spec``.
+        text: [B, S, ``joint_attention_dim``] in the dtype that it computes in; its padding is part of it.
+        width: how many tokens wide the images are, int32 [B].
+        references: latents of reference images as tokens [B, R, ``in_channels``]; R may be 0.
+        ids: their positions, of ``reference_ids``, int32 [B, R, 4].
+        cfg: the config.
+        tokens: how many tokens an image has, L.
+    """
+    batch, rows, _ = text.shape
+    row, column = grid_ids(tokens, width)
+    zeros = jnp.zeros_like(row)
+    image_ids = jnp.stack([zeros, row, column, zeros], axis=-1)
+    text_ids = jnp.pad(jnp.broadcast_to(jnp.arange(rows)[:, None], (batch, rows, 1)), ((0, 0), (0, 0), (3, 0)))
+    all_ids = jnp.concatenate([text_ids, image_ids, ids], axis=1)
+    return Flux2Context(
+        linear(p["context_embedder"], text),
+        linear(p["x_embedder"], references.astype(text.dtype)),
+        rotary_embedding(all_ids, cfg.axes_dims_rope, cfg.rope_theta),
+    )
+
+
+def flux2(
+    p: Params, x: Array, timestep: Array, context: Flux2Context, cfg: Flux2Config, *, guidance: Array | None = None
+) -> Array:
+    """The velocity (noise minus image) of noisy latents.
+
+    Args:
+        p: parameters as declared by ``flux2_spec``.
+        x: latents as tokens [B, L, ``in_channels``] in the dtype that it computes in.
+        timestep: [B], 1000 for noise and 0 for an image.
+        context: of ``flux2_context``.
+        cfg: the config.
+        guidance: the scale that a model with ``guidance_embeds`` embeds [B].
+
+    Returns:
+        [B, L, ``in_channels``].
+    """
+    tokens, rows = x.shape[1], context.text.shape[1]
+    time = _embedded(p["time_guidance_embed"]["timestep_embedder"], timestep, x)
+    if cfg.guidance_embeds and guidance is not None:
+        time = time + _embedded(p["time_guidance_embed"]["guidance_embedder"], 1000 * guidance, x)
+    time = jax.nn.silu(time)[:, None]
+    for_image = _chunks(p["double_stream_modulation_img"], time, 6)
+    for_text = _chunks(p["double_stream_modulation_txt"], time, 6)
+    for_both = _chunks(p["single_stream_modulation"], time, 3)
+
+    image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
+    for i in range(cfg.num_layers):
+        block = p["transformer_blocks"][str(i)]
+        image, text = double_block(block, image, text, for_image, for_text, context.rope, eps=cfg.eps)
+    h = jnp.concatenate([text, image], axis=1)
+    for i in range(cfg.num_single_layers):
+        h = parallel_block(p["single_transformer_blocks"][str(i)], h, for_both, context.rope, eps=cfg.eps)
+    scale, shift = _chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
+    return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
+
+
+def _embedded(p: Params, t: Array, x: Array) -> Array:
+    """A time or guidance scale [B] in 0..1000 as a vector [B, D] in the dtype of ``x``."""
+    h = sinusoids(t, p["linear_1"]["weight"].shape[0]).astype(x.dtype)
+    return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
+
+
+def _chunks(p: Params, time: Array, count: int) -> Modulation:
+    """``count`` vectors [B, 1, D] of a modulation."""
+    return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))

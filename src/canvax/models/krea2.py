@@ -1,0 +1,218 @@
+"""Krea 2 (Krea 2026): a single-stream diffusion transformer, ``Krea2Transformer2DModel`` as pure functions.
+
+Twelve layers of Qwen3-VL-4B are mixed to one text by a small transformer. Text and image are then one sequence of
+blocks with grouped heads and gated attention, which share one modulation and add a learned table each. Its latents are
+those of ``canvax.models.wan_vae``, its tokens squares of 2 x 2 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from canvax.errors import CheckpointError
+from canvax.kernels.outline import outlined
+from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
+from canvax.models.dit import (
+    Modulation,
+    Rope,
+    grid_ids,
+    modulated,
+    qk_norm_spec,
+    rms_norm,
+    rms_norm_spec,
+    rotary_embedding,
+    self_attention,
+    self_attention_spec,
+    sinusoids,
+    swiglu,
+    swiglu_spec,
+)
+from canvax.nn import linear, linear_spec
+from canvax.params import Axis, Param, Params, Spec
+from canvax.types import Array
+
+OFFSET = 1.0
+"""Normalisations store the difference of their weights from 1, in float32."""
+
+
+@dataclass(frozen=True)
+class Krea2Config(Config):
+    """``Krea2Transformer2DModel``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "Krea2Transformer2DModel"
+
+    in_channels: Count = 64
+    num_layers: Layers = 28
+    attention_head_dim: Count = 128
+    num_attention_heads: Count = 48
+    num_key_value_heads: Count = 12
+    intermediate_size: Count = 16384
+    timestep_embed_dim: Count = 256
+    text_hidden_dim: Count = 2560
+    num_text_layers: Count = 12
+    text_num_attention_heads: Count = 20
+    text_num_key_value_heads: Count = 20
+    text_intermediate_size: Count = 6912
+    num_layerwise_text_blocks: Depth = 2
+    num_refiner_text_blocks: Depth = 2
+    axes_dims_rope: tuple[Count, ...] = (32, 48, 48)
+    rope_theta: Factor = 1000.0
+    norm_eps: Epsilon = 1e-5
+
+    def __post_init__(self) -> None:
+        axes, faults = self.axes_dims_rope, []
+        if len(axes) != 3 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
+            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            faults.append(f"{self.num_attention_heads} heads in {self.num_key_value_heads} groups")
+        heads, groups = self.text_num_attention_heads, self.text_num_key_value_heads
+        if self.text_hidden_dim % heads or heads % groups:
+            faults.append(f"{heads} heads in {groups} groups of width {self.text_hidden_dim} (text)")
+        if faults:
+            raise CheckpointError("Krea2Config does not support " + "; ".join(faults))
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+
+def krea2_spec(cfg: Krea2Config) -> Spec:
+    """Parameters of the transformer."""
+    width, text = cfg.dim, cfg.text_hidden_dim
+    heads = cfg.num_attention_heads, cfg.num_key_value_heads
+    block = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
+    block |= _block_spec(width, *heads, cfg.intermediate_size)
+    fusion = _block_spec(
+        text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size
+    )
+    return {
+        "img_in": linear_spec(cfg.in_channels, width),
+        "time_embed": {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)},
+        "time_mod_proj": linear_spec(width, 6 * width),
+        "text_fusion": {
+            "layerwise_blocks": {str(i): fusion for i in range(cfg.num_layerwise_text_blocks)},
+            "projector": linear_spec(cfg.num_text_layers, 1, bias=False),
+            "refiner_blocks": {str(i): fusion for i in range(cfg.num_refiner_text_blocks)},
+        },
+        "txt_in": {
+            "norm": _norm_spec(text),
+            "linear_1": linear_spec(text, width),
+            "linear_2": linear_spec(width, width),
+        },
+        "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
+        "final_layer": {
+            "scale_shift_table": Param((2, width), (None, None), init="zeros"),
+            "norm": _norm_spec(width),
+            "linear": linear_spec(width, cfg.in_channels),
+        },
+    }
+
+
+def _norm_spec(channels: int) -> Spec:
+    return rms_norm_spec(channels, dtype="float32")
+
+
+def _block_spec(width: int, heads: int, groups: int, inner: int) -> Spec:
+    head_dim = width // heads
+    gate = {"to_gate": linear_spec(width, width, ("embed", Axis("heads", heads)), bias=False)}
+    norms = qk_norm_spec(head_dim, dtype="float32")
+    return {
+        "norm1": _norm_spec(width),
+        "norm2": _norm_spec(width),
+        "attn": self_attention_spec(width, heads, head_dim, groups) | gate | norms,
+        "ff": swiglu_spec(width, inner),
+    }
+
+
+class Krea2Context(NamedTuple):
+    """What the transformer reads in each step beside the image, the same in all steps.
+
+    Attributes:
+        text: the fused text [B, S, D].
+        rope: positions of image, then text.
+        lengths: how many tokens of image and text are attended to, int32 [B].
+    """
+
+    text: Array
+    rope: Rope
+    lengths: Array
+
+
+def krea2_context(
+    p: Params, text: Array, lengths: Array, width: Array, cfg: Krea2Config, *, tokens: int
+) -> Krea2Context:
+    """Fuse the layers of the text and place all tokens, once before the loop.
+
+    Args:
+        p: parameters as declared by ``krea2_spec``.
+        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``] in the dtype that it computes
+            in.
+        lengths: how many rows of each are its text, int32 [B].
+        width: how many tokens wide the images are, int32 [B].
+        cfg: the config.
+        tokens: how many tokens an image has, L.
+    """
+    batch, rows, layers, channels = text.shape
+    fusion = p["text_fusion"]
+    with jax.named_scope("text_fusion"):
+        h = text.reshape(batch * rows, layers, channels)
+        for i in range(cfg.num_layerwise_text_blocks):
+            h = _block(fusion["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
+        h = linear(fusion["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
+        for i in range(cfg.num_refiner_text_blocks):
+            h = _block(fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps)
+        h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
+        h = linear(p["txt_in"]["linear_2"], jax.nn.gelu(h, approximate=True))
+    row, column = grid_ids(tokens, width)
+    image_ids = jnp.stack([jnp.zeros_like(row), row, column], axis=-1)
+    ids = jnp.pad(image_ids, ((0, 0), (0, rows), (0, 0)))  # text lies at the origin
+    return Krea2Context(h, rotary_embedding(ids, cfg.axes_dims_rope, cfg.rope_theta), tokens + lengths)
+
+
+def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea2Config) -> Array:
+    """The velocity (noise minus image) of noisy latents.
+
+    Args:
+        p: parameters as declared by ``krea2_spec``.
+        x: latents as tokens [B, L, ``in_channels``], of ``pack`` with channels first, in the dtype that it computes in.
+        timestep: [B], 1000 for noise and 0 for an image.
+        context: of ``krea2_context``.
+        cfg: the config.
+
+    Returns:
+        [B, L, ``in_channels``].
+    """
+    tokens = x.shape[1]
+    time = linear(p["time_embed"]["linear_1"], sinusoids(timestep, cfg.timestep_embed_dim).astype(x.dtype))
+    time = linear(p["time_embed"]["linear_2"], jax.nn.gelu(time, approximate=True))
+    shared = linear(p["time_mod_proj"], jax.nn.gelu(time, approximate=True)).reshape(x.shape[0], 6, cfg.dim)
+    # The image comes first, so that the padding of the text comes last: positions are in the ids alone.
+    h = jnp.concatenate([linear(p["img_in"], x), context.text], axis=1)
+    for i in range(cfg.num_layers):
+        block = p["transformer_blocks"][str(i)]
+        modulation = tuple(jnp.split(shared + block["scale_shift_table"], 6, axis=1))
+        h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps)
+    last = p["final_layer"]
+    scale, shift = jnp.split(time[:, None] + last["scale_shift_table"], 2, axis=1)
+    return linear(last["linear"], modulated(_norm(last["norm"], h[:, :tokens], cfg), shift, scale))
+
+
+def _norm(p: Params, x: Array, cfg: Krea2Config) -> Array:
+    return rms_norm(p, x, eps=cfg.norm_eps, offset=OFFSET)
+
+
+@outlined
+def _block(
+    p: Params, x: Array, rope: Rope | None, lengths: Array | None, modulation: Modulation | None = None, *, eps: float
+) -> Array:
+    """Pre-norm block; ``modulation`` is scale, shift and gate for the attention, then for the feed-forward."""
+    scale, shift, gate, ff_scale, ff_shift, ff_gate = modulation or (0.0, 0.0, 1.0) * 2
+    h = modulated(rms_norm(p["norm1"], x, eps=eps, offset=OFFSET), shift, scale)
+    x = x + gate * self_attention(p["attn"], h, rope, lengths, eps=eps, offset=OFFSET)
+    h = modulated(rms_norm(p["norm2"], x, eps=eps, offset=OFFSET), ff_shift, ff_scale)
+    return x + ff_gate * swiglu(p["ff"], h)

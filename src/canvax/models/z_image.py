@@ -1,0 +1,218 @@
+"""Z-Image (Tongyi Lab 2025): a single-stream diffusion transformer, ``ZImageTransformer2DModel`` as pure functions.
+
+Caption and image are each refined by two blocks, and then one sequence for thirty more. Its latents are the 16 channels
+of FLUX.1's autoencoder, its captions the last but one layer of Qwen3-4B (``canvax.models.decoder_lm``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from canvax.errors import CheckpointError
+from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
+from canvax.models.dit import (
+    Modulation,
+    Rope,
+    grid_ids,
+    layer_norm,
+    rms_norm,
+    rms_norm_spec,
+    rotary_embedding,
+    sandwich_block,
+    sandwich_block_spec,
+    sinusoids,
+)
+from canvax.nn import linear, linear_spec
+from canvax.params import Param, Params, Spec
+from canvax.types import Array
+
+MULTIPLE = 32
+"""Image and caption are each filled up to a multiple of it with a learned token, which takes part in attention."""
+
+TIME_WIDTH, TIME_INNER = 256, 1024
+
+QK_EPS = 1e-5
+"""Of the normalisations of queries and keys, whatever ``norm_eps`` is."""
+
+SIZE = "2-1"
+"""Patches of 2 x 2 latents of one frame, in the names of the first and last layer."""
+
+
+@dataclass(frozen=True)
+class ZImageConfig(Config):
+    """``ZImageTransformer2DModel``: names and defaults are those of the diffusers config."""
+
+    CLASS: ClassVar[str] = "ZImageTransformer2DModel"
+
+    in_channels: Count = 16
+    dim: Count = 3840
+    n_layers: Layers = 30
+    n_refiner_layers: Depth = 2
+    n_heads: Count = 30
+    n_kv_heads: Count = 30
+    norm_eps: Epsilon = 1e-5
+    qk_norm: bool = True
+    cap_feat_dim: Count = 2560
+    rope_theta: Factor = 256.0
+    t_scale: Factor = 1000.0
+    axes_dims: tuple[Count, ...] = (32, 48, 48)
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "all_patch_size": ((2,),),
+        "all_f_patch_size": ((1,),),
+    }
+    # The longest axes of tables that are computed here as they are needed.
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"axes_lens"})
+
+    def __post_init__(self) -> None:
+        faults = [] if self.qk_norm else ["qk_norm false"]
+        if self.n_kv_heads != self.n_heads:
+            faults.append(f"n_kv_heads {self.n_kv_heads} with n_heads {self.n_heads}")
+        if len(self.axes_dims) != 3 or sum(self.axes_dims) * self.n_heads != self.dim:
+            faults.append(f"axes_dims {self.axes_dims} with dim {self.dim} and n_heads {self.n_heads}")
+        if any(axis % 2 for axis in self.axes_dims):
+            faults.append(f"axes_dims {self.axes_dims}, which are not even")
+        if faults:
+            raise CheckpointError("ZImageConfig does not support " + "; ".join(faults))
+
+    @property
+    def time_width(self) -> int:
+        """Width of the embedding of the time."""
+        return min(self.dim, TIME_WIDTH)
+
+
+def z_image_spec(cfg: ZImageConfig) -> Spec:
+    """Parameters of the transformer."""
+    width, features = cfg.dim, 4 * cfg.in_channels
+    token = Param((1, width), (None, None), init="normal")
+
+    def blocks(count: int, *, modulated: bool = True) -> Spec:
+        return {str(i): _block_spec(cfg, modulated=modulated) for i in range(count)}
+
+    return {
+        "all_x_embedder": {SIZE: linear_spec(features, width)},
+        "noise_refiner": blocks(cfg.n_refiner_layers),
+        "context_refiner": blocks(cfg.n_refiner_layers, modulated=False),
+        "t_embedder": {
+            "mlp": {
+                "0": linear_spec(TIME_WIDTH, TIME_INNER),
+                "2": linear_spec(TIME_INNER, cfg.time_width),
+            }
+        },
+        "cap_embedder": {"0": rms_norm_spec(cfg.cap_feat_dim), "1": linear_spec(cfg.cap_feat_dim, width)},
+        "x_pad_token": token,
+        "cap_pad_token": token,
+        "layers": blocks(cfg.n_layers),
+        "all_final_layer": {
+            SIZE: {
+                "linear": linear_spec(width, features),
+                "adaLN_modulation": {"1": linear_spec(cfg.time_width, width)},
+            }
+        },
+    }
+
+
+def _block_spec(cfg: ZImageConfig, *, modulated: bool) -> Spec:
+    spec = sandwich_block_spec(cfg.dim, cfg.n_heads, int(cfg.dim / 3 * 8))
+    if modulated:
+        spec["adaLN_modulation"] = {"0": linear_spec(cfg.time_width, 4 * cfg.dim)}
+    return spec
+
+
+class ZImageContext(NamedTuple):
+    """What the transformer reads in each step beside the image, the same in all steps.
+
+    Attributes:
+        caption: the refined caption [B, S, D].
+        image_rope: positions of the image's tokens.
+        rope: positions of image, then caption.
+        lengths: how many tokens of image and caption are attended to, int32 [B].
+    """
+
+    caption: Array
+    image_rope: Rope
+    rope: Rope
+    lengths: Array
+
+
+def z_image_context(
+    p: Params, text: Array, lengths: Array, width: Array, cfg: ZImageConfig, *, tokens: int
+) -> ZImageContext:
+    """Refine captions and place all tokens, once before the loop.
+
+    Args:
+        p: parameters as declared by ``z_image_spec``.
+        text: features of the captions [B, S, ``cap_feat_dim``], S a multiple of 32, in the dtype that it computes in.
+        lengths: how many rows of each are its caption, int32 [B].
+        width: how many tokens wide the images are, int32 [B].
+        cfg: the config.
+        tokens: how many tokens an image has, L.
+    """
+    batch, rows, _ = text.shape
+    if rows % MULTIPLE:
+        raise ValueError(f"z_image_context: text of {rows} rows, which is no multiple of {MULTIPLE}")
+    filled = -(-lengths // MULTIPLE) * MULTIPLE
+    index = jnp.arange(rows)
+    caption = linear(p["cap_embedder"]["1"], rms_norm(p["cap_embedder"]["0"], text, eps=cfg.norm_eps))
+    caption = jnp.where(index[:, None] < lengths[:, None, None], caption, p["cap_pad_token"])
+
+    zeros = jnp.zeros_like(index)
+    caption_ids = jnp.broadcast_to(jnp.stack([1 + index, zeros, zeros], axis=-1), (batch, rows, 3))
+    row, column = grid_ids(tokens, width)
+    image_ids = jnp.stack([jnp.broadcast_to(filled[:, None] + 1, row.shape), row, column], axis=-1)
+    image_ids = jnp.pad(image_ids, ((0, 0), (0, -tokens % MULTIPLE), (0, 0)))  # filling lies at the origin
+
+    image_rope, caption_rope = (rotary_embedding(ids, cfg.axes_dims, cfg.rope_theta) for ids in (image_ids, caption_ids))
+    with jax.named_scope("context_refiner"):
+        for i in range(cfg.n_refiner_layers):
+            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **_eps(cfg))
+    rope = Rope(*(jnp.concatenate(both, axis=1) for both in zip(image_rope, caption_rope, strict=True)))
+    return ZImageContext(caption, image_rope, rope, image_ids.shape[1] + filled)
+
+
+def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: ZImageConfig) -> Array:
+    """The velocity (noise minus image) of noisy latents.
+
+    Args:
+        p: parameters as declared by ``z_image_spec``.
+        x: latents as tokens [B, L, 4 * ``in_channels``], of ``pack`` with channels last, in the dtype that it computes
+            in.
+        timestep: [B], 1000 for noise and 0 for an image.
+        context: of ``z_image_context``.
+        cfg: the config.
+
+    Returns:
+        [B, L, 4 * ``in_channels``].
+    """
+    tokens = x.shape[1]
+    # The time runs the other way in this model, and so does what it predicts.
+    time = sinusoids((1 - timestep / 1000) * cfg.t_scale, TIME_WIDTH).astype(x.dtype)
+    time = linear(p["t_embedder"]["mlp"]["2"], jax.nn.silu(linear(p["t_embedder"]["mlp"]["0"], time)))
+    image = linear(p["all_x_embedder"][SIZE], x)
+    filling = jnp.broadcast_to(p["x_pad_token"], (x.shape[0], -tokens % MULTIPLE, cfg.dim))
+    image = jnp.concatenate([image, filling.astype(image.dtype)], axis=1)
+    for i in range(cfg.n_refiner_layers):
+        block = p["noise_refiner"][str(i)]
+        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **_eps(cfg))
+    h = jnp.concatenate([image, context.caption], axis=1)
+    for i in range(cfg.n_layers):
+        block = p["layers"][str(i)]
+        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **_eps(cfg))
+    last = p["all_final_layer"][SIZE]
+    scale = linear(last["adaLN_modulation"]["1"], jax.nn.silu(time))[:, None]
+    return -linear(last["linear"], layer_norm(h[:, :tokens]) * (1 + scale))
+
+
+def _eps(cfg: ZImageConfig) -> dict[str, float]:
+    return {"eps": cfg.norm_eps, "qk_eps": QK_EPS}
+
+
+def _modulation(p: Params, time: Array) -> Modulation:
+    """Scale and gate for the attention, then for the feed-forward, of the time's embedding [B, 256]."""
+    scale, gate, ff_scale, ff_gate = jnp.split(linear(p["adaLN_modulation"]["0"], time)[:, None], 4, axis=-1)
+    return scale, jnp.tanh(gate), ff_scale, jnp.tanh(ff_gate)

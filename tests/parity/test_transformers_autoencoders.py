@@ -1,0 +1,137 @@
+"""Autoencoders of current models against diffusers: encode and decode with the same random weights, float32."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from canvax.errors import CheckpointError  # noqa: E402
+from canvax.models.configs import VaeConfig  # noqa: E402
+from canvax.models.decode import decode_images, encode_images  # noqa: E402
+from canvax.models.flux2_vae import (  # noqa: E402
+    UNUSED,
+    Flux2VaeConfig,
+    flux2_vae_decode,
+    flux2_vae_encode,
+    flux2_vae_spec,
+)
+from canvax.models.vae import vae_spec  # noqa: E402
+from canvax.models.wan_vae import WanVaeConfig, from_video, wan_vae_decode, wan_vae_encode, wan_vae_spec  # noqa: E402
+
+from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
+from .transformers_reference import TOLERANCE, normal, params_of, stored  # noqa: E402
+
+BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+
+
+def test_kl_with_a_shift() -> None:
+    """As in FLUX.1 and Z-Image: sixteen channels, a shift, and no convolutions next to the latents."""
+    theirs: Any = randomise(
+        diffusers.AutoencoderKL(
+            block_out_channels=(8, 16), layers_per_block=1, latent_channels=16, norm_num_groups=4, scaling_factor=0.3611,
+            shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False, **BLOCKS,
+        )
+    )  # fmt: skip
+    cfg = VaeConfig.from_dict(dict(theirs.config))
+    p = params_of(stored(theirs), vae_spec(cfg))
+    latents, images = normal(2, 6, 10, 16), np.random.default_rng(0).random((2, 12, 20, 3), np.float32)
+    with torch.no_grad():
+        pixels = nhwc(theirs.decode(nchw(latents) / 0.3611 + 0.1159).sample) / 2 + 0.5
+        posterior = theirs.encode(nchw(2 * images - 1)).latent_dist
+    np.testing.assert_allclose(decode_images(p, latents, cfg=cfg), np.clip(pixels, 0, 1), atol=TOLERANCE)
+    mean, deviation = encode_images(p, images, cfg=cfg)
+    assert relative_error(mean, (nhwc(posterior.mean) - 0.1159) * 0.3611) <= TOLERANCE
+    assert relative_error(deviation, nhwc(posterior.std) * 0.3611) <= TOLERANCE
+
+
+def flux2_vae(**changes: Any) -> Any:
+    theirs: Any = randomise(
+        diffusers.AutoencoderKLFlux2(
+            block_out_channels=(8, 16), layers_per_block=1, latent_channels=4, norm_num_groups=4, **BLOCKS, **changes
+        )
+    )
+    generator = torch.Generator().manual_seed(1)
+    theirs.bn.running_mean.copy_(torch.randn(16, generator=generator))
+    theirs.bn.running_var.copy_(torch.rand(16, generator=generator) * 1e-3)  # next to which its epsilon counts
+    return theirs
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder_block_out_channels": (4, 8)}], ids=["", "small decoder"])
+def test_flux2(changes: dict[str, Any]) -> None:
+    theirs = flux2_vae(**changes)
+    cfg = Flux2VaeConfig.from_dict(dict(theirs.config))
+    state = {name: array for name, array in stored(theirs).items() if name not in UNUSED}
+    p = params_of(state, flux2_vae_spec(cfg))
+    assert (cfg.factor, cfg.channels) == (4, 16)
+    latents, images = normal(2, 3, 5, 16), normal(2, 12, 20, 3)
+    pipe = diffusers.Flux2KleinPipeline
+    with torch.no_grad():
+        deviation = torch.sqrt(theirs.bn.running_var + cfg.batch_norm_eps)[:, None, None]
+        mean = theirs.bn.running_mean[:, None, None]
+        want = nhwc(theirs.decode(pipe._unpatchify_latents(nchw(latents) * deviation + mean)).sample)
+        posterior = theirs.encode(nchw(images)).latent_dist
+        centre = nhwc((pipe._patchify_latents(posterior.mode()) - mean) / deviation)
+        spread = nhwc(pipe._patchify_latents(posterior.std) / deviation)
+    got = jax.jit(partial(flux2_vae_decode, cfg=cfg))(p, latents)
+    print("flux2 decode", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    mine, logvar = jax.jit(partial(flux2_vae_encode, cfg=cfg))(p, images)
+    print("flux2 encode", relative_error(mine, centre), relative_error(np.exp(logvar / 2), spread))
+    assert relative_error(mine, centre) <= TOLERANCE
+    assert relative_error(np.exp(logvar / 2), spread) <= TOLERANCE
+
+
+def test_wan() -> None:
+    """One frame, in two dimensions."""
+    mean, deviation = [0.5, -0.2, 0.1, 0.7], [2.0, 1.5, 0.7, 1.1]
+    theirs: Any = randomise(
+        diffusers.AutoencoderKLQwenImage(
+            base_dim=8, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True],
+            latents_mean=mean, latents_std=deviation,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        theirs.decoder.conv_out.weight.mul_(0.05)  # what it returns is clipped
+    cfg = WanVaeConfig.from_dict(dict(theirs.config))
+    p = params_of(frame_of(stored(theirs)), wan_vae_spec(cfg))
+    latents, images = normal(2, 3, 5, 4), normal(2, 12, 20, 3)
+    with torch.no_grad():
+        scaled = latents * np.float32(deviation) + np.float32(mean)
+        want = nhwc(theirs.decode(nchw(scaled)[:, :, None]).sample[:, :, 0])
+        posterior = theirs.encode(nchw(images)[:, :, None]).latent_dist
+        centre = (nhwc(posterior.mode()[:, :, 0]) - np.float32(mean)) / np.float32(deviation)
+        spread = nhwc(posterior.std[:, :, 0]) / np.float32(deviation)
+    assert 0.3 < np.abs(want).max() and np.mean(np.abs(want) == 1) < 0.1
+    got = jax.jit(partial(wan_vae_decode, cfg=cfg))(p, latents)
+    print("wan decode", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    mine, logvar = jax.jit(partial(wan_vae_encode, cfg=cfg))(p, images)
+    print("wan encode", relative_error(mine, centre), relative_error(np.exp(logvar / 2), spread))
+    assert relative_error(mine, centre) <= TOLERANCE
+    assert relative_error(np.exp(logvar / 2), spread) <= TOLERANCE
+
+
+def frame_of(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What one frame needs of a checkpoint for videos."""
+    return {name: from_video(array) for name, array in state.items() if "time_conv" not in name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (WanVaeConfig, {"attn_scales": [1.0]}),
+        (WanVaeConfig, {"z_dim": 8}),
+        (Flux2VaeConfig, {"patch_size": [4, 4]}),
+        (Flux2VaeConfig, {"block_out_channels": [8, 16]}),
+    ],
+)
+def test_what_is_not_supported(kind: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        kind.from_dict(changes)

@@ -1,0 +1,352 @@
+"""Z-Image, FLUX.2 and Krea 2 against diffusers with the same random weights, float32: whole networks and each block."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from diffusers.models.transformers import transformer_flux2, transformer_z_image  # noqa: E402
+
+from canvax.models import dit  # noqa: E402
+from canvax.models.dit import Rope, pack, rotary_embedding, unpack  # noqa: E402
+from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec, reference_ids  # noqa: E402
+from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec  # noqa: E402
+from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec  # noqa: E402
+from canvax.params import Params  # noqa: E402
+
+from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
+from .transformers_reference import TOLERANCE, normal, params_of, rotated, stored, to_torch, unfused  # noqa: E402
+
+TIMES = np.array([981.0, 3.25], np.float32)
+LENGTHS = np.array([19, 40], np.int32)
+"""Of two prompts, one that fills up to 32 rows and one that fills up to 64."""
+
+ROWS = 64
+SIZES = [(6, 10), (10, 6), (8, 16)]
+"""Of latents: fifteen tokens twice, and thirty-two."""
+
+
+def modules(seed: int = 0) -> dict[str, Any]:
+    z_image = randomise(
+        diffusers.ZImageTransformer2DModel(
+            dim=64, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[8, 4, 4],
+            axes_lens=[128, 32, 32], norm_eps=3e-5,
+        ),
+        seed,
+    )  # fmt: skip
+    flux2 = randomise(
+        diffusers.Flux2Transformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=2, num_attention_heads=2, attention_head_dim=16,
+            joint_attention_dim=96, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+        ),
+        seed,
+    )  # fmt: skip
+    krea2 = randomise(
+        diffusers.Krea2Transformer2DModel(
+            in_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=96, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=4,
+            text_num_key_value_heads=2, text_intermediate_size=48, num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=2, axes_dims_rope=(8, 4, 4),
+        ),
+        seed,
+    )  # fmt: skip
+    with torch.no_grad():  # text must matter
+        z_image.cap_embedder[1].weight.mul_(5)
+        flux2.transformer_blocks[0].attn.add_v_proj.weight.mul_(5)
+        krea2.txt_in.linear_2.weight.mul_(5)
+    return {"z_image": z_image, "flux2": flux2, "krea2": krea2}
+
+
+MODULES = modules()
+
+
+def load(name: str) -> tuple[Any, Params]:
+    theirs = MODULES[name]
+    kind, spec_of = {
+        "z_image": (ZImageConfig, z_image_spec),
+        "flux2": (Flux2Config, flux2_spec),
+        "krea2": (Krea2Config, krea2_spec),
+    }[name]
+    cfg = kind.from_dict(dict(theirs.config))
+    spec, state = spec_of(cfg), stored(theirs)
+    state = unfused(state, spec) if name == "flux2" else state
+    return cfg, params_of(state, spec, rotated(16))
+
+
+@partial(jax.jit, static_argnums=5)
+def our_z_image(p: Params, x: Any, text: Any, lengths: Any, width: Any, cfg: ZImageConfig) -> Any:
+    context = z_image_context(p, text, lengths, width, cfg, tokens=x.shape[1])
+    return z_image(p, x, jnp.asarray(TIMES), context, cfg)
+
+
+def their_z_image(latents: np.ndarray, text: np.ndarray, lengths: np.ndarray = LENGTHS) -> np.ndarray:
+    images = [nchw(one[None])[0][:, None] for one in latents]
+    captions = [to_torch(rows[:length]) for rows, length in zip(text, lengths, strict=True)]
+    with torch.no_grad():
+        out = MODULES["z_image"](images, to_torch(1 - TIMES / 1000), captions, return_dict=False)[0]
+    return -nhwc(torch.stack(out)[:, :, 0])
+
+
+def tokens_of(latents: np.ndarray, *, channels_first: bool) -> jax.Array:
+    tokens = pack(jnp.asarray(latents), channels_first=channels_first)
+    return tokens.reshape(len(latents), -1, tokens.shape[-1])
+
+
+def widths(latents: np.ndarray) -> jax.Array:
+    return jnp.full(len(latents), latents.shape[2] // 2, jnp.int32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_z_image(size: tuple[int, int]) -> None:
+    cfg, p = load("z_image")
+    latents, text = normal(2, *size, 16), normal(2, ROWS, 32)
+    want = their_z_image(latents, text)
+    got = our_z_image(p, tokens_of(latents, channels_first=False), text, LENGTHS, widths(latents), cfg)
+    got = unpack(got.reshape(2, size[0] // 2, size[1] // 2, -1), channels_first=False)
+    print("z_image", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    assert relative_error(their_z_image(latents, normal(2, ROWS, 32)), want) > 0.1  # text matters
+
+
+def test_z_image_compiles_once() -> None:
+    """For other prompts, widths and lengths; what lies behind a prompt, and how long its bucket is, changes nothing."""
+    cfg, p = load("z_image")
+    latents, text = normal(2, 6, 10, 16), normal(2, ROWS, 32)
+    x, width = tokens_of(latents, channels_first=False), widths(latents)
+    our_z_image.clear_cache()
+    got = our_z_image(p, x, text, LENGTHS, width, cfg)
+    other = np.where(np.arange(ROWS)[:, None] < LENGTHS[:, None, None], text, 9.0).astype(np.float32)
+    np.testing.assert_array_equal(our_z_image(p, x, other, LENGTHS, width, cfg), got)
+    our_z_image(p, x, text, LENGTHS - 5, width - 2, cfg)
+    assert our_z_image._cache_size() == 1
+    longer = np.pad(text, ((0, 0), (0, 32), (0, 0)))
+    assert relative_error(our_z_image(p, x, longer, LENGTHS, width, cfg), got) < 1e-5
+
+
+@partial(jax.jit, static_argnums=6)
+def our_flux2(p: Params, x: Any, text: Any, width: Any, references: Any, ids: Any, cfg: Flux2Config, g: Any = None) -> Any:
+    context = flux2_context(p, text, width, references, ids, cfg, tokens=x.shape[1])
+    return flux2(p, x, jnp.asarray(TIMES), context, cfg, guidance=g)
+
+
+def their_flux2(model: Any, x: Any, text: Any, ids: Any, guidance: Any = None) -> np.ndarray:
+    text_ids = np.pad(np.arange(text.shape[1])[:, None], ((0, 0), (3, 0)))
+    with torch.no_grad():
+        return model(
+            to_torch(x), to_torch(text), to_torch(TIMES / 1000), to_torch(ids), to_torch(text_ids), guidance,
+            return_dict=False,
+        )[0].numpy()  # fmt: skip
+
+
+def grid(height: int, width: int) -> np.ndarray:
+    y, x = np.mgrid[:height, :width].reshape(2, -1)
+    return np.stack([0 * y, y, x, 0 * y], axis=-1)
+
+
+@pytest.mark.parametrize("sizes", [[], [(3, 4)], [(3, 4), (2, 5)]], ids=["no", "one", "two"])
+def test_flux2(sizes: list[tuple[int, int]]) -> None:
+    """Without, with one and with two reference images."""
+    cfg, p = load("flux2")
+    ids = reference_ids(sizes)
+    x, text, references = normal(2, 15, 16), normal(2, ROWS, 96), normal(2, len(ids), 16)
+    both, both_ids = np.concatenate([x, references], 1), np.concatenate([grid(3, 5), ids])
+    want = their_flux2(MODULES["flux2"], both, text, both_ids)[:, :15]
+    got = our_flux2(p, x, text, np.array([5, 5], np.int32), references, np.stack([ids] * 2), cfg)
+    print("flux2", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    assert relative_error(their_flux2(MODULES["flux2"], both, text[::-1], both_ids)[:, :15], want) > 0.1
+    if sizes:
+        assert relative_error(their_flux2(MODULES["flux2"], x, text, grid(3, 5)), want) > 0.01
+
+
+@pytest.mark.slow
+def test_flux2_that_embeds_guidance() -> None:
+    theirs = randomise(
+        diffusers.Flux2Transformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=16,
+            joint_attention_dim=96, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=True,
+        )
+    )  # fmt: skip
+    cfg = Flux2Config.from_dict(dict(theirs.config))
+    spec = flux2_spec(cfg)
+    p = params_of(unfused(stored(theirs), spec), spec, rotated(16))
+    x, text, guidance = normal(2, 15, 16), normal(2, 8, 96), np.array([4.0, 2.5], np.float32)
+    want = their_flux2(theirs, x, text, grid(3, 5), to_torch(guidance))
+    none = np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 4), np.int32)
+    got = our_flux2(p, x, text, np.array([5, 5], np.int32), *none, cfg, guidance)
+    assert relative_error(got, want) <= TOLERANCE
+    assert relative_error(our_flux2(p, x, text, np.array([5, 5], np.int32), *none, cfg, 2 * guidance), want) > 1e-3
+
+
+@partial(jax.jit, static_argnums=5)
+def our_krea2(p: Params, x: Any, text: Any, lengths: Any, width: Any, cfg: Krea2Config) -> Any:
+    context = krea2_context(p, text, lengths, width, cfg, tokens=x.shape[1])
+    return krea2(p, x, jnp.asarray(TIMES), context, cfg)
+
+
+def their_krea2(x: np.ndarray, text: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    ids = np.concatenate([np.zeros((ROWS, 3)), grid(*size)[:, :3]]).astype(np.float32)
+    mask = torch.arange(ROWS)[None] < to_torch(LENGTHS)[:, None]
+    with torch.no_grad():
+        return MODULES["krea2"](
+            to_torch(x), to_torch(text), to_torch(TIMES / 1000), to_torch(ids), mask, return_dict=False
+        )[0].numpy()
+
+
+@pytest.mark.parametrize("size", [(3, 5), (5, 3)])
+def test_krea2(size: tuple[int, int]) -> None:
+    cfg, p = load("krea2")
+    x, text = normal(2, 15, 16), normal(2, ROWS, 3, 32)
+    want = their_krea2(x, text, size)
+    got = our_krea2(p, x, text, LENGTHS, np.array([size[1]] * 2, np.int32), cfg)
+    print("krea2", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+    assert relative_error(their_krea2(x, text[::-1], size), want) > 0.1
+    assert our_krea2._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["z_image", "flux2", "krea2"])
+def test_bfloat16(name: str) -> None:
+    """Weights and activations of 16 bits give what float32 gives but for their rounding."""
+    cfg, p = load(name)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
+    width = np.array([5, 5], np.int32)
+
+    def call(p: Params, dtype: Any) -> Any:
+        x = draw[0].astype(dtype)
+        if name == "flux2":
+            return our_flux2(p, x, draw[1].astype(dtype), width, x[:, :0], np.zeros((2, 0, 4), np.int32), cfg)
+        function = our_z_image if name == "z_image" else our_krea2
+        return function(p, x, draw[1].astype(dtype), LENGTHS, width, cfg)
+
+    shapes = {"z_image": (64, (ROWS, 32)), "flux2": (16, (ROWS, 96)), "krea2": (16, (ROWS, 3, 32))}[name]
+    draw = jnp.asarray(normal(2, 15, shapes[0])), jnp.asarray(normal(2, *shapes[1]))
+    want, got = call(p, jnp.float32), call(half, jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    error = np.asarray(got, np.float32) - np.asarray(want)
+    print(name, np.sqrt(np.mean(error**2) / np.mean(np.asarray(want) ** 2)))
+    assert np.sqrt(np.mean(error**2) / np.mean(np.asarray(want) ** 2)) < 0.05
+
+
+def angles(ids: np.ndarray, axes: tuple[int, ...], theta: float) -> tuple[Any, Rope]:
+    """Rotary tables of the reference (``FluxPosEmbed``) and of canvax."""
+    theirs = transformer_flux2.Flux2PosEmbed(theta, list(axes))(to_torch(ids))
+    return theirs, rotary_embedding(jnp.asarray(ids)[None], axes, theta)
+
+
+def test_rotary_embedding() -> None:
+    """Tables and products, at positions that bfloat16 does not have."""
+    ids = np.stack([np.arange(500, 530), np.arange(30), np.arange(511, 481, -1), np.zeros(30, int)], -1)
+    (cos, sin), mine = angles(ids, (4, 6, 4, 2), 2000.0)
+    np.testing.assert_allclose(mine.cos[0], cos[:, ::2], atol=1e-4)
+    np.testing.assert_allclose(mine.sin[0], sin[:, ::2], atol=1e-4)
+    q, k = normal(1, 30, 2, 16), normal(1, 30, 2, 16)
+    theirs = [transformer_flux2.apply_rotary_emb(to_torch(x), (cos, sin), sequence_dim=1) for x in (q, k)]
+    order = dit.halves_first(np.arange(16), 16)
+    ours = [np.asarray(dit.rotate(jnp.asarray(x[..., order]), mine)) for x in (q, k)]
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative_error(dit.pairs_together(np.moveaxis(one, -1, 0), 16), np.moveaxis(other.numpy(), -1, 0)) < TOLERANCE
+    want = torch.einsum("bqnd,bknd->bnqk", *theirs)
+    assert relative_error(np.einsum("bqnd,bknd->bnqk", *ours), want) < TOLERANCE
+
+
+def block_params(name: str, path: str) -> tuple[Any, Params]:
+    _, p = load(name)
+    for key in path.split("."):
+        p = p[key]
+    return MODULES[name].get_submodule(path), p
+
+
+IDS = np.stack([np.arange(40), np.arange(40) % 7, np.arange(40) // 7, np.arange(40) % 3], -1)
+
+
+def chunks(x: np.ndarray, count: int) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(part)[:, None] for part in np.split(x, count, axis=-1))
+
+
+def test_double_block() -> None:
+    theirs, p = block_params("flux2", "transformer_blocks.0")
+    rope, mine = angles(IDS, (4, 4, 4, 4), 2000.0)
+    image, text, a, b = normal(2, 27, 32), normal(2, 13, 32), normal(2, 6 * 32), normal(2, 6 * 32)
+    with torch.no_grad():
+        want = theirs(*(to_torch(x) for x in (image, text, a, b)), rope)
+    got = dit.double_block(p, image, text, chunks(a, 6), chunks(b, 6), mine, eps=1e-6)
+    for ours, reference in zip(got, want[::-1], strict=True):
+        print("double_block", relative_error(ours, reference))
+        assert relative_error(ours, reference) <= TOLERANCE
+
+
+def test_parallel_block() -> None:
+    theirs, p = block_params("flux2", "single_transformer_blocks.1")
+    rope, mine = angles(IDS, (4, 4, 4, 4), 2000.0)
+    x, a = normal(2, 40, 32), normal(2, 3 * 32)
+    with torch.no_grad():
+        want = theirs(to_torch(x), None, to_torch(a), rope)
+    got = dit.parallel_block(p, x, chunks(a, 3), mine, eps=1e-6)
+    print("parallel_block", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("path", ["layers.1", "noise_refiner.0", "context_refiner.0"])
+def test_sandwich_block(path: str) -> None:
+    from canvax.models.z_image import _eps, _modulation
+
+    theirs, p = block_params("z_image", path)
+    cfg = ZImageConfig.from_dict(dict(MODULES["z_image"].config))
+    x, time = normal(2, 40, 64), normal(2, 64)
+    mask = torch.arange(40)[None] < torch.tensor([[31], [40]])
+    table = transformer_z_image.RopeEmbedder(256.0, [8, 4, 4], [128, 32, 32])(to_torch(IDS[:, :3]))
+    with torch.no_grad():
+        want = theirs(to_torch(x), mask, table[None], to_torch(time))
+    modulation = None if path.startswith("context") else _modulation(p, jnp.asarray(time))
+    mine = rotary_embedding(jnp.asarray(IDS[None, :, :3]), cfg.axes_dims, cfg.rope_theta)
+    got = dit.sandwich_block(p, x, mine, jnp.array([31, 40]), modulation, **_eps(cfg))
+    print("sandwich_block", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("path", ["transformer_blocks.1", "text_fusion.refiner_blocks.0"])
+def test_krea2_block(path: str) -> None:
+    from canvax.models.krea2 import _block
+
+    theirs, p = block_params("krea2", path)
+    width = 64 if path.startswith("transformer") else 32
+    x, a = normal(2, 40, width), normal(2, 1, 6 * width)
+    mask = (torch.arange(40)[None] < torch.tensor([[31], [40]]))[:, None, None]
+    rope, mine = angles(IDS[:, :3], (8, 4, 4), 1000.0)
+    with torch.no_grad():
+        if width == 64:
+            want = theirs(to_torch(x), to_torch(a), rope, mask)
+            modulation = tuple(jnp.split(a.reshape(2, 6, 64) + p["scale_shift_table"], 6, axis=1))
+            got = _block(p, x, mine, jnp.array([31, 40]), modulation, eps=1e-5)
+        else:
+            want = theirs(to_torch(x), mask)
+            got = _block(p, x, None, jnp.array([31, 40]), eps=1e-5)
+    print("krea2_block", relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("channels_first", [True, False])
+def test_packing(channels_first: bool) -> None:
+    """The two orders of the reference's pipelines, and back."""
+    x = normal(2, 6, 10, 4)
+    got = pack(jnp.asarray(x), channels_first=channels_first)
+    if channels_first:
+        want = nhwc(diffusers.Flux2KleinPipeline._patchify_latents(nchw(x)))
+    else:
+        want = np.stack([
+            diffusers.ZImageTransformer2DModel._patchify_image(None, nchw(one[None])[0][:, None], 2, 1)[0].numpy()
+            for one in x
+        ]).reshape(got.shape)  # fmt: skip
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(unpack(got, channels_first=channels_first), x)
+
+

@@ -1,0 +1,127 @@
+"""Language models as text encoders against transformers with the same random weights: every layer, float32."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from canvax.errors import CheckpointError  # noqa: E402
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec  # noqa: E402
+from canvax.params import Params  # noqa: E402
+
+from .reference import randomise, relative_error  # noqa: E402
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch  # noqa: E402
+
+LAYERS = 4
+SIZES = {
+    "vocab_size": 100, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+POSITIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+
+KINDS = {
+    "qwen3": ("Qwen3Model", transformers.Qwen3Config, {"head_dim": 8, "rope_theta": 1e6}),
+    "qwen3_vl": ("Qwen3VLTextModel", transformers.Qwen3VLTextConfig, {"head_dim": 8, "rope_parameters": POSITIONS}),
+    "qwen2_5_vl": ("Qwen2_5_VLTextModel", transformers.Qwen2_5_VLTextConfig, {"rope_parameters": POSITIONS}),
+}
+
+LENGTHS = np.array([7, 13], np.int32)
+IDS = np.where(np.arange(13) < LENGTHS[:, None], np.random.default_rng(0).integers(1, 100, (2, 13)), 0)
+
+
+def model(kind: str) -> tuple[Any, DecoderConfig]:
+    name, config, changes = KINDS[kind]
+    config = config(**SIZES, **changes)
+    modeling = getattr(transformers, name, None) or getattr(
+        transformers.models.qwen2_5_vl.modeling_qwen2_5_vl, name, None
+    )
+    theirs = randomise(modeling._from_config(config, attn_implementation="eager"))
+    return theirs, DecoderConfig.from_dict(config.to_dict())
+
+
+def weights(theirs: Any, cfg: DecoderConfig, layers: int) -> Params:
+    """Of the layers that are read."""
+    state = {f"model.{name}": array for name, array in stored(theirs).items()}
+    unread = ("model.norm.", *(f"model.layers.{i}." for i in range(layers, LAYERS)))
+    return params_of(
+        {name: array for name, array in state.items() if not name.startswith(unread)}, decoder_lm_spec(cfg, layers)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer(kind: str) -> None:
+    """Two prompts of different lengths side by side, and their padding: FLUX.2 reads that too."""
+    theirs, cfg = model(kind)
+    with torch.no_grad():
+        want = theirs(
+            to_torch(IDS), torch.arange(13)[None] < to_torch(LENGTHS)[:, None], output_hidden_states=True
+        ).hidden_states
+    taps = tuple(range(LAYERS))
+    p = weights(theirs, cfg, LAYERS - 1)
+    run = jax.jit(partial(decoder_lm, cfg=cfg, taps=taps))
+    got = run(p, IDS, LENGTHS)
+    assert got.shape == (2, 13, LAYERS, 16)
+    for tap in taps:
+        print(kind, tap, relative_error(got[:, :, tap], want[tap]))
+        assert relative_error(got[:, :, tap], want[tap]) <= TOLERANCE
+    assert relative_error(got[:1, :, 3], got[1:, :, 3]) > 0.1  # text matters
+    run(p, np.roll(IDS, 1, 0), LENGTHS[::-1])
+    assert run._cache_size() == 1
+
+
+def test_the_last_layer_counts_too() -> None:
+    """The entry of ``hidden_states`` before the last is behind the last layer but one; one more has no normalisation."""
+    theirs, cfg = model("qwen3")
+    behind: list[Any] = []
+    theirs.layers[-1].register_forward_hook(lambda module, inputs, output: behind.append(output))
+    with torch.no_grad():
+        theirs(to_torch(IDS), torch.arange(13)[None] < to_torch(LENGTHS)[:, None])
+    got = decoder_lm(weights(theirs, cfg, LAYERS), IDS, LENGTHS, cfg, taps=(LAYERS,))
+    assert relative_error(got[:, :, 0], behind[0]) <= TOLERANCE
+
+
+def test_a_longer_bucket_changes_nothing() -> None:
+    theirs, cfg = model("qwen3")
+    p = weights(theirs, cfg, 2)
+    got = decoder_lm(p, IDS, LENGTHS, cfg, taps=(2,))
+    longer = decoder_lm(p, np.pad(IDS, ((0, 0), (0, 5))), LENGTHS, cfg, taps=(2,))
+    np.testing.assert_allclose(longer[:, :13], got, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16() -> None:
+    theirs, cfg = model("qwen3_vl")
+    p = weights(theirs, cfg, 3)
+    want = decoder_lm(p, IDS, LENGTHS, cfg, taps=(3,))
+    got = decoder_lm(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), IDS, LENGTHS, cfg, taps=(3,))
+    assert got.dtype == jnp.bfloat16
+    assert np.sqrt(np.mean((np.asarray(got, np.float32) - want) ** 2) / np.mean(np.square(want))) < 0.03
+
+
+@pytest.mark.parametrize("changes", [
+    {"model_type": "llama"},
+    {"hidden_act": "gelu"},
+    {"use_sliding_window": True},
+    {"attention_bias": True},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}},
+    {"num_key_value_heads": 3},
+])  # fmt: skip
+def test_what_is_not_supported(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        DecoderConfig.from_dict({**SIZES, "model_type": "qwen3", "head_dim": 8, **changes})
+
+
+def test_configs_before_transformers_5() -> None:
+    """The base of the positions by itself, and a text half inside a model that also sees."""
+    old = {**SIZES, "model_type": "qwen3", "head_dim": 8, "rope_theta": 3e6, "rope_scaling": None}
+    assert DecoderConfig.from_dict(old).rope_theta == 3e6
+    both = {"model_type": "qwen3_vl", "text_config": {**old, "model_type": "qwen3_vl_text"}, "vision_config": {}}
+    assert DecoderConfig.from_dict(both).model_type == "qwen3_vl_text"

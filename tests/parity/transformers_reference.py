@@ -1,0 +1,93 @@
+"""Weights of the reference's transformers as canvax reads them, and what their tests share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from canvax.models.dit import ROTATED, halves_first
+from canvax.models.flux2 import FUSED, FUSED_INPUTS, RENAMED
+from canvax.params import Param, Params, Spec, flatten, unflatten
+
+TOLERANCE = 1e-4
+"""Largest difference over the largest value of the reference."""
+
+State = dict[str, np.ndarray]
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def stored(module: torch.nn.Module) -> State:
+    """A checkpoint of the module; of one on the meta device arrays that take no memory."""
+
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        return np.broadcast_to(np.float32(0), tensor.shape) if tensor.is_meta else tensor.numpy()
+
+    return {name: array(tensor) for name, tensor in module.state_dict().items()}
+
+
+def params_of(state: State, spec: Spec, change: Callable[[str, np.ndarray], np.ndarray] | None = None) -> Params:
+    """Arrays in canvax's layout; fails unless names and shapes match the spec exactly."""
+    declared = same_names_and_shapes(state, spec)
+
+    def loaded(name: str, param: Param) -> np.ndarray:
+        array = state[name] if change is None else change(name, state[name])
+        return np.ascontiguousarray(param.from_checkpoint(array))
+
+    return unflatten((name, loaded(name, param)) for name, param in declared.items())
+
+
+def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
+    declared: dict[str, Param] = dict(flatten(spec))
+    assert set(state) == set(declared), set(state) ^ set(declared)
+    wrong = {name: state[name].shape for name, p in declared.items() if state[name].shape not in p.checkpoint_shapes}
+    assert not wrong, wrong
+    return declared
+
+
+def rotated(head_dim: int) -> Callable[[str, np.ndarray], np.ndarray]:
+    """What loading does to queries and keys whose rotary pairs are neighbours; Krea 2's text fusion has no positions."""
+
+    def change(name: str, array: np.ndarray) -> np.ndarray:
+        turns = name.endswith(tuple(f".{layer}.weight" for layer in ROTATED)) and not name.startswith("text_fusion")
+        return halves_first(array, head_dim) if turns else array
+
+    return change
+
+
+def unfused(state: State, spec: Spec) -> State:
+    """FLUX.2's checkpoint with each layer in an array of its own."""
+    declared: dict[str, Param] = dict(flatten(spec))
+    tables: list[tuple[Mapping[str, Any], int]] = [(FUSED, 0), (FUSED_INPUTS, 1)]
+    tables.append(({name: (part,) for name, part in RENAMED.items()}, 0))
+    result: State = {}
+    for name, array in state.items():
+        names = [(table[pattern], axis, prefix) for table, axis in tables for pattern in table
+                 if (prefix := match(pattern, name))]  # fmt: skip
+        if not names:
+            result[name] = array
+            continue
+        [(parts, axis, prefix)] = names
+        keys = [f"{prefix}.{part}.weight" for part in parts]
+        ends = np.cumsum([declared[key].checkpoint_shapes[0][axis] for key in keys])
+        assert ends[-1] == array.shape[axis], name
+        result |= dict(zip(keys, np.split(array, ends[:-1], axis), strict=True))
+    return result
+
+
+def match(pattern: str, name: str) -> str | None:
+    """The block that a name belongs to, if it is of the pattern."""
+    found = re.fullmatch(f"({re.escape(pattern.partition('{}')[0])}\\d+){re.escape(pattern.partition('{}')[2])}.weight", name)
+    return found and found[1]
