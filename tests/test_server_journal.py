@@ -430,7 +430,9 @@ def child(path: Path, limit: int = 0) -> Iterator[subprocess.Popen[str]]:
 def check(said: Sequence[str], jobs: Sequence[Job]) -> None:
     """The journal holds every job that was accepted and not forgotten."""
     known = {one.id: one for one in jobs}
-    forgotten, leaving = ({line.split()[1] for line in said if line.split()[0] == word} for word in ("forgot", "forgets"))
+    forgotten, leaving = (
+        {line.split()[1] for line in said if line.split()[0] == word} for word in ("forgot", "forgets")
+    )
     for line in said:
         word, name, *index = line.split()
         if word not in ("accepted", "finished", "over") or name in forgotten or (name in leaving and name not in known):
