@@ -309,10 +309,9 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
     adapters: Wanted = {}
-    reader = model
     if shelf is not None:
         prompt, adapters = shelf.wanted(ask.prompt, ask.adapters)
-        ask, reader = dataclasses.replace(ask, prompt=prompt), shelf.reader(adapters)
+        ask = dataclasses.replace(ask, prompt=prompt)
     elif ask.adapters:
         raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
     check_has_networks(ask, model)
@@ -325,7 +324,7 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if ask.upscale is not None:
             ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)
         with _lock:
-            request = _request(ask, reader, seeds[0])
+            request = _request(ask, model, seeds[0])
         table, deep, kinds = work(model, request)
     except InputError as error:
         raise _refusal(error) from None
