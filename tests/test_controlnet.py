@@ -359,7 +359,7 @@ def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> No
         ({"control": [edges(1)] * 2}, "control"),
         ({"control": np.full((64, 64, 3), -0.5)}, "control"),
         ({"control": edges(1, (60, 64)).resize((60, 64))}, "control"),
-        ({"control": [edges(1), edges(2, (96, 64))], "prompt": ["a", "b"]}, "prompt"),
+        ({"control": [edges(1), edges(2, (96, 64))], "prompt": ["a", "b"]}, "control"),
         ({"control": edges(1), "control_scale": float("nan")}, "control_scale"),
         ({"control": edges(1), "control_scale": 11}, "control_scale"),
         ({"control": edges(1), "control_scale": "much"}, "control_scale"),

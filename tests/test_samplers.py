@@ -376,7 +376,7 @@ def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]
         ({"steps": 20, "sigmas": [3.0, 2.0, 0.0]}, "steps"),
         ({"steps": None}, "steps"),
         ({"steps": 20, "sampler": "ddim inversion", "start": 0.5}, "sampler"),
-        ({"steps": 20, "guidance": [1.0, 2.0]}, "steps"),
+        ({"steps": 20, "guidance": [1.0, 2.0]}, "guidance_steps"),
         ({"steps": 20, "guidance_interval": (0.5, 0.2)}, "guidance_interval"),
         ({"steps": 20, "settings": {"s_churn": 1.0}}, "sampler_settings"),
         (
