@@ -239,9 +239,9 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
         emoji.decoded  # noqa: B018
     with pytest.raises(AttributeError):
         emoji.scheduler = 1
-    with pytest.raises(ImportError, match=r"canvax.load"):
+    with pytest.raises(ImportError, match="StableDiffusionPipeline"):
         from canvax import StableDiffusionPipeline  # noqa: F401
-    with pytest.raises(AttributeError, match="canvax.flax_api"):
+    with pytest.raises(AttributeError, match="FlaxDDIMScheduler"):
         canvax.FlaxDDIMScheduler  # noqa: B018
     with pytest.raises(ImportError, match="did you mean 'load'"):
         from canvax import laod  # noqa: F401
