@@ -130,7 +130,7 @@ class Destination:
         Raises:
             InputError: the images cannot be written there.
         """
-        path = named_path("output", arguments.output or OUTPUT)
+        path = named_path("output", OUTPUT if arguments.output is None else arguments.output)
         is_file = names_file(path)
         if str(path) == "-":
             raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")

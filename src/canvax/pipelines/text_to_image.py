@@ -190,13 +190,16 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     """The latents that a callback wants to go on from, checked."""
     if isinstance(returned, Mapping):
         if returned.get("latents") is None:
-            told = f"the callback returned a dict of {sorted(map(str, returned))!s:.80}; give {{'latents': array}}"
-            raise InputError(told)
+            problem = f"returned a dict of {sorted(map(str, returned))!s:.80}"
+            raise InputError("callback", NO_VALUE, problem, "return {'latents': array}")
         returned = returned["latents"]
     if returned is not None and not (isinstance(returned, list | tuple) or getattr(returned, "ndim", 0)):
-        told = f"the callback returned {shown(returned)}; give None to go on, False to stop, or latents {list(shape)}"
-        raise InputError(told)
-    latents = check_latents(returned, shape, "the latents that the callback returned")
+        cure = f"return None to go on, False to stop, or latents {list(shape)}"
+        raise InputError("callback", NO_VALUE, f"returned {shown(returned)}", cure)
+    try:
+        latents = check_latents(returned, shape)
+    except InputError as error:
+        raise InputError("callback", NO_VALUE, f"returned what {error.problem}", error.cure) from None
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
         raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
