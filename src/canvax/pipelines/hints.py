@@ -88,7 +88,7 @@ def _forgets(given: Given | None) -> bool:
 
 def _has_curve(request: Request) -> bool:
     """Whether the sampler's name says a curve of sigmas."""
-    return request.sampler is not None and "sigmas" in find(request.sampler)[1]
+    return isinstance(request.sampler, str) and "sigmas" in find(request.sampler)[1]
 
 
 def _is_placed(model: Model, request: Request) -> bool:
@@ -106,7 +106,7 @@ def _is_placed(model: Model, request: Request) -> bool:
 
 def _odd_spread(request: Request) -> float | None:
     """The standard deviation of noise that is none, such as that of diffusers' Euler, times its first sigma."""
-    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+    inverts = isinstance(request.sampler, str) and find(request.sampler)[0].name == "ddim_inverse"
     if request.latents is None or inverts or request.options.denoising_start > 0:
         return None
     spreads = [float(np.std(one)) for one in request.latents]

@@ -38,6 +38,7 @@ from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
 from canvax.pipelines.translate import GIVEN, place_of, translate_call, translate_load
 from canvax.pipelines.upscale import AT_ONCE, upscaled
+from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source, tell_of_idle_cache
@@ -198,8 +199,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         num_images_per_prompt: int = 1,
-        seed: int | Sequence[int] | None = None,
-        sampler: str | None = None,
+        seed: int | Sequence[int] | np.ndarray | Array | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         latents: np.ndarray | Array | None = None,
         options: Options | None = None,
         params: Params | None = None,
@@ -223,8 +224,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
                 default the model's own, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
-            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
-            sampler: any name from ``canvax samplers``; by default the checkpoint's own.
+            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
+                key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
+            sampler: any name from ``canvax samplers``; by default the checkpoint's own. A solver of your own, a spec
+                or a table does as well (docs/samplers.md).
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
