@@ -220,6 +220,15 @@ def test_what_may_not_be_kept_is_not(folder: Path) -> None:
     assert len(cache.programs()) == 1
 
 
+def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path) -> None:
+    """Another process has other functions under its name."""
+    program = Doubling()
+    description = {"program": "doubling"}
+    for keywords, kept in (({"method": "cfg"}, True), ({"method": lambda *_: None}, False)):
+        entry = find_entry(partial(double, **keywords), (program.abstract,), program.mesh, description)
+        assert (entry is not None) == kept
+
+
 class Fails:
     """In place of a loaded program: raises ``error`` when it runs, all ``threads`` at once."""
 

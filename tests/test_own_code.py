@@ -136,3 +136,98 @@ def test_a_table_with_guidance_is_refused(emoji: canvax.StableDiffusion) -> None
     table = build_table(emoji.model.scheduler, 3, sampler="Euler", guidance=5.0)
     with pytest.raises(canvax.InputError, match="guidance_scale"):
         draw(emoji, sampler=table, num_inference_steps=None)
+
+
+def plain(negative: Any, conditional: Any, scale: Any) -> Any:
+    """Classifier-free guidance, of denoised images."""
+    return negative + scale[:, None, None, None] * (conditional - negative)
+
+
+def test_guidance_of_ones_own(emoji: canvax.StableDiffusion) -> None:
+    """Compiled once for each function object; nothing else compiles again."""
+    want = draw(emoji, guidance_scale=4.0)
+    got = draw(emoji, guidance_scale=4.0, guidance_method=plain)
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+    assert got.compilations == 1  # the denoiser
+    for changes in ({"guidance_scale": 2.0}, {"sampler": "Heun"}, {"guidance_steps": (4, 3, 2)}, {"seed": 5}):
+        assert draw(emoji, **{"guidance_method": plain} | changes).compilations == 0
+    other = draw(emoji, guidance_method=lambda negative, conditional, scale: conditional)
+    assert other.compilations == 1
+    assert got.metadata[0]["options"] == {"guidance_method": "plain"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guidance_method": lambda negative, conditional: conditional},
+        {"guidance_method": 5},
+        {"guidance_method": plain, "guidance_settings": {"eta": 1.0}},
+        {"guidance_method": plain, "guidance_rescale": 0.5},
+    ],
+)
+def test_guidance_that_is_refused(emoji: canvax.StableDiffusion, changes: Any) -> None:
+    with pytest.raises(canvax.InputError, match="guidance"):
+        draw(emoji, **changes)
+
+
+def is_on_devices(array: Any, count: int) -> bool:
+    return isinstance(array, jax.Array) and len(array.sharding.device_set) == count
+
+
+def test_images_stay_on_the_devices(emoji: canvax.StableDiffusion) -> None:
+    want = draw(emoji)
+    draw(emoji, output_type="jax")
+    result = draw(emoji, output_type="jax")
+    assert result.compilations == 0
+    assert result.images is result.pixels
+    np.testing.assert_array_equal(result.pixels, want.pixels)
+    np.testing.assert_array_equal(result.latents, want.latents)
+    assert is_on_devices(result.pixels, 1)
+    assert is_on_devices(result.latents, 1)
+    assert result.grid().size == (64, 64)
+
+
+def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.StableDiffusion) -> None:
+    image, mask = np.ones((64, 64, 3), np.float32), np.zeros((64, 64), np.float32)
+    mask[:32] = 1
+    for changes in ({"image": image, "mask": mask}, {"hires": 1.5}):
+        want, got = (draw(emoji, output_type=output, **changes) for output in ("np", "jax"))
+        assert is_on_devices(got.images, 1)
+        np.testing.assert_array_equal(got.images, want.images)
+
+
+def test_several_devices(emoji: canvax.StableDiffusion) -> None:
+    """Keys, a table, guidance and arrays of one's own together, from an image."""
+    pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
+    image = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(64, 64, 3)
+    keys = jax.random.split(jax.random.key(7), 4)
+    changes: dict[str, Any] = {"image": image, "guidance_method": plain, "num_inference_steps": None}
+    changes |= {"sampler": build_table(emoji.model.scheduler, 5, sampler="Euler a", skip=2), "output_type": "jax"}
+    batch = draw(pipe, ["a cat"] * 4, seed=keys, **changes)
+    assert is_on_devices(batch.images, 2)
+    assert batch.images.sharding.shard_shape(batch.images.shape) == (2, 64, 64, 3)  # type: ignore[attr-defined]
+    alone = draw(emoji, seed=keys[2], **changes)
+    np.testing.assert_allclose(batch.latents[2], alone.latents[0], atol=1e-4)
+    three = draw(pipe, ["a cat"] * 3, seed=keys[:3], **changes)
+    np.testing.assert_allclose(three.pixels, batch.pixels[:3], atol=1e-5)
+
+
+def test_outputs_that_are_refused(emoji: canvax.StableDiffusion) -> None:
+    for changes in ({"output_type": "pt"}, {"output_type": 5}):
+        with pytest.raises(canvax.InputError, match="output_type"):
+            draw(emoji, **changes)
+    checked = dataclasses.replace(emoji, safety_checker=lambda result: result)  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError, match="output_type"):
+        draw(checked, output_type="jax")
+
+
+def test_the_parameters_of_a_caller_stay_as_they_are(emoji: canvax.StableDiffusion) -> None:
+    pipe = dataclasses.replace(emoji)
+    mine = jax.tree.map(np.asarray, emoji.params)
+    before = {name: dict(part) for name, part in mine.items()}
+    pipe.params = mine
+    want = draw(emoji)
+    np.testing.assert_array_equal(draw(pipe).pixels, want.pixels)
+    assert pipe.params is not mine  # they are on the devices now
+    assert draw(pipe).metadata == want.metadata
+    assert all(mine[name][key] is leaf for name, part in before.items() for key, leaf in part.items())

@@ -40,7 +40,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network.
+    ``embedded``: the guidance scale is an input of the network. ``on_device``: pixels and latents stay on the devices.
     """
 
     prompts: list[str]
@@ -64,6 +64,7 @@ class Request:
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
+    on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""

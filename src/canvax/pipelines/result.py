@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 import PIL.Image
@@ -54,7 +54,8 @@ class Result:
     Attributes:
         images: PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the run was
             stopped by ``denoising_end``; arrays if the call had ``output_type``.
-        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
+        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits. With ``output_type="jax"``
+            it is a JAX array on the devices, and so is ``latents``.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to generate it again.
@@ -79,16 +80,18 @@ class Result:
             stopped = not self.images and self.metadata
             object.__setattr__(self, "images", _NoImages() if stopped else _Images(self.images))
 
-    def __getattr__(self, name: str) -> Any:
-        """A sentence for the attributes of other libraries' results, which this one has under other names."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name == "nsfw_content_detected":
-            raise AttributeError(f"{name}: write result.metadata[0]['nsfw'], which a safety checker writes")
-        if hasattr(PIL.Image.Image, name):
-            raise AttributeError(f"{name}: a result holds several images; write result.images[0].{name}")
-        known = [*(one.name for one in fields(self)), "grid", "save"]
-        raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
+    if not TYPE_CHECKING:  # or every attribute would be known to type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """A sentence for the attributes of other libraries' results, which this one has under other names."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            if name == "nsfw_content_detected":
+                raise AttributeError(f"{name}: write result.metadata[0]['nsfw'], which a safety checker writes")
+            if hasattr(PIL.Image.Image, name):
+                raise AttributeError(f"{name}: a result holds several images; write result.images[0].{name}")
+            known = [*(one.name for one in fields(self)), "grid", "save"]
+            raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
 
     def __len__(self) -> int:
         return len(self.images)
