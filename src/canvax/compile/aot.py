@@ -70,7 +70,8 @@ class CacheEntry:
         try:
             from jax.experimental.serialize_executable import deserialize_and_load
 
-            return deserialize_and_load(*pickle.loads(executable), self.devices[0].client, self.devices)
+            payload, in_tree, out_tree = pickle.loads(executable)
+            return deserialize_and_load(payload, in_tree, out_tree, self.devices[0].client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
             if _out_of_memory(error):
                 raise

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
-from canvax.samplers import SamplerSpec, SamplerTable, spec_of
+from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
@@ -197,7 +197,7 @@ def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
     if not callable(value) or isinstance(value, type):
         cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"
         raise InputError("sampler", value, "is not a sampler", cure)
-    return SamplerSpec.of(value)
+    return SamplerSpec.of(cast("Solver", value))
 
 
 def _check_together(request: Request, model: Model) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -47,9 +47,7 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 
-def translate_call(
-    own: dict[str, Any], others: dict[str, Any]
-) -> tuple[dict[str, Any], None]:
+def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
     """The keywords of a call, given its ``own`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
@@ -167,7 +165,7 @@ def check_output(output: Any) -> Output:
         return "pil"
     if not isinstance(output, str) or output not in get_args(Output):
         raise InputError("output_type", output, f"is not one of {', '.join(get_args(Output))}")
-    return output
+    return cast("Output", output)
 
 
 def as_output(result: Result, output: Output) -> Result:

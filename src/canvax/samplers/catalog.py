@@ -47,7 +47,10 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     A curve of `canvax.samplers.CURVES` behind the name, in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
     chooses the sigmas. A class name (EulerDiscreteScheduler) implies nothing: its options are the checkpoint's.
     """
-    key, classes = _plain(name), {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS) if spec.diffusers_class}
+    key, classes = (
+        _plain(name),
+        {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS) if spec.diffusers_class},
+    )
     of_class = key.removeprefix("flax").replace("parallelscheduler", "scheduler")
     if of_class in classes:
         return classes[of_class], {}
@@ -139,8 +142,7 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
     faults = faults_of(config, class_name)
     if faults:
         raise InputError(
-            f"the scheduler config, read as {class_name}, asks for what cannot be honoured: "
-            + "; ".join(faults)
+            f"the scheduler config, read as {class_name}, asks for what cannot be honoured: " + "; ".join(faults)
         )
     return options_of(config, class_name, implied)
 
