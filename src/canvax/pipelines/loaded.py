@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -51,7 +51,7 @@ class LoadedModel:
 
     model: Model
     programs: Programs
-    params: Params = cast("Params", None)
+    params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
     changing: threading.RLock = field(default_factory=threading.RLock, init=False)
 
