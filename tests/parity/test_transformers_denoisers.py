@@ -132,7 +132,9 @@ def test_z_image_compiles_once() -> None:
 
 
 @partial(jax.jit, static_argnums=6)
-def our_flux2(p: Params, x: Any, text: Any, width: Any, references: Any, ids: Any, cfg: Flux2Config, g: Any = None) -> Any:
+def our_flux2(
+    p: Params, x: Any, text: Any, width: Any, references: Any, ids: Any, cfg: Flux2Config, g: Any = None
+) -> Any:
     context = flux2_context(p, text, width, references, ids, cfg, tokens=x.shape[1])
     return flux2(p, x, jnp.asarray(TIMES), context, cfg, guidance=g)
 
@@ -253,7 +255,10 @@ def test_rotary_embedding() -> None:
     order = dit.halves_first(np.arange(16), 16)
     ours = [np.asarray(dit.rotate(jnp.asarray(x[..., order]), mine)) for x in (q, k)]
     for one, other in zip(ours, theirs, strict=True):
-        assert relative_error(dit.pairs_together(np.moveaxis(one, -1, 0), 16), np.moveaxis(other.numpy(), -1, 0)) < TOLERANCE
+        assert (
+            relative_error(dit.pairs_together(np.moveaxis(one, -1, 0), 16), np.moveaxis(other.numpy(), -1, 0))
+            < TOLERANCE
+        )
     want = torch.einsum("bqnd,bknd->bnqk", *theirs)
     assert relative_error(np.einsum("bqnd,bknd->bnqk", *ours), want) < TOLERANCE
 
@@ -348,5 +353,3 @@ def test_packing(channels_first: bool) -> None:
         ]).reshape(got.shape)  # fmt: skip
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(unpack(got, channels_first=channels_first), x)
-
-

@@ -89,5 +89,7 @@ def unfused(state: State, spec: Spec) -> State:
 
 def match(pattern: str, name: str) -> str | None:
     """The block that a name belongs to, if it is of the pattern."""
-    found = re.fullmatch(f"({re.escape(pattern.partition('{}')[0])}\\d+){re.escape(pattern.partition('{}')[2])}.weight", name)
+    found = re.fullmatch(
+        f"({re.escape(pattern.partition('{}')[0])}\\d+){re.escape(pattern.partition('{}')[2])}.weight", name
+    )
     return found and found[1]

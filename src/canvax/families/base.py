@@ -229,7 +229,7 @@ class Model:
             return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
         own = self.scheduler.options.sigmas if spec.curves else "automatic"
         label = f"{spec.label} {curve_label(own)}" if isinstance(own, str) and own != "automatic" else spec.label
-        return spec.name if same else spec.diffusers_class, label
+        return spec.name if same or spec.diffusers_class is None else spec.diffusers_class, label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.

@@ -37,14 +37,14 @@ from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
 class _Word(NamedTuple):
     """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
 
-    ``source``, ``token`` and ``found_by`` are the arguments of ``load_embedding``, without the Hub's token.
+    ``source``, ``token`` and ``source_keywords`` are the arguments of ``load_embedding``, without the Hub's token.
     """
 
     source: str
     token: str | tuple[str, ...] | None
     ids: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, HostArray]
-    found_by: Mapping[str, Any]
+    source_keywords: Mapping[str, Any]
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -147,8 +147,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         (path, *_), config = origin.find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(path, specs, config)
-        found_by = {"weight_name": weight_name, "revision": revision}
-        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
         loaded = LoadedAdapter(
             name,
             str(source),
@@ -156,13 +154,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
             weight,
             sha256_of(path),
             weights=parse_weight(weight, adapter),
-            found_by=found_by,
+            source_keywords=origin.keywords,
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
         with self._pipe.changing:
             check_name(name, self._loaded)  # another thread may have loaded it meanwhile
-            words = self._placed(adapter.embeddings, str(source), None, found_by)
+            words = self._placed(adapter.embeddings, str(source), None, origin.keywords)
             if beside:
                 self._put_beside(loaded)
             changed = set() if beside else set(adapter.parts)
@@ -263,10 +261,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if len(widths) == 1:
             paths = paths[:1]
         embeddings = read_embeddings(paths, widths, asked)
-        found_by = {"weight_name": weight_name, "revision": revision}
-        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
         with self._pipe.changing:
-            words = self._placed(embeddings, str(source), asked, found_by)
+            words = self._placed(embeddings, str(source), asked, origin.keywords)
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
@@ -379,11 +375,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
         for one in self._loaded.values():
-            keywords = {**one.found_by, "beside": one.place is not None}
+            keywords = {**one.source_keywords, "beside": one.place is not None}
             calls.append(("load", (one.name, one.source, one.weight), keywords))
         own = {word for one in self._loaded.values() for word in one.words}
         words = [word for name, word in self._words.items() if name not in own]
-        for call in [("load_embedding", (word.source, word.token), dict(word.found_by)) for word in words]:
+        for call in [("load_embedding", (word.source, word.token), dict(word.source_keywords)) for word in words]:
             if call not in calls:  # a file may have several words
                 calls.append(call)
         return calls
@@ -422,7 +418,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         embeddings: Sequence[Embedding],
         source: str,
         token: str | tuple[str, ...] | None,
-        found_by: Mapping[str, Any],
+        source_keywords: Mapping[str, Any],
     ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
@@ -446,7 +442,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            found[embedding.name] = _Word(source, token, ids, embedding.vectors, found_by)
+            found[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
         return found
 
     def _hint(self, embedding: Embedding) -> None:

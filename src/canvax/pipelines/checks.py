@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -179,20 +180,15 @@ def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def check_seeds(seed: Any, count: int) -> list[int]:
-    """A seed for each image: ``seed + i``, or the list or array given.
+    """A seed for each image: ``seed + i``, or the list or array of seeds.
 
-    Whole numbers of any library will do; keys of JAX and generators get a sentence.
+    Whole numbers of any library will do, and keys of JAX (``seed_of_key``).
     """
     refuse_tracers("seed", seed)
-    if isinstance(seed, jax.Array) and (
-        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape[-1:] == (2,))
-    ):  # of jax.random.PRNGKey as well, which two seeds can look like
-        cure = "write seed=1, or latents=jax.random.normal(key, (B, h, w, C)); of two seeds give seed.tolist()"
-        raise InputError("seed", NO_VALUE, "is a JAX key", cure)
     if (initial := getattr(seed, "initial_seed", None)) is not None:
-        raise InputError(
-            "seed", NO_VALUE, "is a generator", f"write {{generator}}, or {{seed={initial()}}} and {{noise='torch'}}"
-        )
+        cure = f"write {{generator}}, or {{seed={initial()}}} and {{noise='torch'}}"
+        raise InputError("seed", NO_VALUE, "is a generator", cure)
+    seed = seed_of_key(seed)
     if not isinstance(seed, str) and getattr(seed, "ndim", 0) == 1 and hasattr(seed, "tolist"):
         seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
@@ -200,8 +196,35 @@ def check_seeds(seed: Any, count: int) -> list[int]:
             raise InputError(
                 "seed", NO_VALUE, f"has {len(seed)} entries for {count} images", "give one, or one for each"
             )
-        return [image_seeds(plain(own, "seed"), 1)[0] for own in seed]
+        return [image_seeds(plain(seed_of_key(own), "seed"), 1)[0] for own in seed]
     return image_seeds(plain(seed, "seed"), count)
+
+
+def seed_of_key(value: Any) -> Any:
+    """The seed that a JAX key stands for, or the list of seeds of an array of keys; any other value as it is.
+
+    A key is typed, or raw words uint32 [2]; an array of raw keys is uint32 [n, 2]. The two words of a key are the high
+    and the low half of its seed, so that ``jax.random.key(3)`` is seed 3. Of a typed key with more words (``rbg``) the
+    seed is the first 8 bytes of their SHA-256, little-endian.
+    """
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(value))
+    elif getattr(value, "dtype", None) == np.uint32 and value.shape[-1:] == (2,):
+        if value.ndim == 1 and not isinstance(value, jax.Array):  # NumPy has no keys: these are two seeds
+            return value
+        words = np.asarray(value)
+    else:
+        return value
+    if words.ndim > 2:
+        raise InputError("seed", NO_VALUE, f"has keys in {words.ndim - 1} axes", "give one key, or one for each image")
+    seeds = [_seed_of_words(key) for key in words.reshape(-1, words.shape[-1])]
+    return seeds[0] if words.ndim == 1 else seeds
+
+
+def _seed_of_words(words: np.ndarray) -> int:
+    if len(words) == 2:
+        return int(words[0]) << 32 | int(words[1])
+    return int.from_bytes(hashlib.sha256(words.astype("<u4").tobytes()).digest()[:8], "little")
 
 
 def check_precision(precision: str | None) -> None:

@@ -84,7 +84,7 @@ def _forgets(given: Given | None) -> bool:
 
 def _odd_spread(request: Request) -> float | None:
     """The standard deviation of noise that is none, such as that of diffusers' Euler, times its first sigma."""
-    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+    inverts = isinstance(request.sampler, str) and find(request.sampler)[0].name == "ddim_inverse"
     if request.latents is None or inverts or request.options.denoising_start > 0:
         return None
     spreads = [float(np.std(one)) for one in request.latents]

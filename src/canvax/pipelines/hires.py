@@ -45,7 +45,7 @@ def two_passes(
         raise InputError(
             "hires", request.options.hires, "does not go with several processes: no process has all images"
         )
-    first = text_to_image(model, programs, params, request, cure, counts)
+    first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     assert larger.given is not None
     if request.options.hires_method == "latent":
         latents = _latents_resized(first.latents, *larger.shape[1:3])
@@ -55,11 +55,13 @@ def two_passes(
         given = replace(larger.given, images=images, whole=(images, []))
     second = text_to_image(model, programs, params, replace(larger, given=given), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
-    told = zip(to_pil(second.pixels), first.metadata, strict=True)
+    records, images = first.metadata, second.images
+    if not request.on_device:
+        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(second.pixels), records, strict=True)]
     return replace(
         second,
-        images=[GeneratedImage.of(image, record) for image, record in told],
-        metadata=first.metadata,
+        images=images,
+        metadata=records,
         timings=both | {name: first.timings[name] for name in ("step", "first_step")},
     )
 

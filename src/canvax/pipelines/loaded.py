@@ -44,13 +44,13 @@ class LoadedModel:
         model: where it came from, its configs, tokenizers and noise schedule.
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
-            arrays; None when the caller keeps them and passes them to each call.
+            arrays. After ``from_pretrained``, whose caller passes them to each call, there are none (None).
         changing: held while ``model`` and ``params`` change, and while a call takes both.
     """
 
     model: Model
     programs: Programs
-    params: Params | None = None
+    params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
     changing: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -337,9 +337,8 @@ class LoadedModel:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:
             params = {**params, **self.place(params)}
-            if own and self.params is not None:
-                self.params.update(params)
-                params = self.params
+            if own:
+                vars(self)["params"] = params  # the dict itself is the caller's
         elif all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._fitting[:] = [(structure, [weakref.ref(leaf) for leaf in leaves])]
         return params

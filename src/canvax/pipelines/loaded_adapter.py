@@ -30,7 +30,7 @@ class LoadedAdapter:
         sha256: of the file.
         words: textual inversions that came with it.
         place: where it lies beside the weights; None of one that is merged.
-        found_by: arguments of ``load`` that its source was looked for with, without the token.
+        source_keywords: arguments of ``load`` that its source was looked for with, without the token.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LoadedAdapter:
     words: tuple[str, ...] = ()
     weights: Weights = field(default_factory=dict, repr=False)
     place: int | None = None
-    found_by: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    source_keywords: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def suggested(self) -> dict[str, Any]:

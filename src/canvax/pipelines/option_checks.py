@@ -37,6 +37,11 @@ def check_step_end(callback: Any) -> None:
         check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
 
 
+def name_of(function: Any) -> str:
+    """The name of a function, as metadata has it."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a finite number."""
     return (
@@ -82,7 +87,15 @@ def _float(value: Any) -> float:
 
 def check_kinds_of_guidance(options: Any) -> None:
     """Refuse methods of guidance with numbers that they do not have."""
-    method, own = options.guidance_method, METHODS[options.guidance_method]
+    method = options.guidance_method
+    own = METHODS[method] if isinstance(method, str) else {}
+    if callable(method):
+        check_function("guidance_method", method, 3, "(negative, conditional, scale)")
+        try:
+            hash(method)  # its program is found again by it
+        except TypeError:
+            raise InputError("guidance_method", method, "cannot be hashed", "give a function") from None
+        method = name_of(method)
     for name in (one.partition("=")[0] for one in options.guidance_settings):
         if name not in own:
             having = "".join(f"; guidance_method={one!r} has it" for one in METHODS if name in METHODS[one])

@@ -11,7 +11,7 @@ import numpy as np
 
 from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers, shown
 from canvax.guidance import SETTINGS as METHODS
-from canvax.guidance import Method
+from canvax.guidance import Method, Rule
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
 from canvax.pipelines.option_checks import (
@@ -22,6 +22,7 @@ from canvax.pipelines.option_checks import (
     check_noise,
     is_number,
     is_whole,
+    name_of,
     numbers_of,
     pair_of,
     plain_value,
@@ -100,7 +101,7 @@ class Options:
             prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
         guidance_method: how the outputs for the prompt and the negative prompt become one: "cfg", "cfg_zero", "apg" or
-            "threshold" (docs/guidance.md).
+            "threshold", or a function of your own (docs/guidance.md).
         guidance_settings: its numbers by name, such as ``{"eta": 0.0, "norm": 2.5}``; kept as ``("eta=0.0",)``.
         pag_scale: perturbed-attention guidance (Ahn et al. 2024), 3 is usual; 0 for none. Takes one evaluation more.
         pag_adaptive_scale: how much of it goes with each timestep; 0 for nothing.
@@ -175,7 +176,7 @@ class Options:
     guidance_steps: Sequence[float] | None = None
     guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
-    guidance_method: Method = "cfg"
+    guidance_method: Method | Rule = "cfg"
     guidance_settings: Mapping[str, Any] | Sequence[str] = ()
     pag_scale: float = 0.0
     pag_adaptive_scale: float = 0.0
@@ -256,6 +257,8 @@ class Options:
         if not (is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         for name, kind in _CHOICES.items():
+            if name == "guidance_method" and callable(getattr(self, name)):
+                continue
             if (value := getattr(self, name)) not in get_args(kind):
                 array = name == "noise" and not isinstance(value, str)
                 told = "an array is given as latents=" if array else nearest(shown(value), get_args(kind))
@@ -295,7 +298,8 @@ class Options:
     def guidance_numbers(self) -> dict[str, float]:
         """The numbers of ``guidance_method`` by name, in their order."""
         given = {name: plain_value(value) for name, _, value in (one.partition("=") for one in self.guidance_settings)}
-        return {name: given.get(name, usual) for name, (usual, _, _) in METHODS[self.guidance_method].items()}
+        numbers = METHODS[self.guidance_method] if isinstance(self.guidance_method, str) else {}
+        return {name: given.get(name, usual) for name, (usual, _, _) in numbers.items()}
 
     @property
     def own_steps(self) -> int | None:
@@ -313,7 +317,10 @@ class Options:
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
         decisive = self.given() - {"progress", "callback"}
-        return {name: getattr(self, name) for name in _names() if name in decisive}
+        changed = {name: getattr(self, name) for name in _names() if name in decisive}
+        if callable(rule := changed.get("guidance_method")):
+            changed["guidance_method"] = name_of(rule)
+        return changed
 
 
 def _names() -> list[str]:

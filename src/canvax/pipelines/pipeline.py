@@ -35,8 +35,17 @@ from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
-from canvax.pipelines.translate import GIVEN, place_of, translate_call, translate_load
+from canvax.pipelines.translate import (
+    GIVEN,
+    Output,
+    as_output,
+    check_output,
+    place_of,
+    translate_call,
+    translate_load,
+)
 from canvax.pipelines.upscale import AT_ONCE, upscaled
+from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source, tell_of_idle_cache
@@ -62,15 +71,17 @@ class StableDiffusion(LoadedModel):
     def __repr__(self) -> str:
         return summary(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        known = () if (place := place_of(name)) else dir(type(self))
-        public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
-        raise AttributeError(
-            answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
-        )
+    if not TYPE_CHECKING:  # or every attribute would be known to type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            known = () if (place := place_of(name)) else dir(type(self))
+            public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
+            raise AttributeError(
+                answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
@@ -159,8 +170,7 @@ class StableDiffusion(LoadedModel):
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
-        assert pipe.params is not None
-        return Both(cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params)
+        return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
     @accepts(translate_call, refuse_tracers, GIVEN)
     def __call__(
@@ -172,8 +182,8 @@ class StableDiffusion(LoadedModel):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         num_images_per_prompt: int = 1,
-        seed: int | Sequence[int] | None = None,
-        sampler: str | None = None,
+        seed: int | Sequence[int] | np.ndarray | Array | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         latents: np.ndarray | Array | None = None,
         options: Options | None = None,
         params: Params | None = None,
@@ -183,6 +193,7 @@ class StableDiffusion(LoadedModel):
         control: Any = None,
         image_prompt: Any = None,
         adapters: Any = None,
+        output_type: Output = "pil",
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -197,8 +208,10 @@ class StableDiffusion(LoadedModel):
             guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
                 default the model's own, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
-            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
-            sampler: any name from ``canvax samplers``; by default the checkpoint's own.
+            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
+                key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
+            sampler: any name from ``canvax samplers``; by default the checkpoint's own. A solver of your own, a spec
+                or a table does as well (docs/samplers.md).
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
@@ -217,6 +230,8 @@ class StableDiffusion(LoadedModel):
                 (docs/ip-adapter.md).
             adapters: weights of adapters that are beside the model's, ``{"ink": 0.8}``, or a list of one such table for
                 each image, None for an image without; by default as they are set (docs/adapters.md).
+            output_type: kind of ``Result.images``: "pil"; "np" for ``Result.pixels``; "jax" for the same as an array
+                on the devices, split over the mesh, which is not copied to the host; "latent" for ``Result.latents``.
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -234,13 +249,17 @@ class StableDiffusion(LoadedModel):
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
         with together, reading_arguments(arguments), self.changing:
+            output = check_output(output_type)
+            if output == "jax" and (spread or self.safety_checker):
+                why = "several processes" if spread else "a safety checker, which reads images on the host"
+                raise InputError("output_type", output, f"does not work with {why}", "use {output_type='np'}")
             as_set, own = params is None, params is None or params is self.params
             params = self._params(params)
             # Parameters of the caller's have no adapters, so that their images tell of none.
             model = self.model if own else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
-            request = self._request(call, adapters, as_set=as_set)
-        return self._generate(model, request, params, seed)
+            request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
+        return as_output(self._generate(model, request, params, seed), output)
 
     @property
     def _beside(self) -> bool:

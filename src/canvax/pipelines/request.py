@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
-from canvax.samplers import find
+from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
@@ -40,7 +40,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network.
+    ``embedded``: the guidance scale is an input of the network. ``on_device``: pixels and latents stay on the devices.
     """
 
     prompts: list[str]
@@ -50,7 +50,7 @@ class Request:
     width: int
     steps: int
     guidance: float
-    sampler: str | None
+    sampler: str | SamplerSpec | SamplerTable | None
     latents: np.ndarray | None
     shape: tuple[int, int, int, int]
     options: Options
@@ -64,11 +64,16 @@ class Request:
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
+    on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
         apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
+        if isinstance(self.sampler, SamplerTable):
+            decided["sampler"] = self.sampler.sha256
+        elif isinstance(self.sampler, SamplerSpec):  # the text of a function is not the same in each process
+            decided["sampler"] = self.sampler.name
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
@@ -121,9 +126,7 @@ def make_request(model: Model, call: Call) -> Request:
     Raises:
         InputError: naming the argument, its value and the cure.
     """
-    options, sampler, per_prompt = check_options(call.options), call.sampler, call.num_images_per_prompt
-    if not isinstance(sampler, str | None):
-        raise InputError("sampler", sampler, "is not the name of a sampler", "canvax samplers lists them")
+    options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
@@ -147,8 +150,16 @@ def make_request(model: Model, call: Call) -> Request:
         height, width = given.size
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
-    steps = check_steps(call.num_inference_steps, options.own_steps, model.defaults.num_inference_steps, most)
-    if given is not None:
+    table = sampler if isinstance(sampler, SamplerTable) else None
+    own_steps = options.own_steps if table is None else int(table.step[-1]) + 1
+    steps = check_steps(call.num_inference_steps, own_steps, model.defaults.num_inference_steps, most)
+    if given is not None and table is not None:
+        if call.strength is not None:
+            cure = "leave it out: a table that was built with skip= begins later"
+            raise InputError("strength", call.strength, "has no effect on a sampler that is a table", cure)
+        first = int(table.step[0])
+        given = replace(given, steps=steps, skipped=first, strength=1 - first / steps)
+    elif given is not None:
         whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
         given = replace(given, steps=whole, skipped=skipped)
     prompts_2 = check_second("prompt_2", options.prompt_2, prompts, per_prompt)
@@ -179,6 +190,16 @@ def make_request(model: Model, call: Call) -> Request:
     _check_together(request, model)
     check_start(options, sampler, request.latents, model, image=given is not None)
     return request
+
+
+def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
+    """The sampler of a call, a function as a spec."""
+    if isinstance(value, str | SamplerSpec | SamplerTable | None):
+        return value
+    if not callable(value) or isinstance(value, type):
+        cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"
+        raise InputError("sampler", value, "is not a sampler", cure)
+    return SamplerSpec.of(cast("Solver", value))
 
 
 def _check_together(request: Request, model: Model) -> None:
@@ -271,7 +292,7 @@ def check_layers(layers: int, model: Model) -> None:
 
 
 def check_start(
-    options: Options, sampler: str | None, latents: HostArray | None, model: Model, *, image: bool = False
+    options: Options, sampler: Any, latents: HostArray | None, model: Model, *, image: bool = False
 ) -> None:
     """Refuse a call that goes on from an image but was given none.
 
@@ -286,7 +307,7 @@ def check_start(
             "needs latents",
             "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
         )
-    inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
+    inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
         raise InputError(
             "image",

@@ -30,7 +30,8 @@ class Result:
     Attributes:
         images: PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the run was
             stopped by ``denoising_end``; arrays if the call had ``output_type``.
-        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
+        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits. With ``output_type="jax"``
+            it is a JAX array on the devices, and so is ``latents``.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to generate it again.

@@ -10,12 +10,13 @@ from canvax.samplers.catalog import (
     curve_named,
     find,
     from_scheduler_config,
+    spec_of,
     stable_diffusion_config,
 )
 from canvax.samplers.curve_names import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.samplers.specs import SAMPLERS, SamplerSpec
+from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
 from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "SamplerSpec",
     "SamplerTable",
     "Scheduler",
+    "Solver",
     "build_table",
     "curve_label",
     "curve_named",
     "find",
     "from_scheduler_config",
     "run",
+    "spec_of",
     "stable_diffusion_config",
 ]

@@ -15,7 +15,7 @@ from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.samplers.specs import SAMPLERS, SamplerSpec
+from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
 from canvax.samplers.table import SamplerTable
 
 SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
@@ -44,7 +44,10 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
     A curve of `canvax.samplers.CURVES` behind the name, in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
     chooses the sigmas. A class name (EulerDiscreteScheduler) implies nothing: its options are the checkpoint's.
     """
-    key, classes = _plain(name), {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS)}
+    key, classes = (
+        _plain(name),
+        {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS) if spec.diffusers_class},
+    )
     of_class = key.removeprefix("flax").replace("parallelscheduler", "scheduler")
     if of_class in classes:
         return classes[of_class], {}
@@ -70,7 +73,7 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
             f"write {{sigmas={_SUFFIXES[key]!r}}}, or a name such as 'DPM++ 2M {name}'",
         )
     choices = [spec.label for spec in SAMPLERS]
-    choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
+    choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class) if spelling]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
     raise InputError("sampler", name, "is not known", nearest(str(name), choices, "canvax samplers"))
 
@@ -136,13 +139,13 @@ def _table_of(config: Any) -> Mapping[str, Any]:
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
     """The options of `config` for the sampler `spec`, all faults reported together."""
-    faults = faults_of(config, spec.diffusers_class)
+    class_name = spec.diffusers_class or "EulerDiscreteScheduler"
+    faults = faults_of(config, class_name)
     if faults:
         raise InputError(
-            f"the scheduler config, read as {spec.diffusers_class}, asks for what cannot be honoured: "
-            + "; ".join(faults)
+            f"the scheduler config, read as {class_name}, asks for what cannot be honoured: " + "; ".join(faults)
         )
-    return options_of(config, spec.diffusers_class, implied)
+    return options_of(config, class_name, implied)
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
@@ -173,7 +176,7 @@ def build_table(
     scheduler: Scheduler,
     steps: int | None,
     *,
-    sampler: str | None = None,
+    sampler: str | SamplerSpec | Solver | SamplerTable | None = None,
     eta: float | None = None,
     spacing: str | None = None,
     sigmas: str | Sequence[float] | None = None,
@@ -189,7 +192,10 @@ def build_table(
 
     steps: as the field counts them (`SamplerSpec.evaluations`); None where levels or timesteps themselves are given.
     sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
-    fields of its config that the named sampler understands and that sampler's own defaults for the rest.
+    fields of its config that the named sampler understands and that sampler's own defaults for the rest. Or a spec that
+    is not in the catalogue, or a solver alone: a function of (schedule, steps, options) that returns a table. Or the
+    table itself, which then gets its guidance here and leaves no place for `eta`, `spacing`, `sigmas`, `settings`,
+    `start` and `end`.
     spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
     name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
     `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
@@ -201,12 +207,20 @@ def build_table(
     """
     if not isinstance(scheduler, Scheduler):
         raise InputError("scheduler", scheduler, "is not a Scheduler", "take pipe.model.scheduler")
+    if isinstance(sampler, SamplerTable):
+        _check_table(sampler, steps, skip)
+        changes = {"eta": eta, "spacing": spacing, "sigmas": sigmas, "sampler_settings": settings or None}
+        changes |= {"denoising_start": start or None, "denoising_end": None if end == 1 else end}
+        if changes := {name: value for name, value in changes.items() if value is not None}:
+            name, value = next(iter(changes.items()))
+            raise InputError(name, value, "has no effect on a sampler that is a table", "build the table with it")
+        return _guided(sampler, guidance, rescale, guidance_interval, scheduler.schedule)
     settings = dict(settings or {})
     schedule = _schedule_for(scheduler.schedule, settings)
     train = schedule.num_train_timesteps
     spec, options, implied = scheduler.spec, scheduler.options, {}
     if sampler is not None:
-        spec, implied = find(sampler)
+        spec, implied = spec_of(sampler)
         options = _read(scheduler.config, spec, implied)
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
@@ -245,6 +259,8 @@ def build_table(
             raise InputError(
                 "steps", steps, f"gives two levels of sampler={spec.name!r} that are the same", "use fewer"
             ) from None
+        if spec not in SAMPLERS:
+            _check_table(table)
         table = _guided(table, guidance, rescale, guidance_interval, schedule)
         lo = max(skip, _steps_before(table, schedule, start) if start else 0)
         hi = _steps_before(table, schedule, end) if end < 1 else int(table.step[-1]) + 1
@@ -262,6 +278,29 @@ def build_table(
             )
         part = table.take(int(np.sum(table.step < lo)), int(np.sum(table.step < hi)))
         return _restarted(spec, schedule, steps, options, part, lo, hi) if lo else part
+
+
+def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str, Any]]:
+    """`find` of a name; a spec is itself, and a solver gets one."""
+    if isinstance(sampler, str):
+        return find(sampler)
+    spec = sampler if isinstance(sampler, SamplerSpec) else SamplerSpec.of(sampler)
+    return spec, dict(spec.implied)
+
+
+def _check_table(table: Any, steps: int | None = None, skip: int = 0) -> None:
+    """Refuse what a sampler outside of the catalogue gave if it cannot be run."""
+    if not isinstance(table, SamplerTable):
+        raise InputError("sampler", NO_VALUE, f"returned {shown(table)}", "return a canvax.samplers.SamplerTable")
+    if not len(table) or not table.finite:
+        raise InputError("sampler", NO_VALUE, "is a table without rows, or with numbers that float32 cannot hold")
+    if (table.guidance != 1).any() or table.rescale.any():
+        raise InputError("sampler", NO_VALUE, "is a table with guidance", "leave it out there: {guidance_scale=7.5}")
+    first, whole = int(table.step[0]), int(table.step[-1]) + 1
+    if steps not in (None, whole):
+        raise InputError("num_inference_steps", steps, f"is not the {whole} steps of the table", "leave it out")
+    if skip not in (0, first):
+        raise InputError("sampler", NO_VALUE, f"is a table that begins at step {first}, not at {skip}")
 
 
 FLOW_SETTINGS = ("mu", "shift_terminal")

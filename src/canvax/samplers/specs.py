@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from canvax.samplers import solvers
@@ -22,6 +22,7 @@ DPM = (*SINGLESTEP, "euler_at_final")
 class SamplerSpec:
     """One sampler of the catalogue.
 
+    diffusers_class: whose fields of a scheduler_config.json it reads; None for those of EulerDiscreteScheduler.
     order: of convergence, in steps, where it is deterministic. stochastic: adds noise in its steps at its usual eta.
     evaluations: of the network, for a run of n steps. implied: options that its name fixes, whatever the checkpoint
     says. curves: takes Karras and other sigma curves. eta: has one to set. settings: further fields of SamplerOptions
@@ -30,20 +31,28 @@ class SamplerSpec:
 
     name: str
     label: str
-    diffusers_class: str
+    diffusers_class: str | None
     k_diffusion: str | None
     comfyui: str | None
     solver: Solver
-    order: str
-    stochastic: bool
-    evaluations: str
-    when: str
-    source: str
+    order: str = ""
+    stochastic: bool = False
+    evaluations: str = ""
+    when: str = ""
+    source: str = ""
     implied: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     curves: bool = True
     eta: bool = False
     settings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, solver: Solver) -> SamplerSpec:
+        """A sampler outside of the catalogue: its solver reads any field of SamplerOptions."""
+        check_function("sampler", solver, 3, "(schedule, steps, options), and returns a SamplerTable")
+        name = getattr(solver, "__name__", type(solver).__name__)
+        settings = tuple(each.name for each in fields(SamplerOptions))
+        return cls(name, name, None, None, None, solver, eta=True, settings=settings)
 
     @property
     def spellings(self) -> tuple[str, ...]:

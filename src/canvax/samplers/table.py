@@ -9,6 +9,7 @@ row slot 0 is the sample itself.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,6 +109,12 @@ class SamplerTable:
     def finite(self) -> bool:
         """Whether every number in the table is one that float32, in which it is run, can hold."""
         return all(np.all(np.abs(getattr(self, name)) <= FLOAT32_MAX) for name in (*COLUMNS, "init_scale"))
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all numbers, in hexadecimal."""
+        columns = [np.asarray(getattr(self, name), np.float64).tobytes() for name in (*COLUMNS, "init_scale")]
+        return hashlib.sha256(b"".join(columns)).hexdigest()
 
     @property
     def sigma(self) -> np.ndarray:

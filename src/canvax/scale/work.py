@@ -140,7 +140,6 @@ class Worker:
         seed: int = 0,
         progress: bool = False,
     ) -> None:
-        assert pipe.params is not None
         self.compilations = 0
         self._pipe = pipe
         self._batch, self._most = batch, most

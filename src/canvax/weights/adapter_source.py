@@ -60,6 +60,11 @@ class AdapterSource:
             raise InputError(f"weight_name={self.weight_name!r:.80} is not the name of a safetensors file")
         self.source_of(self.name, self.revision)  # which looks at the rest
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments that find the same files again, without the token, which stays out of records."""
+        return {name: getattr(self, name) for name in ("weight_name", "revision", "cache_dir", "local_files_only")}
+
     def source_of(self, name: str | Path, revision: str | None) -> Source:
         """Another name at the same Hub, fetched in the same way."""
         return Source(name, revision, None, self.token, self.cache_dir, self.local_files_only, self.progress)
