@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the plain form, and where another one is used. Models never choose."""
+"""Scaled dot-product attention: the plain form, and the choice of a platform's kernel. Models never choose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.types import Array
 
 Form = Callable[[Array, Array, Array], Array]
-"""From queries, keys and values to what ``attention`` returns; it sees one device's part and is never causal."""
+"""Maps queries, keys and values to attention's output. It gets one device's part and is never causal."""
 
 
 def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: bool = False) -> Array:
@@ -25,14 +25,14 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
         q: queries [B, Tq, N, Dh].
         k: keys [B, Tk, N, Dh].
         v: values [B, Tk, N, Dh].
-        causal: a token sees itself and what comes before it.
+        causal: a token attends to itself and earlier tokens only.
         upcast: compute the scores in float32 (``upcast_attention`` of Stable Diffusion 2.x).
 
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
-    form = None if causal else _special_form(q, k)  # the 77 tokens of a text encoder are too few to gain by one
-    if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # whose scores are float32 in any case
+    form = None if causal else _special_form(q, k)  # a kernel does not pay off for the 77 tokens of a text encoder
+    if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if form is not None:
         return _on_each_device(form, q, k, v)
@@ -40,7 +40,7 @@ def attention(q: Array, k: Array, v: Array, *, causal: bool = False, upcast: boo
 
 
 def plain_attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
-    """``attention`` as it is written down, with all scores [B, N, Tq, Tk] in memory."""
+    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
@@ -50,7 +50,7 @@ def plain_attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Ar
 
 
 def _special_form(q: Array, k: Array) -> Form | None:
-    """The form that beats the plain one on the platform compiled for, or None."""
+    """Returns the form that is faster than the plain form on the target platform, or None."""
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
         return cpu.attend_head_by_head
@@ -64,7 +64,7 @@ def _special_form(q: Array, k: Array) -> Form | None:
 
 
 def _on_each_device(form: Form, q: Array, k: Array, v: Array) -> Array:
-    """A form that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
+    """Runs a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
     split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
     spec = PartitionSpec("data", None, split, None)
     return on_each_device(form, (spec,) * 3, spec)(q, k, v)
