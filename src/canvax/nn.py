@@ -74,7 +74,7 @@ def linear(p: Params, x: Array) -> Array:
 
 
 def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
-    """Adds the layer's low-rank adapter and bias, if any, to ``y``; ``inner(down)`` applies the adapter's first half."""
+    """Adds the layer's low-rank adapter and bias to ``y``; ``inner(down)`` applies the adapter's first half."""
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], inner)
     return _biased(p, y)
@@ -120,7 +120,7 @@ def _biased(p: Params, y: Array) -> Array:
 
 
 def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
-    """Returns values and gate of a gated unit, the two halves of a linear map's output: (..., in) -> 2 x (..., out / 2).
+    """Returns values and gate of a gated unit, the halves of a linear map's output: (..., in) -> 2 x (..., out / 2).
 
     The sharding rules store the weight as [in, 2, out / 2] to split both halves in the same way, so that each device
     has the gates of its values.
@@ -196,7 +196,7 @@ def group_norm(
         return x.astype(jnp.float32).reshape(batch, -1, channels)
 
     def mean_of(y: Array) -> Array:
-        """Averages [B, pixels, C] -> [B, groups], over pixels first: otherwise a GPU writes a sum per pixel to memory."""
+        """Averages [B, pixels, C] -> [B, groups]; pixels first, or a GPU would write a sum per pixel to memory."""
         parts = _parts(y.shape[1])
         return y.reshape(batch, parts, -1, channels).mean(2).reshape(batch, parts, groups, -1).mean((1, 3))
 

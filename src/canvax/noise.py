@@ -108,7 +108,8 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
 def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
     """Interpolates spherically from ``noise`` [B, h, w, C] (``part`` 0) to ``other`` (``part`` 1), image by image.
 
-    Unlike linear interpolation this keeps the norm of Gaussian noise. ``other`` may be [1, h, w, C], shared by all images.
+    Unlike linear interpolation this keeps the norm of Gaussian noise. ``other`` may be [1, h, w, C], shared by all
+    images.
     """
     a, b = (array.astype(np.float64).reshape(len(array), -1) for array in (noise, other))
     cosine = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
