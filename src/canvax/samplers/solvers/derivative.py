@@ -1,8 +1,8 @@
-"""Solvers of dy / dsigma = (y - D) / sigma, the probability-flow ODE of Karras et al. 2022, and their random forms.
+"""Solvers of dy / dsigma = (y - D) / sigma, the probability-flow ODE of Karras et al. 2022, and their stochastic forms.
 
-Notation: `level` sigma before a step, `after` behind it, d = (X - D) / sigma. A random step goes down to below the next
-level and adds fresh noise up to it. Solvers of two stages take two evaluations a step, but one where the run ends at
-zero: 2n - 1 for n steps.
+Notation: `level` is sigma before a step, `after` sigma after it, d = (X - D) / sigma. A stochastic step goes below the
+next level and adds fresh noise to reach it. Two-stage solvers need two evaluations per step, but only one for a step to
+level zero: 2n - 1 for n steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from canvax.samplers.weights import lagrange_weights
 def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """Euler's method: Karras et al. 2022, algorithm 2.
 
-    With s_churn > 0 the noise of a step is added at the end of the row before it (before row 0: in the initial noise),
-    so that the network sees the raised level, as in the paper. Flow models may ask for fresh noise in every step
-    (stochastic_sampling).
+    With s_churn > 0 the noise of a step is added at the end of the previous row (for row 0, in the initial noise), so
+    that the network gets the raised level, as in the paper. With stochastic_sampling a flow model gets fresh noise in
+    every step.
     """
     path = euler_path(schedule, steps, options)
     if schedule.is_flow and options.stochastic_sampling:
@@ -35,7 +35,7 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
 
 
 def _renewed(path: Path) -> SamplerTable:
-    """x' = (1 - t') D + t' noise."""
+    """Makes the table of x' = (1 - t') D + t' noise."""
     t = path.sigmas
     N = rows(len(path), {0: col(1 - t[1:]) * D + col(t[1:]) * NOISE})
     return framed(path, Frame(path.schedule), path.timesteps, t[:-1], t[1:], N)
@@ -54,8 +54,8 @@ def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """The midpoint method, its midpoint even in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as k-diffusion
-    has it. Slot 1: y before the step."""
+    """The midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
+    k-diffusion. Slot 1: y before the step."""
     c = _Churned(euler_path(schedule, steps, options), options)
     both, noise = c.after > 0, col(c.up) * NOISE
     middle = np.where(both, np.sqrt(c.level * c.after), c.after)
@@ -65,9 +65,9 @@ def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Euler steps to below the next level, then fresh noise up to it: ancestral sampling seen from the exploding frame.
+    """Euler steps below the next level, then fresh noise up to it: ancestral sampling in the variance-exploding frame.
 
-    Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion, eta scaling the fresh noise.
+    Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion; eta scales the fresh noise.
     """
     a = _Ancestral(euler_path(schedule, steps, options), options)
     N = rows(len(a), {0: X + col(a.down - a.level) * a.slope + col(a.up) * NOISE})
@@ -75,10 +75,10 @@ def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions
 
 
 def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """`dpm2` down to below the next level, then fresh noise up to it. Slot 1: y before the step."""
+    """`dpm2` to below the next level, then fresh noise up to it. Slot 1: y before the step."""
     if schedule.is_flow:
-        # A first step begins at 2^24, goes down to almost 0, and takes the slope at the next level: 2^24 times that is
-        # wrong by far more than the data's own size.
+        # The first step begins at 2^24, goes down to almost 0, and uses the slope at the next level. The error of that
+        # slope times 2^24 is far larger than the data.
         raise InputError(
             "sampler='dpm2_a' diverges on flow models, which begin without any signal; use 'dpm2' or 'dpmpp_2s_a'"
         )
@@ -91,7 +91,7 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
 
 
 def dpmpp_2s_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DPM-Solver++(2S), Lu et al. 2022b, algorithm 1 with r = 1/2, down to below the next level, then fresh noise.
+    """DPM-Solver++(2S), Lu et al. 2022b, algorithm 1 with r = 1/2, to below the next level, then fresh noise.
 
     Slot 1: y before the step.
     """
@@ -104,10 +104,10 @@ def dpmpp_2s_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOpti
 
 
 def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DPM-Solver++ (SDE) of k-diffusion, r = 1/2: both stages ride on one Brownian path.
+    """DPM-Solver++ (SDE) of k-diffusion, r = 1/2: both stages follow the same Brownian path.
 
-    The noise of the whole step is that of its first half, which slot 2 keeps, and fresh noise for the second, in
-    proportion to the variance of each. Slot 1: y before the step.
+    The noise of the whole step combines the noise of its first half, stored in slot 2, and fresh noise for the second
+    half, weighted by the variance of each. Slot 1: y before the step.
     """
     a = _Ancestral(euler_path(schedule, steps, options), options)
     both = a.after > 0
@@ -122,7 +122,7 @@ def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
 
 
 def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Linear multistep of order 4: the slopes' interpolating polynomial in sigma, integrated over the step.
+    """Linear multistep of order 4: integrates the interpolating polynomial of the slopes in sigma over the step.
 
     Source: Hairer, Norsett and Wanner, Solving Ordinary Differential Equations I, section III.1 (Adams methods).
     Slots 1 to 3: earlier slopes, newest first.
@@ -136,7 +136,7 @@ def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
 
 
 def ipndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Improved PNDM: the fixed weights of Adams and Bashforth over slopes, as if all steps were equal.
+    """Improved PNDM: combines slopes with the fixed Adams-Bashforth weights of equal steps.
 
     Source: Zhang and Chen 2023 (DEIS), section 3.4 (iPNDM). Slots 1 to 3: earlier slopes, newest first.
     """
@@ -156,7 +156,7 @@ ADAMS_BASHFORTH = np.array(
 
 
 def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> SamplerTable:
-    """y' = y + weights . (slope, three earlier slopes)."""
+    """Makes the table of y' = y + weights . (slope, three earlier slopes)."""
     walk = _Walk(path, options, Frame(path.schedule), path.sigmas)
     moved = X + col(weights[:, 0]) * walk.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
     N = rows(len(path), {0: moved, 1: walk.slope, 2: S1, 3: S2})
@@ -164,7 +164,7 @@ def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> Sampler
 
 
 class _Walk:
-    """Levels of a run in one frame, and the table of its rows."""
+    """The levels of a run in a frame, and the construction of its table."""
 
     def __init__(self, path: Path, options: SamplerOptions, frame: Frame, sigmas: np.ndarray) -> None:
         self.path, self.options, self.frame = path, options, frame
@@ -182,8 +182,8 @@ class _Walk:
     def table(
         self, timesteps: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
     ) -> SamplerTable:
-        """The table of rows N, whose y starts as noise of the first level, or, with leading spacing, as if an image
-        of unit variance were in it."""
+        """Makes the table of rows N. y starts as noise of the first level; with leading spacing, its variance is larger
+        by 1, as if it contained an image of unit variance."""
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
@@ -193,7 +193,7 @@ class _Walk:
 
 
 class _Churned(_Walk):
-    """Levels raised by noise in each step (s_churn); `left` is where a step ends with the noise of the next in it."""
+    """Levels raised by noise in each step (s_churn); `left` is the level after a step, with the next step's noise."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule), path.sigmas)
@@ -208,7 +208,7 @@ class _Churned(_Walk):
 
 
 class _Ancestral(_Walk):
-    """Levels in the exploding frame, the level below `after` that a step goes down to, and the noise added there."""
+    """Levels in the exploding frame; `down` is the level below `after` that a step goes to, `up` the noise it adds."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule, exploding=True), path.ratios)
@@ -218,7 +218,7 @@ class _Ancestral(_Walk):
 
 
 def _below(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
-    """The level to go down to, and the noise that leads up to `after` from there."""
+    """Returns the level to go down to, and the noise that leads from there up to `after`."""
     up = eta * after * np.sqrt(np.maximum(1 - (after / level) ** 2, 0.0))
     return np.sqrt(after**2 - up**2), up
 
@@ -228,7 +228,7 @@ def _towards(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndar
 
 
 def _divisor(level: np.ndarray) -> np.ndarray:
-    """A column to divide by; rows at level 0 are left out by `pairs`."""
+    """Returns a column to divide by; the rows at level 0 are removed later by `pairs`."""
     return col(np.where(level > 0, level, np.inf))
 
 
@@ -241,7 +241,7 @@ def _two_stages(
     both: np.ndarray,
     middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
-    """The table of steps of two rows: from `level` to `middle`, and from there to `left`."""
+    """Makes the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
     level = pairs(walk.level, middle, both)
     inner = np.where(both, middle, left)
     if middle_timesteps is None:
