@@ -124,7 +124,7 @@ class FlaxScheduler:
     def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
         """Returns the network's input in the next step of ``state``, which determines the timestep."""
         del timestep
-        return scaled(_begun(state), functions.numbers("sample", sample))
+        return scaled(_check_step_state(state), functions.numbers("sample", sample))
 
     @placed
     def step(
@@ -143,7 +143,7 @@ class FlaxScheduler:
         """
         check_flag("return_dict", return_dict)
         del timestep
-        output = step(_begun(state), model_output, sample, key)
+        output = step(_check_step_state(state), model_output, sample, key)
         return output if return_dict else output.to_tuple()
 
     @placed
@@ -220,7 +220,7 @@ def check_state(state: Any) -> SchedulerState:
     return state
 
 
-def _begun(state: Any) -> StepState:
+def _check_step_state(state: Any) -> StepState:
     if not isinstance(state, StepState):
         raise InputError(
             f"state is a {type(state).__name__}; write state = scheduler.set_timesteps(state, steps, latents.shape)"

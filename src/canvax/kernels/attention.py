@@ -54,11 +54,11 @@ def _special_form(q: Array, k: Array) -> Form | None:
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
         return cpu.attend_head_by_head
-    if platform == "gpu" and gpu.cudnn_takes(q):
+    if platform == "gpu" and gpu.supports_cudnn(q):
         return gpu.attend_by_cudnn
     if platform == "gpu" and gpu.score_bytes(q, k) > gpu.SCORE_BYTES:
         return partial(gpu.attend_in_parts, plain_attention)
-    if platform == "tpu" and tpu.flash_takes(q, k):
+    if platform == "tpu" and tpu.supports_flash(q, k):
         return tpu.attend_by_flash
     return None
 

@@ -19,7 +19,7 @@ def convolve(weight: Array, x: Array, *, stride: int = 1, padding: tuple[int, in
     platform = target_platform()
     if platform == "cpu":
         return cpu.convolve(weight, x, stride, padding)
-    if platform == "tpu" and tpu.taps_take(weight, stride, padding):
+    if platform == "tpu" and tpu.supports_taps(weight, stride, padding):
         return tpu.convolve_by_taps(weight, x)
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), (padding, padding), dimension_numbers=LAYOUT)
 

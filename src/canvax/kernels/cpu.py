@@ -103,7 +103,7 @@ def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> 
         small = inputs >= IM2COL_CHANNELS and math.prod(x.shape[:3]) <= IM2COL_PIXELS * stride**2 * outputs
         if small or inputs <= IM2COL_FEW_CHANNELS:
             return _by_im2col(weight, x, stride, padding)
-        if (stride, padding) == (1, (1, 1)) and _tiles_take(weight, x):
+        if (stride, padding) == (1, (1, 1)) and _supports_tiles(weight, x):
             return _by_tiles(weight, x)
     return by_xla(weight, x, stride, (padding, padding))
 
@@ -168,7 +168,7 @@ def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -
     return matmul(columns, weight.reshape(9 * c, -1))
 
 
-def _tiles_take(weight: Array, x: Array) -> bool:
+def _supports_tiles(weight: Array, x: Array) -> bool:
     inputs, outputs = weight.shape[2:]
     if x.dtype == jnp.bfloat16:
         inputs = 2 * inputs

@@ -18,7 +18,7 @@ SCORE_BYTES = 256 * 2**20
 1024 x 1024 take 1 GiB per image; the smallest GPUs that run SDXL have 24 GiB."""
 
 
-def cudnn_takes(q: Array) -> bool:
+def supports_cudnn(q: Array) -> bool:
     """Whether cuDNN's fused attention compiles: NVIDIA's Ampere or newer, 16 bits, head sizes 8, 16, ... 128."""
     width = q.shape[-1]
     return q.dtype.itemsize == 2 and width <= 128 and width % 8 == 0 and target_capability() >= 8.0

@@ -142,10 +142,10 @@ def target_capability() -> float:
 
 def half_of(device: Any) -> str:
     """Returns the 16-bit dtype that a TPU or GPU multiplies fast."""
-    return fast_half(_number(_capability(device)))
+    return fast_16bit_dtype(_number(_capability(device)))
 
 
-def fast_half(capability: float) -> str:
+def fast_16bit_dtype(capability: float) -> str:
     """Returns the fast 16-bit dtype for a compute capability, 0.0 if it is not an NVIDIA GPU.
 
     NVIDIA GPUs before Ampere (8.0) have no bfloat16.

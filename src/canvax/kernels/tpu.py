@@ -45,7 +45,7 @@ _BACKWARD_BLOCKS = (
 )  # fmt: skip
 
 
-def flash_takes(q: Array, k: Array) -> bool:
+def supports_flash(q: Array, k: Array) -> bool:
     """Whether flash attention compiles for this dtype and head size, and pays off."""
     width = q.shape[-1]
     compiles = q.dtype in (jnp.float32, jnp.bfloat16) and (width < LANES or width % LANES == 0)
@@ -90,7 +90,7 @@ def _ceil(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def taps_take(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
+def supports_taps(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
     """Whether ``convolve_by_taps`` supports this convolution and pays off."""
     same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
     return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()

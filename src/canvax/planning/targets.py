@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canvax.errors import InputError, nearest
-from canvax.kernels.target import fast_half
+from canvax.kernels.target import fast_16bit_dtype
 
 GIB = 2**30
 
@@ -85,7 +85,7 @@ class Gpu(Chip):
     @property
     def half(self) -> str:
         major, minor = self.capability
-        return fast_half(float(f"{major}.{minor}"))
+        return fast_16bit_dtype(float(f"{major}.{minor}"))
 
     @property
     def described(self) -> str:

@@ -289,8 +289,8 @@ def _check_ids(added: Mapping[int, AddedToken], backend: Tokenizer) -> None:
     Without this check a token with another id would silently use the wrong row of the embeddings.
     """
     for i, token in added.items():
-        if (own := backend.token_to_id(token.content)) != i:
-            raise ValueError(f"the added token {token.content!r:.80} has the id {i}, where its vocabulary has {own}")
+        if (actual := backend.token_to_id(token.content)) != i:
+            raise ValueError(f"the added token {token.content!r:.80} has the id {i}, where its vocabulary has {actual}")
 
 
 def _add_tokens(

@@ -28,13 +28,13 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     """
     path = euler_path(schedule, steps, options)
     if schedule.is_flow and options.stochastic_sampling:
-        return _renewed(path)
-    churned = _Churned(path, options)
-    N = rows(len(path), {0: X + col(churned.after - churned.level) * churned.slope + col(churned.up) * NOISE})
-    return churned.table(churned.timesteps, churned.level, churned.left, N)
+        return _renoised(path)
+    levels = _ChurnLevels(path, options)
+    N = rows(len(path), {0: X + col(levels.after - levels.level) * levels.slope + col(levels.up) * NOISE})
+    return levels.table(levels.timesteps, levels.level, levels.left, N)
 
 
-def _renewed(path: Path) -> SamplerTable:
+def _renoised(path: Path) -> SamplerTable:
     """Makes the table of x' = (1 - t') D + t' noise."""
     t = path.sigmas
     N = rows(len(path), {0: col(1 - t[1:]) * D + col(t[1:]) * NOISE})
@@ -43,20 +43,20 @@ def _renewed(path: Path) -> SamplerTable:
 
 def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """Heun's method: Karras et al. 2022, algorithm 2. Slots: 1 y before the step, 2 its slope."""
-    c = _Churned(euler_path(schedule, steps, options), options)
+    c = _ChurnLevels(euler_path(schedule, steps, options), options)
     both, dt = c.after > 0, col(c.after - c.level)
     noise = col(c.up) * NOISE
     first = rows(len(c), {0: X + dt * c.slope + col(~both) * noise, 1: X, 2: c.slope})
     second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _divisor(c.after)) + noise})
-    onward = np.append(c.path.timesteps[1:], np.nan)
-    inner = np.where(np.isnan(onward), c.frame.timestep(np.where(both, c.after, c.level)), onward)
+    next_timesteps = np.append(c.path.timesteps[1:], np.nan)
+    inner = np.where(np.isnan(next_timesteps), c.frame.timestep(np.where(both, c.after, c.level)), next_timesteps)
     return _two_stages(c, first, second, c.after, c.left, both, inner)
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """The midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
     k-diffusion. Slot 1: y before the step."""
-    c = _Churned(euler_path(schedule, steps, options), options)
+    c = _ChurnLevels(euler_path(schedule, steps, options), options)
     both, noise = c.after > 0, col(c.up) * NOISE
     middle = np.where(both, np.sqrt(c.level * c.after), c.after)
     first = rows(len(c), {0: X + col(middle - c.level) * c.slope + col(~both) * noise, 1: X})
@@ -69,7 +69,7 @@ def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions
 
     Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion; eta scales the fresh noise.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     N = rows(len(a), {0: X + col(a.down - a.level) * a.slope + col(a.up) * NOISE})
     return a.table(a.timesteps, a.level, a.after, N)
 
@@ -82,7 +82,7 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         raise InputError(
             "sampler='dpm2_a' diverges on flow models, which begin without any signal; use 'dpm2' or 'dpmpp_2s_a'"
         )
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, col(a.up) * NOISE
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
     first = rows(len(a), {0: X + col(middle - a.level) * a.slope, 1: X})
@@ -95,11 +95,11 @@ def dpmpp_2s_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOpti
 
     Slot 1: y before the step.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both = a.down > 0
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
-    first = rows(len(a), {0: _towards(D, X, middle / a.level), 1: X})
-    second = rows(len(a), {0: _towards(D, S1, a.down / a.level) + col(a.up) * NOISE})
+    first = rows(len(a), {0: _lerp(D, X, middle / a.level), 1: X})
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * NOISE})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -109,15 +109,15 @@ def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
     The noise of the whole step combines the noise of its first half, stored in slot 2, and fresh noise for the second
     half, weighted by the variance of each. Slot 1: y before the step.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both = a.after > 0
     middle = np.where(both, np.sqrt(a.level * a.after), a.after)
-    half, half_up = _below(a.level, middle, a.eta)
+    half, half_up = _ancestral_step(a.level, middle, a.eta)
     half_up = half_up * options.s_noise
     shared = np.sqrt((a.level - middle) / np.where(both, a.level - a.after, np.inf))
     whole = col(shared) * S2 + col(np.sqrt(1 - shared**2)) * NOISE
-    first = rows(len(a), {0: _towards(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
-    second = rows(len(a), {0: _towards(D, S1, a.down / a.level) + col(a.up) * whole})
+    first = rows(len(a), {0: _lerp(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * whole})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -157,13 +157,13 @@ ADAMS_BASHFORTH = np.array(
 
 def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> SamplerTable:
     """Makes the table of y' = y + weights . (slope, three earlier slopes)."""
-    walk = _Walk(path, options, Frame(path.schedule), path.sigmas)
-    moved = X + col(weights[:, 0]) * walk.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
-    N = rows(len(path), {0: moved, 1: walk.slope, 2: S1, 3: S2})
-    return walk.table(walk.timesteps, walk.level, walk.after, N)
+    levels = _Levels(path, options, Frame(path.schedule), path.sigmas)
+    moved = X + col(weights[:, 0]) * levels.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
+    N = rows(len(path), {0: moved, 1: levels.slope, 2: S1, 3: S2})
+    return levels.table(levels.timesteps, levels.level, levels.after, N)
 
 
-class _Walk:
+class _Levels:
     """The levels of a run in a frame, and the construction of its table."""
 
     def __init__(self, path: Path, options: SamplerOptions, frame: Frame, sigmas: np.ndarray) -> None:
@@ -192,7 +192,7 @@ class _Walk:
         )
 
 
-class _Churned(_Walk):
+class _ChurnLevels(_Levels):
     """Levels raised by noise in each step (s_churn); `left` is the level after a step, with the next step's noise."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
@@ -200,30 +200,30 @@ class _Churned(_Walk):
         if not options.s_churn:
             self.left, self.up = self.after, np.zeros_like(self.after)
             return
-        stirred = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
-        self.level = self.level * (1 + np.where(stirred, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
+        churns = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
+        self.level = self.level * (1 + np.where(churns, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
         self.timesteps = self.frame.timestep(self.level)
         self.left = np.append(self.level[1:], self.after[-1])
         self.up = options.s_noise * np.sqrt(np.maximum(self.left**2 - self.after**2, 0.0))
 
 
-class _Ancestral(_Walk):
+class _AncestralLevels(_Levels):
     """Levels in the exploding frame; `down` is the level below `after` that a step goes to, `up` the noise it adds."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule, exploding=True), path.ratios)
         self.eta = 1.0 if options.eta is None else options.eta
-        self.down, up = _below(self.level, self.after, self.eta)
+        self.down, up = _ancestral_step(self.level, self.after, self.eta)
         self.up = up * options.s_noise
 
 
-def _below(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
+def _ancestral_step(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the level to go down to, and the noise that leads from there up to `after`."""
     up = eta * after * np.sqrt(np.maximum(1 - (after / level) ** 2, 0.0))
     return np.sqrt(after**2 - up**2), up
 
 
-def _towards(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
+def _lerp(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
     return col(share) * form + col(1 - share) * target
 
 
@@ -233,7 +233,7 @@ def _divisor(level: np.ndarray) -> np.ndarray:
 
 
 def _two_stages(
-    walk: _Churned | _Ancestral,
+    levels: _ChurnLevels | _AncestralLevels,
     first: np.ndarray,
     second: np.ndarray,
     middle: np.ndarray,
@@ -242,11 +242,15 @@ def _two_stages(
     middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
     """Makes the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
-    level = pairs(walk.level, middle, both)
+    level = pairs(levels.level, middle, both)
     inner = np.where(both, middle, left)
     if middle_timesteps is None:
-        middle_timesteps = walk.frame.timestep(np.where(both, middle, walk.level))
-    step = pairs(np.arange(len(walk)), np.arange(len(walk)), both)
-    return walk.table(
-        pairs(walk.timesteps, middle_timesteps, both), level, pairs(inner, left, both), pairs(first, second, both), step
+        middle_timesteps = levels.frame.timestep(np.where(both, middle, levels.level))
+    step = pairs(np.arange(len(levels)), np.arange(len(levels)), both)
+    return levels.table(
+        pairs(levels.timesteps, middle_timesteps, both),
+        level,
+        pairs(inner, left, both),
+        pairs(first, second, both),
+        step,
     )

@@ -34,10 +34,10 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             now, *old = _uni_weights(path, orders[:-1], hh[:-1], k[:-1], options, corrects=True)
-            made = col(on_x[:-1]) * S1 + col(now) * value[1:]
-            made = made + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
+            correction = col(on_x[:-1]) * S1 + col(now) * value[1:]
+            correction = correction + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
             off = np.isin(options.restart + np.arange(count - 1), options.disable_corrector)
-            corrected[1:] = np.where(col(off), X, made)
+            corrected[1:] = np.where(col(off), X, correction)
         first, *old = _uni_weights(path, orders, hh, k, options, corrects=False)
         moved = col(on_x) * corrected + col(first) * value
         moved = moved + sum(col(weight) * form for weight, form in zip(old, stored[:2], strict=True))
@@ -120,8 +120,8 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             weights = _sa_weights(path, tau, corrector[:-1], options, corrects=True)
-            made = col(on_x[:-1]) * S1 + col(up[:-1]) * S2 + col(weights[:, 0]) * value[1:]
-            corrected[1:] = made + weights[:, 1:] @ stored
+            correction = col(on_x[:-1]) * S1 + col(up[:-1]) * S2 + col(weights[:, 0]) * value[1:]
+            corrected[1:] = correction + weights[:, 1:] @ stored
         weights = _sa_weights(path, tau, predictor, options, corrects=False)
         moved = col(on_x) * corrected + col(weights[:, 0]) * value + weights[:, 1:] @ stored + col(up) * NOISE
     return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: col(up > 0) * NOISE, 3: value, 4: S3, 5: S4}))
