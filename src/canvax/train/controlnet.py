@@ -85,8 +85,7 @@ class Controlling:
         if training.prompts:
             raise InputError("preview is not there for a ControlNet, whose images need a control image each")
         count = int(model.vae.factor).bit_length()
-        widths = self.widths
-        if widths is not None and not (len(widths) == count and all(0 < width <= 4096 for width in widths)):
+        if self.widths is not None and not (len(self.widths) == count and all(0 < n <= 4096 for n in self.widths)):
             raise InputError(
                 f"hint-channels (widths) = {','.join(map(str, self.widths))}: {model.name} needs {count} numbers in "
                 "1..4096, one more than its autoencoder halves an image; leave it out for the usual ones"
