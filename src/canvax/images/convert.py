@@ -84,7 +84,7 @@ def upright_rgb(image: Image) -> Image:
 
 
 def upright_mask(image: Image) -> Image:
-    """Converts to an 8-bit mask with EXIF orientation: brightness, or the alpha channel if the image has one colour."""
+    """Converts to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
     if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
         image = image.getchannel("A")  # a mask that was painted into the alpha channel
     return upright_rgb(image).convert("L")

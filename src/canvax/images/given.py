@@ -26,7 +26,7 @@ MOST_PIXELS = 1 << 26
 
 
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
-    """Reads the images of an argument: one for each of ``count``, or a single image; upright, RGB or with ``grey`` L.
+    """Reads an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
 
     Args:
         name: the argument's name, for errors.
@@ -43,7 +43,7 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Returns the entries of an argument: one, or one for each of ``count`` images."""
+    """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):

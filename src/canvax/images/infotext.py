@@ -52,7 +52,7 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
 
 
 def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yields adapters as other programs write them in a prompt, but not those with a weight per block."""
+    """Yields adapters as other programs write them in a prompt, except those with a table of weights."""
     for entry in (metadata.get("adapters") or {}).values():
         if isinstance(entry["weight"], int | float):
             name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")

@@ -56,7 +56,7 @@ PRODUCT_BYTES = 48 * 2**20
 
 
 def many_scores(q: Array, k: Array) -> bool:
-    """Whether the scores of a head [Tq, Tk] are too many for the caches, which other data needs too."""
+    """Whether the scores of a head [Tq, Tk] are too many for the caches, which other data also needs."""
     return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
 
 

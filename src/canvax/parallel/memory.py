@@ -23,7 +23,7 @@ _CONTAINERS = (
 )
 """Linux's files with a container's memory limit, current use and statistics, for each cgroup version."""
 
-_ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+_PROGRAM_BYTES: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 """Cache of ``program_bytes``. Asking the compiler takes tens of milliseconds, and each image needs three programs."""
 
 
@@ -94,15 +94,15 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: 
 
 def program_bytes(program: Any) -> int | None:
     """Returns the bytes per device that a compiled program needs besides its arguments; None if not reported."""
-    if program not in _ASKED:
+    if program not in _PROGRAM_BYTES:
         try:
             analysis = program.memory_analysis()
         except (NotImplementedError, jax.errors.JaxRuntimeError):  # the backend does not report it
             analysis = None
-        _ASKED[program] = (
+        _PROGRAM_BYTES[program] = (
             analysis and analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         )
-    return _ASKED[program]
+    return _PROGRAM_BYTES[program]
 
 
 def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callable[[], str]) -> None:

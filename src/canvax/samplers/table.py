@@ -150,7 +150,7 @@ class SamplerTable:
 
     @checked
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
-        """Returns rows lo..hi. With lo > 0, x must start as `noised` latents; `init_scale` still applies to row 0."""
+        """Returns rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}

@@ -290,7 +290,7 @@ def _abstract(data: Any, *shape: int) -> Any:
 
 
 def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) -> None:
-    """Refuses a loss that does not return ``(number, values to log)``; the loss's own exceptions pass through."""
+    """Refuses a loss that does not return ``(number, values to log)``; exceptions of the loss pass through."""
     check_function("loss", loss, 4, "(params, samples, shared, key)")
     found = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
