@@ -1,7 +1,7 @@
-"""How metadata lies in the files of each format, and images that write it themselves when they are saved.
+"""How each file format stores metadata, and images that write their metadata when they are saved.
 
-PNG: the texts ``parameters`` (the form that A1111 and its relatives read) and ``canvax`` (JSON). JPEG and WebP: EXIF,
-with ``parameters`` as UserComment, where A1111 has it, and the JSON as MakerNote. (EXIF 2.3, tags 0x9286 and 0x927C.)
+PNG: the texts ``parameters`` (read by A1111 and related programs) and ``canvax`` (JSON). JPEG and WebP: EXIF, with
+``parameters`` as UserComment, as in A1111, and the JSON as MakerNote (EXIF 2.3, tags 0x9286 and 0x927C).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ INFOTEXT = "parameters"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 MAX_EXIF = 65_000
-"""Bytes of EXIF that a JPEG can hold, about: one segment of 64 KiB."""
+"""Bytes of EXIF that fit into a JPEG, approximately: a segment of 64 KiB."""
 
 _EXIF, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _UTF16 = b"UNICODE\0"
-# Of a PNG runs alone are looked for: a photograph of 1024 x 1024 takes 0.08 s in place of 0.2 to 0.6, and fewer bytes;
-# drawings take up to a tenth more.
+# PNG uses run-length encoding only: a photograph of 1024 x 1024 takes 0.08 s instead of 0.2 to 0.6 s, and fewer bytes.
+# Drawings take up to a tenth more bytes.
 _QUALITY = {
     "JPEG": {"quality": 95, "subsampling": 0},
     "WEBP": {"lossless": True},
@@ -40,10 +40,10 @@ _QUALITY = {
 
 
 def format_of(path: str | Path, argument: str = "path") -> str:
-    """The format that a name asks for, as Pillow calls it; an error is about ``argument``.
+    """Returns Pillow's name of the format that a file's extension selects; an error is about ``argument``.
 
     Raises:
-        InputError: its ending is none of ``FORMATS``.
+        InputError: the extension is not in ``FORMATS``.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
@@ -53,15 +53,15 @@ def format_of(path: str | Path, argument: str = "path") -> str:
 
 
 def names_file(path: Path) -> bool:
-    """Whether a name where images are to go is that of one image, and not of a folder."""
+    """Whether the path of an output is an image file, not a folder."""
     return path.suffix.lower() in FORMATS and not path.is_dir()
 
 
 def new_image(argument: str, name: Any) -> Path:
-    """The file of an image that is to be made, before anything is done for it.
+    """Checks, before any work is done, that an image can be written as ``name``; returns the path.
 
     Raises:
-        InputError: its ending is not known, it is there already, or it cannot be written; it is about ``argument``.
+        InputError: the extension is unknown, the file exists, or it cannot be written; about ``argument``.
     """
     path = named_path(argument, name)
     format_of(path, argument)
@@ -75,12 +75,9 @@ def new_image(argument: str, name: Any) -> Path:
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as it goes into files: of local models, networks and adapters only the last part of the path.
-
-    It is written as ``./name``. The folders above it are private.
-    """
+    """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
-        return {**metadata, "grid": [written(one) for one in metadata["grid"]]}
+        return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
     return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
 
 
@@ -89,7 +86,7 @@ _LOCAL = ("model", "vae", "scheduler", "controlnet", "ip_adapter", "adapters", "
 
 
 def _without_folders(value: Any) -> Any:
-    """``value``, where each local path in it is ``./`` and its last part. The names of Hub repositories stay."""
+    """Replaces each local path in ``value`` by ``./`` and its last part. Names of Hub repositories are unchanged."""
     if isinstance(value, Mapping):
         return {name: _without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -102,7 +99,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``Image.save`` is given to write ``metadata`` into a file of this kind."""
+    """Returns the keywords of ``Image.save`` that write ``metadata`` to a file of this format."""
     keywords = dict(_QUALITY[kind])
     if not metadata:
         return keywords
@@ -125,17 +122,17 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
-    """What ``Image.save`` is given for a ``quality`` of JPEG and WebP; nothing without one, or for a PNG."""
+    """Returns the keywords of ``Image.save`` for a JPEG or WebP ``quality``; none for None or PNG."""
     if quality is None or kind == "PNG":
         return {}
     return {"quality": quality} | ({"lossless": False} if kind == "WEBP" else {})
 
 
 def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
-    """The texts of a JPEG or WebP under the names that they have in a PNG; no pixel is decoded.
+    """Reads the texts of a JPEG or WebP, under the names they have in a PNG, without decoding pixels.
 
     Raises:
-        InputError: it is neither.
+        InputError: the file is neither.
     """
     try:
         with Image.open(file, formats=("JPEG", "WEBP")) as image:
@@ -152,9 +149,9 @@ def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
 
 
 class GeneratedImage(Image.Image):
-    """A PIL image that writes how it was made into the PNG, JPEG or WebP that it is saved as.
+    """A PIL image that writes its generation settings into the PNG, JPEG or WebP file it is saved as.
 
-    What Pillow derives from it, such as a smaller copy, is an ordinary image.
+    Images that Pillow derives from it, e.g. a smaller copy, are ordinary images.
 
     Attributes:
         metadata: as in ``canvax.Result.metadata``.
@@ -164,7 +161,7 @@ class GeneratedImage(Image.Image):
 
     @classmethod
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
-        """The same pixels with ``metadata``."""
+        """Copies ``image`` and attaches ``metadata``."""
         copy = cls()
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
@@ -177,37 +174,40 @@ class GeneratedImage(Image.Image):
         self.metadata = state[5] if len(state) > 5 else {}
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own; a file is written whole."""
+        """Saves like ``PIL.Image.Image.save``, and adds the metadata; ``params`` take precedence.
+
+        A file is written atomically.
+        """
         if not isinstance(format, str | None):
             raise InputError("format", format, "is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         suffix = Path(str(name)).suffix.lower()
         kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")
-        own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
+        keywords = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
         kind = kind or Image.registered_extensions().get(suffix, "")
         try:
             path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
             if path is None or (path.exists() and not path.is_file()):
-                super().save(fp, format, **own | params)
+                super().save(fp, format, **keywords | params)
             else:
                 with whole(path) as draft, open(draft, "wb") as file:
-                    super().save(file, kind, **own | params)
+                    super().save(file, kind, **keywords | params)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             told = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
             raise InputError(told) from None
         except OSError as error:
             raise CanvaxError(f"{name or shown(fp)} cannot be written ({error.strerror or error})") from None
-        except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow, of a format
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow's errors about a format
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"
             ) from None
 
 
 def _encodable(text: str) -> str:
-    """The text with escapes for what UTF-8 cannot hold, such as half of a surrogate pair; the same ones as in JSON."""
+    """Escapes, as JSON does, what UTF-8 cannot encode, e.g. half of a surrogate pair."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as a Python number."""
+    """Converts a numpy scalar to a Python number."""
     return value.item() if hasattr(value, "item") else str(value)

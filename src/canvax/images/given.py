@@ -1,4 +1,4 @@
-"""Images that are given to a call: read, turned upright, brought to size. Nothing here knows a model."""
+"""Reads the image arguments of a call and turns them upright. This module knows no model."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from canvax.images.formats import FORMATS
 from canvax.types import HostArray
 
 LONGEST = 8
-"""Times as long as it is wide, an image is resized as a whole for ``clip_square``."""
+"""Aspect ratio above which ``clip_square`` crops an image before it resizes."""
 
 MOST_PIXELS = 1 << 26
-"""Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
+"""Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes can declare any size."""
 
 
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
-    """One image for all of ``count``, or one for each, as upright RGB (or with ``grey`` L) images.
+    """Reads an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
 
     Args:
-        name: of the argument, for errors.
+        name: the argument's name, for errors.
         value: a PIL image, a path, an array, or a list of these. Arrays are [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]
-            (a batch has an axis more in front), uint8 or floats in 0..1.
-        count: images of the call.
-        grey: one channel is wanted.
+            (a batch has another axis in front), uint8 or floats in 0..1.
+        count: number of images that the call generates.
+        grey: return images with one channel.
 
     Raises:
-        InputError: naming the argument and what is wrong with it.
+        InputError: an image cannot be read, or the number of images is neither 1 nor ``count``.
     """
     with reading_arguments({name: value}):
-        return [_upright(name, one, grey=grey) for one in _entries(name, value, count)]
+        return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
-    """One image, or one for each of ``count``."""
+    """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
         values = list(value)
     else:
-        images = getattr(value, "images", None)  # of a canvax.Result, and of what other libraries return
+        images = getattr(value, "images", None)  # a canvax.Result, or the result of another library
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
         raise InputError(name, value, "is not an image, a path or an array", cure)
     if len(values) not in (1, count):
@@ -60,16 +60,19 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def fingerprint(image: Image.Image) -> str:
-    """SHA-256 of the pixels and the size of an upright image, whatever file it came from."""
+    """Returns the SHA-256 of an upright image's pixels and size; it does not depend on the file."""
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
 
 
 def clip_square(image: Image.Image, side: int) -> HostArray:
-    """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
+    """Returns CLIP's input for an image: its central square [side, side, 3] float32 in 0..1.
+
+    The bicubic resize is rounded to 8 bits, as in CLIP's image processor.
+    """
     short = min(image.size)
-    if max(image.size) > LONGEST * short:  # of which all but the middle would be made as large for nothing
+    if max(image.size) > LONGEST * short:  # saves resizing parts that are cropped away
         sides = [min(length, LONGEST * short) for length in image.size]
-        left, top = ((whole - own) // 2 for whole, own in zip(image.size, sides, strict=True))
+        left, top = ((whole - length) // 2 for whole, length in zip(image.size, sides, strict=True))
         image = image.crop((left, top, left + sides[0], top + sides[1]))
     wide, tall = image.size
     size = (side * wide // short, side * tall // short)
@@ -95,7 +98,7 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     elif isinstance(value, Image.Image):
         image = value
     elif _is_array(value):
-        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a view may pretend to any size
+        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a broadcast view can have any size
             raise InputError(name, NO_VALUE, f"is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
         image = _from_array(name, np.asarray(value))
     else:
@@ -109,7 +112,7 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
         )
     if image.mode == "CMYK":
         raise InputError(name, NO_VALUE, "is CMYK", "convert it to RGB with its profile")
-    if image.mode == "F":  # which PIL would cut off at 0 and 255, be it of 0..1 or of anything else
+    if image.mode == "F":  # PIL would clip it to 0..255, whatever its range
         raise InputError(
             name, NO_VALUE, "has the mode F, numbers of any range", "give np.asarray(image) with floats in 0..1"
         )

@@ -1,6 +1,6 @@
-"""Samplers as tables of numbers. Host-side float64; knows no model.
+"""Samplers as tables of numbers, computed on the host in float64 and independent of any model.
 
-scheduler = from_scheduler_config(config)          # what the checkpoint says
+scheduler = from_scheduler_config(config)          # a checkpoint's scheduler_config.json
 table = build_table(scheduler, steps, sampler="DPM++ 2M Karras")
 """
 

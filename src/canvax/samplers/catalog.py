@@ -1,4 +1,4 @@
-"""Finding a sampler by any of its names, reading a checkpoint's scheduler_config.json, making the table of a run."""
+"""Finds samplers by name, reads a checkpoint's scheduler_config.json, and builds the table of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
 from canvax.samplers.table import SamplerTable
 
 SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
-"""Settings of the noise levels, which every sampler takes."""
+"""Settings of the noise levels, which every sampler accepts."""
 
 IMPOSSIBLE = {
     "dpmadaptive": "DPM adaptive chooses its steps as it goes, and a table is made before; use 'DPM++ 2M'",
@@ -30,7 +30,7 @@ IMPOSSIBLE = {
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What a scheduler_config.json says: the noise the model was trained with, its own sampler, and its options."""
+    """A checkpoint's scheduler_config.json: the noise schedule of its training, its default sampler and options."""
 
     schedule: NoiseSchedule
     spec: SamplerSpec
@@ -39,10 +39,10 @@ class Scheduler:
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
-    """The sampler called `name` in any spelling, and the options that this name implies.
+    """Finds a sampler by any spelling of its name; also returns the options that the name implies.
 
-    A curve of `canvax.samplers.CURVES` behind the name, in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
-    chooses the sigmas. A class name (EulerDiscreteScheduler) implies nothing: its options are the checkpoint's.
+    The name may end with a curve of `canvax.samplers.CURVES` in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
+    which selects the sigmas. A class name (EulerDiscreteScheduler) implies no options: the checkpoint decides them.
     """
     key, classes = (
         _plain(name),
@@ -79,11 +79,11 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """A spelling without case, spaces and the signs between words; other signs stay, so that no name has them."""
+    """Normalises a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
     return re.sub(r"[\s\-_.,;:+*/()]", "", str(name).lower().replace("++", "pp"))
 
 
-# Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.
+# Longest first, so that "beta_sigmas" is tried before shorter suffixes.
 _SUFFIXES = {
     _plain(spelling): curve.name
     for curve in CURVES
@@ -94,17 +94,17 @@ _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
 def curve_named(name: str) -> str:
-    """The curve called `name` in any spelling."""
+    """Finds a curve by any spelling of its name; returns the canonical name."""
     if _plain(name) not in _SUFFIXES:
         raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES, "canvax samplers curves"))
     return _SUFFIXES[_plain(name)]
 
 
 def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
-    """Read a scheduler_config.json. Raises InputError with every field and value that cannot be honoured, together.
+    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together.
 
-    sampler: the default to use in place of the file's own class; needed where that class is a relative that canvax
-    does not have (UniPC, Heun, ...), whose noise schedule is read all the same.
+    sampler: the default sampler instead of the file's class. It is required if canvax has no solver for that class
+    (`RELATIVES`), whose noise schedule it can still read.
     """
     config = _table_of(config)
     name = config.get("_class_name")
@@ -125,11 +125,7 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
 
 
 def _table_of(config: Any) -> Mapping[str, Any]:
-    """A config as a table of names and values.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Returns ``config``, after checking that it is a mapping with string keys."""
     if not isinstance(config, Mapping):
         raise InputError("config", config, "is not a table, such as json.loads of a scheduler_config.json gives")
     if other := [name for name in config if not isinstance(name, str)]:
@@ -138,7 +134,7 @@ def _table_of(config: Any) -> Mapping[str, Any]:
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
-    """The options of `config` for the sampler `spec`, all faults reported together."""
+    """Reads the options of `config` for the sampler `spec`; the InputError lists all faults together."""
     class_name = spec.diffusers_class or "EulerDiscreteScheduler"
     faults = faults_of(config, class_name)
     if faults:
@@ -149,7 +145,7 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
-    """The sampler that a class becomes whose config asks for an SDE: one with fresh noise, and an eta to set."""
+    """Returns the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
     if spec.eta or not options.algorithm_type.startswith("sde"):
         return spec
     if spec.name == "dpmpp_2m":
@@ -158,11 +154,11 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
 
 
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
-    """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
+    """Corrects `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
 
-    Those of 1.x and 2.x read steps_offset 1 and no clip_sample, always: early checkpoints left these out, and the
-    reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means. A value that no
-    config can have stays, to be reported.
+    Pipelines of 1.x and 2.x always use steps_offset 1 and no clip_sample: early checkpoints left these out, and the
+    reference pipelines correct them. For SDXL (`xl`) the values in the config count. Invalid values are not replaced,
+    so that they are reported.
     """
     config = _table_of(config)
     if xl:
@@ -188,22 +184,21 @@ def build_table(
     guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
-    """The table of one run.
+    """Builds the table of a run.
 
-    steps: as the field counts them (`SamplerSpec.evaluations`); None where levels or timesteps themselves are given.
-    sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
-    fields of its config that the named sampler understands and that sampler's own defaults for the rest. Or a spec that
-    is not in the catalogue, or a solver alone: a function of (schedule, steps, options) that returns a table. Or the
-    table itself, which then gets its guidance here and leaves no place for `eta`, `spacing`, `sigmas`, `settings`,
-    `start` and `end`.
-    spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
-    name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
-    `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
-    skip: steps to leave out at the beginning, as image to image does; x begins from `SamplerTable.noised` latents.
-    settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}. Of a flow
-    model also `mu`, the shift for the size of the image, and `shift_terminal`, whatever the sampler.
-    start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
-    starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
+    steps: number of steps as usually counted (see `SamplerSpec.evaluations`); None if sigmas or timesteps are lists.
+    sampler: None for the checkpoint's, otherwise any name that `find` accepts. It uses the checkpoint's noise schedule,
+    the fields of its config that the named sampler supports, and that sampler's defaults for the rest. Or a spec that
+    is not in the catalogue, or a solver: a function of (schedule, steps, options) that returns a table. Or a table,
+    which then gets its guidance here and takes no `eta`, `spacing`, `sigmas`, `settings`, `start` and `end`.
+    spacing, sigmas (a curve, "automatic" for none, or a list of levels), eta: None keeps the value of config and name.
+    guidance: a number, or one for each step. Outside of `guidance_interval`, fractions of the run like `start` and
+    `end`, it is 1 (Kynkaanniemi et al. 2024).
+    skip: steps to omit at the beginning, as in image to image; x then starts from `SamplerTable.noised` latents.
+    settings: further fields of SamplerOptions, e.g. {"s_churn": 10} or {"timesteps": [999, 500, 250]}; for flow models
+    also `mu`, the shift for the image size, and `shift_terminal`, whatever the sampler.
+    start, end: the part of the run to do, as fractions of the training timesteps from noise to image. With start > 0, x
+    must be the result of the previous part, or `SamplerTable.noised` latents of an image.
     """
     if not isinstance(scheduler, Scheduler):
         raise InputError("scheduler", scheduler, "is not a Scheduler", "take pipe.model.scheduler")
@@ -252,7 +247,7 @@ def build_table(
         raise InputError("skip", skip, "is not a number of steps to leave out", "give 0 or more")
     if not spec.curves and (start or end < 1 or skip):
         raise InputError("sampler", spec.name, "is run whole", "a part of it means nothing")
-    with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
+    with np.errstate(all="ignore"):  # infinite or NaN values are refused below, without warnings
         try:
             table = spec.solver(schedule, steps, options)
         except np.linalg.LinAlgError:
@@ -304,11 +299,11 @@ def _check_table(table: Any, steps: int | None = None, skip: int = 0) -> None:
 
 
 FLOW_SETTINGS = ("mu", "shift_terminal")
-"""Settings of the noise levels that belong to a flow model, and so are for every sampler."""
+"""Settings of a flow model's noise schedule, which every sampler accepts."""
 
 
 def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
-    """The model's noise schedule for this run: `FLOW_SETTINGS` are taken out of `settings`."""
+    """Returns the model's noise schedule for this run; removes `FLOW_SETTINGS` from `settings`."""
     if not schedule.is_flow:
         return schedule
     taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
@@ -336,7 +331,7 @@ def _restarted(
     lo: int,
     hi: int,
 ) -> SamplerTable:
-    """Steps lo..hi as a run that remembers nothing of the steps before, guided like `part`."""
+    """Returns steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
     fresh = spec.solver(schedule, steps, replace(options, restart=lo))
     fresh = fresh.take(0, int(np.sum(fresh.step < hi - lo)))
     first = part.step - lo
@@ -352,12 +347,12 @@ def _restarted(
 
 
 def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
-    """How many steps belong to the part before `fraction` of the way."""
+    """Counts the steps in the part before `fraction` of the run."""
     return int(np.sum(_before(table, schedule, fraction)))
 
 
 def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np.ndarray:
-    """Whether each step belongs to the part before `fraction` of the way: its timestep is at the limit or above."""
+    """Returns for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
     if schedule.timestep_unit == "index":
@@ -373,7 +368,7 @@ def _guided(
     interval: Sequence[float],
     schedule: NoiseSchedule,
 ) -> SamplerTable:
-    """The table with its guidance, 1 outside of the interval."""
+    """Sets the guidance of a table, 1 outside of the interval."""
     low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
@@ -389,7 +384,7 @@ def _guided(
 
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
-    """The number of steps, which levels or timesteps of the user's own decide."""
+    """Checks and returns the number of steps; a list of levels or timesteps determines it."""
     own = None
     if options.timesteps is not None:
         own = len(options.timesteps)
@@ -411,7 +406,7 @@ def _changes(
     sigmas: str | Sequence[float] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The changes asked for, checked, as fields of SamplerOptions."""
+    """Checks the arguments of a call and returns them as fields of SamplerOptions."""
     if spacing is not None:
         check_option("spacing", spacing)
     if eta is not None:

@@ -1,6 +1,6 @@
-"""Fine-tuning of a real checkpoint, and the parts of any training.
+"""Fine-tuning of checkpoints, and building blocks for any training.
 
-``pictures`` reads captioned pictures, ``encoding`` turns them into latents, ``objectives`` and ``diffusion`` hold the
-loss, ``loop`` runs compiled training that can be killed and resumed at any moment, ``finetune`` goes on from a
-checkpoint. ``recipes/emoji`` makes the bundled model from the same parts. Needs ``pip install '.[train]'``.
+``pictures`` reads captioned images, ``encoding`` encodes them to latents, ``objectives`` and ``diffusion`` contain the
+loss, ``loop`` runs compiled training that can be killed and resumed at any time, and ``task`` trains from a checkpoint.
+``recipes/emoji`` trains the bundled model with the same parts. It needs ``pip install '.[train]'``.
 """
