@@ -78,7 +78,7 @@ def test_every_layer(kind: str) -> None:
 
 
 def test_the_last_layer_counts_too() -> None:
-    """The entry of ``hidden_states`` before the last is behind the last layer but one; one more has no normalisation."""
+    """The entry of ``hidden_states`` before the last is behind the last layer but one."""
     theirs, cfg = model("qwen3")
     behind: list[Any] = []
     theirs.layers[-1].register_forward_hook(lambda module, inputs, output: behind.append(output))

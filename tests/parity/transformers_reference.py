@@ -58,7 +58,7 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
 
 
 def rotated(head_dim: int) -> Callable[[str, np.ndarray], np.ndarray]:
-    """What loading does to queries and keys whose rotary pairs are neighbours; Krea 2's text fusion has no positions."""
+    """What loading does to queries and keys whose rotary pairs are neighbours; text fusion has no positions."""
 
     def change(name: str, array: np.ndarray) -> np.ndarray:
         turns = name.endswith(tuple(f".{layer}.weight" for layer in ROTATED)) and not name.startswith("text_fusion")
@@ -89,5 +89,6 @@ def unfused(state: State, spec: Spec) -> State:
 
 def match(pattern: str, name: str) -> str | None:
     """The block that a name belongs to, if it is of the pattern."""
-    found = re.fullmatch(f"({re.escape(pattern.partition('{}')[0])}\\d+){re.escape(pattern.partition('{}')[2])}.weight", name)
+    before, after = (re.escape(part) for part in pattern.split("{}"))
+    found = re.fullmatch(rf"({before}\d+){after}\.weight", name)
     return found and found[1]

@@ -145,7 +145,8 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
     """One pre-norm layer, [B, T, D] -> [B, T, D]."""
     a, eps = p["self_attn"], cfg.rms_norm_eps
     h = rms_norm(p["input_layernorm"], x, eps=eps)
-    q, k, v = (linear(a[name], h).reshape(*x.shape[:2], -1, cfg.width_of_head) for name in ("q_proj", "k_proj", "v_proj"))
+    split = (*x.shape[:2], -1, cfg.width_of_head)
+    q, k, v = (linear(a[name], h).reshape(split) for name in ("q_proj", "k_proj", "v_proj"))
     if cfg.model_type in NORMALISED:
         q, k = rms_norm(a["q_norm"], q, eps=eps), rms_norm(a["k_norm"], k, eps=eps)
     h = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, causal=True)

@@ -87,9 +87,7 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
     heads = cfg.num_attention_heads, cfg.num_key_value_heads
     block = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
     block |= _block_spec(width, *heads, cfg.intermediate_size)
-    fusion = _block_spec(
-        text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size
-    )
+    fusion = _block_spec(text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size)
     return {
         "img_in": linear_spec(cfg.in_channels, width),
         "time_embed": {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)},
@@ -150,8 +148,8 @@ def krea2_context(
 
     Args:
         p: parameters as declared by ``krea2_spec``.
-        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``] in the dtype that it computes
-            in.
+        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``], in the dtype that it
+            computes in.
         lengths: how many rows of each are its text, int32 [B].
         width: how many tokens wide the images are, int32 [B].
         cfg: the config.

@@ -1,4 +1,4 @@
-"""The autoencoder of Qwen-Image and Wan 2.1 (Wan Team 2025) for one frame: ``AutoencoderKLQwenImage`` in two dimensions.
+"""The autoencoder of Qwen-Image and Wan 2.1 (Wan Team 2025) for one frame: ``AutoencoderKLQwenImage`` without time.
 
 Its convolutions over frames are causal: of one frame each sees the last of its taps in time alone, and layers that
 change the number of frames do nothing. Checkpoints hold all taps; ``from_video`` takes what one frame needs.

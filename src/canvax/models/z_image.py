@@ -167,7 +167,9 @@ def z_image_context(
     image_ids = jnp.stack([jnp.broadcast_to(filled[:, None] + 1, row.shape), row, column], axis=-1)
     image_ids = jnp.pad(image_ids, ((0, 0), (0, -tokens % MULTIPLE), (0, 0)))  # filling lies at the origin
 
-    image_rope, caption_rope = (rotary_embedding(ids, cfg.axes_dims, cfg.rope_theta) for ids in (image_ids, caption_ids))
+    image_rope, caption_rope = (
+        rotary_embedding(ids, cfg.axes_dims, cfg.rope_theta) for ids in (image_ids, caption_ids)
+    )
     with jax.named_scope("context_refiner"):
         for i in range(cfg.n_refiner_layers):
             caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **_eps(cfg))
