@@ -27,11 +27,15 @@ SIZES = {
 }  # fmt: skip
 POSITIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
 
+# Without a width of a head in the last: it is the model's over the number of heads.
 KINDS = {
     "qwen3": ("Qwen3Model", transformers.Qwen3Config, {"head_dim": 8, "rope_theta": 1e6}),
     "qwen3_vl": ("Qwen3VLTextModel", transformers.Qwen3VLTextConfig, {"head_dim": 8, "rope_parameters": POSITIONS}),
-    "qwen2_5_vl": ("Qwen2_5_VLTextModel", transformers.Qwen2_5_VLTextConfig, {"rope_parameters": POSITIONS}),
-}
+    "qwen2_5_vl": (
+        "Qwen2_5_VLTextModel", transformers.Qwen2_5_VLTextConfig,
+        {"rope_parameters": POSITIONS | {"mrope_section": [1, 1, 0]}},
+    ),
+}  # fmt: skip
 
 LENGTHS = np.array([7, 13], np.int32)
 IDS = np.where(np.arange(13) < LENGTHS[:, None], np.random.default_rng(0).integers(1, 100, (2, 13)), 0)
