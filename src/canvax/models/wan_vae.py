@@ -155,8 +155,8 @@ def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig, *, tile: int | 
     h, rise = _mid_block(p["mid_block"], conv2d(p["conv_in"], z)), partial(_rise, p, cfg=cfg)
     if tile is None:
         return rise(h)
-    sides = latents.shape[1:3], tile // cfg.factor, OVERLAP // cfg.factor
-    return in_tiles(rise, h, *sides, 1, cfg.factor, cfg.input_channels).astype(latents.dtype)
+    size, sides = (latents.shape[1], latents.shape[2]), (tile // cfg.factor, OVERLAP // cfg.factor)
+    return in_tiles(rise, h, size, *sides, 1, cfg.factor, cfg.input_channels).astype(latents.dtype)
 
 
 def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | None = None) -> tuple[Array, Array]:
@@ -167,8 +167,8 @@ def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | N
         h = fall(images)
     else:
         size = images.shape[1] // cfg.factor, images.shape[2] // cfg.factor
-        sides = size, tile // cfg.factor, OVERLAP // cfg.factor
-        h = in_tiles(fall, images, *sides, cfg.factor, 1, cfg.widths[-1]).astype(images.dtype)
+        sides = tile // cfg.factor, OVERLAP // cfg.factor
+        h = in_tiles(fall, images, size, *sides, cfg.factor, 1, cfg.widths[-1]).astype(images.dtype)
     h = _head(encoder, _mid_block(encoder["mid_block"], h))
     mean, logvar = jnp.split(linear(p["quant_conv"], h), 2, axis=-1)
     centre, deviation = (jnp.asarray(values, mean.dtype) for values in (cfg.latents_mean, cfg.latents_std))
