@@ -34,6 +34,12 @@ from canvax.nn import linear, linear_spec
 from canvax.params import Params, Spec
 from canvax.types import Array, HostArray
 
+TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""What klein's language model reads of a prompt, filled up to ``ROWS`` tokens."""
+
+ROWS, TAPS = 512, (9, 18, 27)
+"""Tokens of a text, padding included, and the layers that are put side by side."""
+
 REFERENCE_STEP = 10
 """References lie at times 10, 20, 30, ..., the image at 0."""
 
